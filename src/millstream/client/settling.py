@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
-import msgspec
-
 from millstream.client.lease import Lease
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.delivery_state import delivery_state
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
@@ -313,8 +312,8 @@ class SettleLane:
             PartitionSettles(topic, partition, [one.settled() for one in ranges])
             for (topic, partition), ranges in places.items()
         ]
-        body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, settles))
-        answer = _read(await self._send(self._node, SETTLE_KEY, body))
+        body = encode(SettleRequest(self._subscription, self._worker, settles))
+        answer = decode(await self._send(self._node, SETTLE_KEY, body), SettleAnswer)
         if answer.error:
             raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
@@ -404,13 +403,6 @@ def _closed_error() -> MillstreamError:
 def _unknown_outcome(settlement: Settlement, doubt: str) -> InvalidRecordState:
     place = f"{settlement.lease.topic}-{settlement.lease.partition} at {settlement.offsets[0]}"
     return InvalidRecordState(f"{place} is not leased, nor known to be accepted: {doubt}")
-
-
-def _read(body: memoryview) -> SettleAnswer:
-    try:
-        return msgspec.msgpack.decode(body, type=SettleAnswer)
-    except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"the broker's response cannot be decoded: {error}") from error
 
 
 class Settler:

@@ -225,3 +225,25 @@ class Runtime(Generic[S]):
             await self._topics.create(
                 wanted.name, partitions=wanted.partitions, overrides=wanted.overrides, internal=True
             )
+
+
+class Coordinator(Generic[S]):
+    """The common part of all coordinators: loading, closing and creating the topic of their runtime."""
+
+    _runtime: Runtime[S]
+
+    async def start(self) -> None:
+        """Start loading the state from the log; requests wait or are refused in the meantime."""
+        await self._runtime.start()
+
+    async def close(self) -> None:
+        """Refuse parked requests, and wait until appends are acknowledged."""
+        await self._runtime.close()
+
+    async def wait_loaded(self) -> None:
+        """Wait until all shards are loaded."""
+        await self._runtime.wait_loaded()
+
+    async def ensure(self) -> None:
+        """Create the topic on its first use."""
+        await self._runtime.ensure()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
 
-from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.group import ConsumerGroupState
@@ -72,7 +72,7 @@ class GroupsStatus:
     shards_loading: int
 
 
-class GroupCoordinator:
+class GroupCoordinator(Coordinator[GroupShard]):
     """Consumer groups and their offsets, kept in `__consumer_offsets`."""
 
     def __init__(
@@ -101,25 +101,7 @@ class GroupCoordinator:
             settings_of=settings_of,
         )
         topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
-        self._runtime: Runtime[GroupShard] = Runtime(
-            topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s
-        )
-
-    async def start(self) -> None:
-        """Start loading groups from the log; requests wait or are refused in the meantime."""
-        await self._runtime.start()
-
-    async def close(self) -> None:
-        """Refuse parked requests, and wait until appended commits are acknowledged."""
-        await self._runtime.close()
-
-    async def wait_loaded(self) -> None:
-        """Wait until all shards are loaded."""
-        await self._runtime.wait_loaded()
-
-    async def ensure(self) -> None:
-        """Create the offsets topic on its first use."""
-        await self._runtime.ensure()
+        self._runtime = Runtime(topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s)
 
     def partition_of(self, group_id: str) -> PartitionIndex:
         """The partition of the offsets topic that holds a group."""

@@ -247,3 +247,23 @@ def _group_key(group_id: str) -> bytes:
     writer.int16(_GROUP_KEY)
     writer.string(group_id)
     return bytes(writer.buffer)
+
+
+FLEXIBLE_VALUE_VERSION: Final = 0
+"""The version of the values of consumer and share groups."""
+
+
+def begin_flexible_value() -> Writer:
+    """Start the value of a consumer or share group's record."""
+    writer = Writer(flexible=True)
+    writer.int16(FLEXIBLE_VALUE_VERSION)
+    return writer
+
+
+def open_flexible_value(record: StateRecord) -> Reader:
+    """Read the value of a consumer or share group's record from its first field on."""
+    reader = Reader(record.value or b"", flexible=True)
+    version = reader.int16()
+    if version != FLEXIBLE_VALUE_VERSION:
+        raise ProtocolViolation(f"a record in the offsets topic has unknown version {version}")
+    return reader

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S
 from millstream.broker.subscriptions.state_shard import StateShard, WriteResult
 from millstream.broker.subscriptions.state_store import MakeImage, QueueWrite, StoredQueue
@@ -29,7 +29,7 @@ PARTITION_CACHE_MAX: Final = 100_000
 """The number of queues whose state partition is cached, since every write looks it up."""
 
 
-class StateCoordinator:
+class StateCoordinator(Coordinator[StateShard]):
     """Stores the states of queues in the log."""
 
     def __init__(
@@ -42,27 +42,11 @@ class StateCoordinator:
         retry_first_s: float = RETRY_FIRST_S,
     ) -> None:
         topic = StateTopic(name=SUBSCRIPTIONS, partitions=config.subscriptions_partitions, overrides=_TOPIC_SETTINGS)
-        self._runtime: Runtime[StateShard] = Runtime(
+        self._runtime = Runtime(
             topics, topic, lambda _timers: StateShard(make_image), clock=clock, retry_first_s=retry_first_s
         )
         # The number of partitions never changes.
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}
-
-    async def start(self) -> None:
-        """Start loading states from the log."""
-        await self._runtime.start()
-
-    async def close(self) -> None:
-        """Wait until all appends are acknowledged, and stop."""
-        await self._runtime.close()
-
-    async def wait_loaded(self) -> None:
-        """Wait until all shards are loaded."""
-        await self._runtime.wait_loaded()
-
-    async def ensure(self) -> None:
-        """Create the topic on its first use."""
-        await self._runtime.ensure()
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
         """Return the partition of the topic that stores a queue."""

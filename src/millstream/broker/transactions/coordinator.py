@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
 from millstream.broker.coordination.state_machine import Confirmation, Outcome
 from millstream.broker.coordination.timers import Timers
@@ -112,7 +112,7 @@ _FINAL_REFUSALS: Final = Confirmation(
 """What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
 
 
-class TransactionCoordinator:
+class TransactionCoordinator(Coordinator[TransactionShard]):
     """Transactional ids, kept in `__transaction_state`."""
 
     def __init__(
@@ -131,7 +131,7 @@ class TransactionCoordinator:
         self._reserve = ProducerIdReserve(producer_ids)
         self._on_ending: Callable[[], None] = lambda: None
         topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
-        self._runtime: Runtime[TransactionShard] = Runtime(
+        self._runtime = Runtime(
             topics,
             topic,
             self._make_shard,
@@ -148,22 +148,6 @@ class TransactionCoordinator:
     def when_ending(self, listener: Callable[[], None]) -> None:
         """Call `listener` when markers may have to be written."""
         self._on_ending = listener
-
-    async def start(self) -> None:
-        """Start loading transactions from the log; requests wait or are refused in the meantime."""
-        await self._runtime.start()
-
-    async def wait_loaded(self) -> None:
-        """Wait until all shards are loaded."""
-        await self._runtime.wait_loaded()
-
-    async def close(self) -> None:
-        """Refuse parked requests, and wait until appends are acknowledged."""
-        await self._runtime.close()
-
-    async def ensure(self) -> None:
-        """Create the topic on its first use."""
-        await self._runtime.ensure()
 
     def partition_of(self, transactional_id: str) -> PartitionIndex:
         """The partition of the topic that holds a transactional id."""

@@ -19,11 +19,10 @@ from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
-from millstream.core.errors import MillstreamError, ProtocolViolation, RequestTimedOut
+from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.verb import Verb
 from millstream.protocol.messages.codec import response_body_at
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     SETTLE_KEY,
@@ -46,9 +45,6 @@ LATE_S: Final = 30.0
 """How long to wait for the response to a withdrawn request."""
 
 RETURN_S: Final = 5.0
-
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
 
 
 def fresh_until(sent_at: float, lease_ms: int | None, *, waited_ms: int = 0) -> float:
@@ -80,11 +76,8 @@ class _Asking:
         async with self.pool.borrowed() as channel:
             self._channel = channel
             sent_at = monotonic()
-            frame = await channel.exchange(RECEIVE_KEY, 0, [_encode(self.request)], timeout_s=timeout_s)
-        try:
-            return Leased(_decoder.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :]), sent_at)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's response cannot be decoded: {error}") from error
+            frame = await channel.exchange(RECEIVE_KEY, 0, [encode(self.request)], timeout_s=timeout_s)
+        return Leased(decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :], ReceiveAnswer), sent_at)
 
     def withdraw(self) -> None:
         """Make the broker stop waiting; a response that it has sent still arrives."""
@@ -167,7 +160,7 @@ async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessag
     ]
     if not settles:
         return
-    body = _encode(SettleRequest(request.subscription, request.worker, settles))
+    body = encode(SettleRequest(request.subscription, request.worker, settles))
     try:
         await (await pool.shared()).exchange(SETTLE_KEY, 0, [body], timeout_s=RETURN_S)
     except MillstreamError as error:

@@ -7,7 +7,8 @@ other change raises the version of the request.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -32,9 +33,15 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 def decode(body: bytes | memoryview, kind: type[T]) -> T:
     """Decode a message from another process, or raise `ProtocolViolation`."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        message: T = _decoder(cast("Any", kind)).decode(body)
     except msgspec.MsgspecError as error:
         raise ProtocolViolation(f"the {kind.__name__} cannot be decoded: {error}") from error
+    return message
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:

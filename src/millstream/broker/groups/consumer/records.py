@@ -22,10 +22,9 @@ from uuid import UUID
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import Assignment, assignment_of
 from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
-from millstream.core.errors import ProtocolViolation
+from millstream.broker.groups.records import begin_flexible_value, open_flexible_value
 from millstream.protocol.messages.primitives import Reader, Writer
 
-_VERSION: Final = 0
 _METADATA_HASH_TAG: Final = 0
 _CLASSIC_TAG: Final = 0
 _EPOCHS_TAG: Final = 0
@@ -101,7 +100,7 @@ def group_tombstones(group_id: str) -> list[StateRecord]:
 
 def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
     """The epoch of a group."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.int32(epoch)
     if metadata_hash:
         writer.uvarint(1)
@@ -115,7 +114,7 @@ def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRe
 
 def read_group_epoch(record: StateRecord) -> tuple[int, int]:
     """The epoch of a group, and the hash of its topics."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     epoch, metadata_hash = reader.int32(), 0
     for tag, content in reader.tags():
         if tag == _METADATA_HASH_TAG:
@@ -125,7 +124,7 @@ def read_group_epoch(record: StateRecord) -> tuple[int, int]:
 
 def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
     """The epoch of the target assignment."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.int32(epoch)
     writer.no_tags()
     return _record(ConsumerKey(Kind.TARGET_EPOCH, group_id), writer)
@@ -133,12 +132,12 @@ def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
 
 def read_target_epoch(record: StateRecord) -> int:
     """Read it back."""
-    return _open(record).int32()
+    return open_flexible_value(record).int32()
 
 
 def target_record(group_id: str, member_id: str, target: Assignment) -> StateRecord:
     """Build the record of a member's target."""
-    writer = _begin()
+    writer = begin_flexible_value()
     _write_assignment(writer, target)
     writer.no_tags()
     return _record(ConsumerKey(Kind.TARGET, group_id, member_id), writer)
@@ -146,12 +145,12 @@ def target_record(group_id: str, member_id: str, target: Assignment) -> StateRec
 
 def read_target(record: StateRecord) -> Assignment:
     """Read it back."""
-    return _read_assignment(_open(record))
+    return _read_assignment(open_flexible_value(record))
 
 
 def position_record(group_id: str, member_id: str, position: Position) -> StateRecord:
     """What a member has."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.int32(position.epoch)
     writer.int32(position.previous_epoch)
     writer.int8(position.state)
@@ -163,7 +162,7 @@ def position_record(group_id: str, member_id: str, position: Position) -> StateR
 
 def read_position(record: StateRecord) -> Position:
     """Read it back; a state that is not known here is kept as such."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     epoch, previous_epoch, state = reader.int32(), reader.int32(), reader.int8()
     since: dict[UUID, dict[int, int]] = {}
     return Position(
@@ -178,7 +177,7 @@ def read_position(record: StateRecord) -> Position:
 
 def expression_record(group_id: str, expression: str, resolved: Resolved) -> StateRecord:
     """The topics that an expression matches."""
-    writer = _begin()
+    writer = begin_flexible_value()
     _write_strings(writer, sorted(resolved.topics))
     writer.int64(resolved.version)
     writer.int64(resolved.time_ms)
@@ -188,13 +187,13 @@ def expression_record(group_id: str, expression: str, resolved: Resolved) -> Sta
 
 def read_expression(record: StateRecord) -> Resolved:
     """Read it back."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     return Resolved(frozenset(_read_strings(reader)), reader.int64(), reader.int64())
 
 
 def subscription_record(group_id: str, member_id: str, subscription: Subscription) -> StateRecord:
     """Build the record of a member's subscription."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.string(subscription.instance_id)
     writer.string(subscription.rack_id)
     writer.string(subscription.client_id)
@@ -216,7 +215,7 @@ def subscription_record(group_id: str, member_id: str, subscription: Subscriptio
 
 def read_subscription(record: StateRecord) -> Subscription:
     """Read it back."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     instance_id, rack_id = reader.nullable_string(), reader.nullable_string()
     client_id, client_host = reader.string(), reader.string()
     topics = frozenset(_read_strings(reader))
@@ -301,20 +300,6 @@ def _write_strings(writer: Writer, texts: Iterable[str]) -> None:
 
 def _read_strings(reader: Reader) -> list[str]:
     return [reader.string() for _ in range(max(0, reader.array_length()))]
-
-
-def _begin() -> Writer:
-    writer = Writer(flexible=True)
-    writer.int16(_VERSION)
-    return writer
-
-
-def _open(record: StateRecord) -> Reader:
-    reader = Reader(record.value or b"", flexible=True)
-    version = reader.int16()
-    if version != _VERSION:
-        raise ProtocolViolation(f"version {version} of a consumer group's record is unknown")
-    return reader
 
 
 def _record(key: ConsumerKey, writer: Writer) -> StateRecord:

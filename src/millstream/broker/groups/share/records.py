@@ -14,11 +14,9 @@ from enum import IntEnum
 from typing import Final
 
 from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.groups.records import begin_flexible_value, open_flexible_value
 from millstream.broker.groups.share.group import ShareMember
-from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages.primitives import Reader, Writer
-
-_VERSION: Final = 0
 
 
 class ShareKind(IntEnum):
@@ -57,7 +55,7 @@ def tombstone(key: ShareKey) -> StateRecord:
 
 def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
     """The epoch of a group."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.int32(epoch)
     writer.int64(metadata_hash)
     writer.no_tags()
@@ -66,13 +64,13 @@ def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
 
 def read_group(record: StateRecord) -> tuple[int, int]:
     """The epoch of a group, and the hash of its topics."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     return reader.int32(), reader.int64()
 
 
 def member_record(group_id: str, member: ShareMember) -> StateRecord:
     """Build the record of a member."""
-    writer = _begin()
+    writer = begin_flexible_value()
     writer.string(member.rack_id)
     writer.string(member.client_id)
     writer.string(member.client_host)
@@ -85,7 +83,7 @@ def member_record(group_id: str, member: ShareMember) -> StateRecord:
 
 def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
     """Read it back."""
-    reader = _open(record)
+    reader = open_flexible_value(record)
     return ShareMember(
         member_id=key.member_id,
         rack_id=reader.nullable_string(),
@@ -93,20 +91,6 @@ def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
         client_host=reader.string(),
         topics=frozenset(reader.string() for _ in range(max(0, reader.array_length()))),
     )
-
-
-def _begin() -> Writer:
-    writer = Writer(flexible=True)
-    writer.int16(_VERSION)
-    return writer
-
-
-def _open(record: StateRecord) -> Reader:
-    reader = Reader(record.value or b"", flexible=True)
-    version = reader.int16()
-    if version != _VERSION:
-        raise ProtocolViolation(f"version {version} of a share group's record is unknown")
-    return reader
 
 
 def _key(key: ShareKey) -> bytes:
