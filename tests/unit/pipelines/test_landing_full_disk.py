@@ -96,7 +96,7 @@ def test_what_a_failed_writer_wrote_is_deleted(tmp_path: Path, room: int) -> Non
 def test_a_task_that_fails_takes_the_files_of_all_its_topics_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, quarantine_room: int
 ) -> None:
-    def records(one: Range, _options: object) -> Iterator[pa.RecordBatch]:
+    def records(one: Range, _options: object, _skip: object) -> Iterator[pa.RecordBatch]:
         yield rows(one.end, b'{"id": 1}')
         refused = rows(one.end, b"[]")
         missing = [pa.nulls(one.end, QUARANTINE.field(name).type) for name in ("timestamp", "key", "headers")]
