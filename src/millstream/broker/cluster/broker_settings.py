@@ -115,7 +115,7 @@ class BrokerSettings:
         return in_force
 
     def show(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
-        """Take over everything that is set now, and tell the listeners if that is something else."""
+        """Apply all current settings, and notify the listeners if they changed."""
         before, self._by_scope = self._by_scope, {scope: dict(found) for scope, found in by_scope.items()}
         if before != self._by_scope:
             for listener in self._listeners:

@@ -305,14 +305,14 @@ class ClusterTopics(Topics):
         return self._view.registrations.keys()
 
     async def _broker_declared(self) -> None:
-        """The controller is told; what it makes of it shows in the picture."""
+        """Do nothing: the controller acts on the announcement, and the view shows the result."""
 
     async def _broker_agreed(self, scope: str, overrides: Mapping[str, str], timeout_s: float) -> None:
         before = self._view.settings.get(scope)
 
         def agreed() -> bool:
             now = self._view.settings.get(scope)
-            # Somebody else may have changed it again meanwhile.
+            # It may have been changed again meanwhile.
             return now == overrides or now != before
 
         await self._view.until(agreed, timeout_s, what="settings of nodes")

@@ -96,7 +96,7 @@ def done_key(topic_id: UUID, node: NodeId) -> str:
 
 
 def settings_key(scope: str) -> str:
-    """Where is told what was set for a node, or, with an empty scope, for all of them."""
+    """Return where the settings of a node are published, or of all nodes if the scope is empty."""
     return f"{SETTINGS}{scope or _ALL_NODES}"
 
 

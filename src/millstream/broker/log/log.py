@@ -585,7 +585,7 @@ class Log:
         self.damage.on_change()
 
     def mark_intact(self, lost: LostRange, replay: ProducerReplay | None = None) -> None:
-        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        """Serve a lost range again whose file was restored from outside."""
         self.mark_repaired(lost, lost.next_offset, self.lost_beside(lost), replay)
 
     def lost_beside(self, lost: LostRange) -> list[LostRange]:
@@ -762,7 +762,7 @@ class Log:
         self.cleaned_offset = min(self.cleaned_offset, end_offset)
         self.epochs.cut_after(end_offset)
         if not self.producers.truncate(end_offset):
-            # Only the log tells how the transactions stood before.
+            # Only the log itself shows the earlier state of the transactions.
             self.producers.clear()
             self.is_replaying = True
 

@@ -30,7 +30,7 @@ def replay_batch(producers: Producers, header: BatchHeader, window: Window, now_
 
 
 class ProducerReplay:
-    """Learns what a log tells of its producers by reading all of it: for what hardly ever happens.
+    """Rebuilds the producers' state by reading the whole log; rarely needed.
 
     Captured on the loop, done in a thread, and caught up with on the loop. `replaced` is a segment that will take the
     place of the one with the same base offset.
@@ -102,7 +102,7 @@ class ProducerReplay:
 
 
 def read_producers(log: Log) -> Producers:
-    """What a log tells of its producers, read before this returns."""
+    """Rebuild the producers' state before this returns."""
     replay = ProducerReplay(log)
     replay.execute()
     while not replay.has_caught_up():

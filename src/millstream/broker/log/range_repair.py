@@ -174,7 +174,7 @@ class RangeRepair:
         new.index, new.size, new.next_offset = index, window.end, limit
 
     def replay(self) -> ProducerReplay | None:
-        """What has to be read before `finish`, if the range tells of producers; called on the loop after `execute`."""
+        """Return what to read before `finish`, if the range holds producers' batches; called on the loop."""
         if self.error is not None or not self.log.needs_replay(self._lost, self._remaining()):
             return None
         self._replay = ProducerReplay(self.log, self._new)

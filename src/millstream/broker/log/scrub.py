@@ -194,7 +194,7 @@ class ScrubStep(Inspection):
         return hole if hole is not None and (self.end, self.next_offset) == (hole.end, hole.next_offset) else None
 
     def replay(self) -> ProducerReplay | None:
-        """What has to be read before `finish`, if a range that is whole again tells of producers."""
+        """Return what to read before `finish`, if an intact range holds producers' batches."""
         found, log = self._found_again, self.log
         if found is None or not self._is_current or not log.needs_replay(found, log.lost_beside(found)):
             return None

@@ -343,7 +343,7 @@ class LogStore:
     def inspect(self, log: Log, segment: Segment, position: int) -> bool:
         """Have it found out which offsets are lost where a segment could not be read; whether the log knows them now.
 
-        A thread does it, and whoever waits for records of the log looks again when it is done. Without a loop it is
+        A thread does it, and those who wait for records of the log look again when it is done. Without a loop it is
         done here, and `StorageFailure` says that nothing was found to be lost.
         """
         if segment in self._inspections:
@@ -366,7 +366,7 @@ class LogStore:
     def _end_inspection(self, inspection: Inspection) -> None:
         inspection.finish()
         if inspection.is_lost or self._closing:
-            # The log has told those who wait.
+            # The log has failed those who wait.
             del self._inspections[inspection.segment]
         else:
             # A disk that fails is not read again at once.
