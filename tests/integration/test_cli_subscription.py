@@ -91,7 +91,7 @@ def test_who_holds_a_message_is_told_by_every_door(server: Server, millstream: C
             cut = ms.leases(name, limit=1)
     assert (by_sdk.left_out, by_http["left_out"], by_command["left_out"]) == (0, 0, 0)
     # The last two may have come one by one, and end at different times then.
-    assert [offset for one in by_sdk.leases for offset in range(one.first, one.last + 1)] == [0, 1, 2, 3]
+    assert [offset for one in by_sdk.leases for offset in range(one.start, one.end)] == [0, 1, 2, 3]
     assert all(one.attempt == 1 and 0 < one.left_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
     cli, till, packer = by_sdk.leases[:3]
     assert cli.worker.startswith("cli/")
@@ -106,7 +106,7 @@ def test_who_holds_a_message_is_told_by_every_door(server: Server, millstream: C
 
 
 def _identity(lease: dict[str, Any]) -> tuple[object, ...]:
-    keys = ("topic", "partition", "first", "last", "attempt", "worker", "client_id", "address")
+    keys = ("topic", "partition", "start", "end", "attempt", "worker", "client_id", "address")
     return tuple(lease[key] for key in keys)
 
 

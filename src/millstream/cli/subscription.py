@@ -444,7 +444,7 @@ def leases(
     if not held.leases:
         print_line("No worker holds a message.")
         return
-    header = ("topic", "partition", "first", "last", "attempt", "ends-in", "worker", "client-id", "address")
+    header = ("topic", "partition", "start", "end", "attempt", "ends-in", "worker", "client-id", "address")
     rows = [
         (*one[:5], f"{one.left_ms / 1000:.1f} s", one_line(one.worker), one_line(one.client_id) or "-", one.address)
         for one in held.leases

@@ -89,12 +89,12 @@ class LeasedMessage(NamedTuple):
 
 
 class HeldLease(NamedTuple):
-    """Consecutive messages that one worker holds, as others are told."""
+    """Consecutive messages that one worker holds; the end is exclusive."""
 
     topic: str
     partition: int
-    first: int
-    last: int
+    start: int
+    end: int
     attempt: int
     deadline_ms: int
     """When the lease ends, by the clock of the broker."""
@@ -192,7 +192,7 @@ class SubscriptionClient:
         (described,) = await self.describe([name], leases=limit)
         held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
         leased: int = sum(queue["leased"] for queue in described["queues"])
-        return HeldLeases(held, max(0, leased - sum(one.last - one.first + 1 for one in held)))
+        return HeldLeases(held, max(0, leased - sum(one.end - one.start for one in held)))
 
     async def _describe_all(
         self, request: ListSubscriptionsRequest, *, without_silent: bool = False

@@ -4,7 +4,7 @@
     answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
     "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
     "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}],
-    "leases": [{"topic": …, "partition": …, "first": …, "last": …, "attempt": …, "deadline_ms": …, "left_ms": …,
+    "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
     "worker": …, "client_id": …, "address": …}]}]}
 
 Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all nodes.
@@ -104,7 +104,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         listed: list[dict[str, Any]] = []
         for delivery in queues:
             listed += [_lease(delivery, held, now_ms) for held in delivery.held_ranges()[:leases_max]]
-        return sorted(listed, key=lambda lease: (lease["topic"], lease["partition"], lease["first"]))[:leases_max]
+        return sorted(listed, key=lambda lease: (lease["topic"], lease["partition"], lease["start"]))[:leases_max]
 
     def _describe(
         self,
@@ -130,8 +130,8 @@ def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
     return {
         "topic": delivery.partition.topic.name,
         "partition": delivery.partition.index,
-        "first": held.first,
-        "last": held.last,
+        "start": held.first,
+        "end": held.last + 1,
         "attempt": held.attempt,
         "deadline_ms": held.deadline_ms,
         "left_ms": max(0, held.deadline_ms - now_ms),

@@ -157,12 +157,12 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
 
 
 class HeldLeaseDocument(msgspec.Struct, frozen=True):
-    """Consecutive messages that one worker holds."""
+    """Consecutive messages that one worker holds; the end is exclusive."""
 
     topic: str
     partition: int
-    first: int
-    last: int
+    start: int
+    end: int
     attempt: int
     deadline: str
     """When the lease ends, unless the worker extends it."""
