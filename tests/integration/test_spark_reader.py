@@ -164,7 +164,7 @@ def test_a_task_says_what_is_wrong_and_nothing_of_what_lies_below(
     with pytest.raises(LostData) as told:
         list(stream.read(planned))
     frames = [Path(frame.path).name for frame in told.traceback if "millstream" in str(frame.path)]
-    assert frames[-1] == "plainly.py"
+    assert frames[-1] == "spark_errors.py"
     assert "rows.py" not in frames
 
 
