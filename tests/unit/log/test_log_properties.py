@@ -410,7 +410,7 @@ class StoreMachine(RuleBasedStateMachine):
         whole = [record for record in records if record[0] < model.end]
         latest = max((record[1] for record in whole), default=None)
         first = next((record for record in whole if record[1] == latest), None)
-        assert start(cast("Any", log.find_max_timestamp(up_to=model.end))) == first
+        assert cast("Any", start(cast("Any", log.find_max_timestamp(up_to=model.end)))) == first
 
     # -- always ---------------------------------------------------------------------------------------------
 
