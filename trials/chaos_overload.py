@@ -165,7 +165,12 @@ async def flood(server: Server, kind: str, connections: int, seconds: float) -> 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.overload_flood", *arguments, stdout=PIPE
     )
-    out, _ = await process.communicate()
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     counted: dict[str, int] = json.loads(out or b"{}")
     return counted
 
