@@ -341,7 +341,7 @@ class Lookup:
     def first_at_or_after(
         self, segments: Iterable[Segment], timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | HeavyBatch | None:
-        """Return the first record with at least this timestamp, in the order of the log, or a batch that may hold it."""
+        """Return the first record in the log with at least this timestamp, or a batch that may hold it."""
         for segment in segments:
             if segment.max_timestamp_ms < timestamp_ms:
                 continue
