@@ -36,6 +36,7 @@ from benchmarks.processes import resident_of, tree_of
 from confluent_kafka import ShareConsumer
 
 import millstream
+from millstream.client.admin.topics import create_topic
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
@@ -72,7 +73,7 @@ CODECS: Final = {
     "zstd": COMPRESSION_ZSTD,
 }
 UNDER_BYTES, OVER_BYTES = 7 * 1024 * 1024, 120 * 1024 * 1024
-FLOODED: Final = "flooded"
+FLOODED, BYSTANDER = "flooded", "bystander"
 TOPICS: Final = ("plain", COMPACTED := "compacted", "ordered", "filtered")
 """The second accepts no batch that it cannot read, as it needs the keys."""
 PEER_KINDS: Final = frozenset(overload_flood.KINDS) - {overload_flood.HTTP, overload_flood.SHARE_FETCH}
@@ -117,12 +118,11 @@ class Watch:
 
     async def _stand_by(self) -> None:
         async with Client.connect(self._server.kafka) as publisher, Client.connect(self._server.kafka) as consumer:
-            await publisher.leader_of("bystander", 0, create=True)
             while not self._ended.is_set():
                 began = time.monotonic()
                 batch = encode_batch([NewRecord(None, b"x" * 100, (), int(time.time() * 1000))])
-                produced = await publisher.produce("bystander", 0, batch)
-                await consumer.fetch("bystander", 0, produced.base_offset)
+                produced = await publisher.produce(BYSTANDER, 0, batch)
+                await consumer.fetch(BYSTANDER, 0, produced.base_offset)
                 took_s = time.monotonic() - began
                 self.seen.times_ms.append(took_s * 1000)
                 await asyncio.sleep(max(0.0, 1 / RATE_PER_S - took_s))
@@ -131,7 +131,7 @@ class Watch:
         while not self._ended.is_set():
             began = time.monotonic()
             async with Client.connect(self._server.kafka) as client:
-                await client.metadata(["bystander"])
+                await client.metadata([BYSTANDER])
             self.seen.connects_ms.append((time.monotonic() - began) * 1000)
             await asyncio.sleep(0.5)
 
@@ -165,7 +165,12 @@ async def flood(server: Server, kind: str, connections: int, seconds: float) -> 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.overload_flood", *arguments, stdout=PIPE
     )
-    out, _ = await process.communicate()
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     counted: dict[str, int] = json.loads(out or b"{}")
     return counted
 
@@ -460,9 +465,10 @@ class Chaos:
 
 
 async def fill(server: Server) -> None:
-    """Have something to fetch."""
+    """Make the topics, and have something to fetch."""
     async with Client.connect(server.kafka) as client:
-        await client.leader_of(FLOODED, 0, create=True)
+        for topic in (FLOODED, BYSTANDER):
+            await create_topic(client, topic, partitions=1, replication=-1, settings={})
         records = [NewRecord(None, bytes(1000), (), int(time.time() * 1000)) for _ in range(100)]
         await client.produce(FLOODED, 0, encode_batch(records))
 

@@ -204,6 +204,9 @@ _FLAGS: Final = {
 """The flag of each setting."""
 
 
+_PULLED_AT_ONCE = 4
+"""A message may be as large as what a batch may decompress to, so few are held with their contents."""
+
 _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
 
 
@@ -601,19 +604,25 @@ def pull(
     verb = Verb.ACCEPT if accept else Verb.RELEASE if release else Verb.REJECT if reject is not None else None
 
     async def question(subscriptions: SubscriptionClient) -> list[LeasedMessage]:
-        messages = await subscriptions.receive(name, worker, max_records=number, wait_ms=int(wait * 1000))
-        _show(messages, as_json=as_json)
-        if verb is not None and messages:
-            errors = await subscriptions.settle(name, worker, messages, verb, reason=reject or "")
+        pulled: list[LeasedMessage] = []
+        while len(pulled) < number:
+            wanted, wait_ms = min(_PULLED_AT_ONCE, number - len(pulled)), 0 if pulled else int(wait * 1000)
+            messages = await subscriptions.receive(name, worker, max_records=wanted, wait_ms=wait_ms)
+            if not messages:
+                break
+            _show(messages, as_json=as_json)
+            pulled += [one._replace(record=one.record._replace(key=None, value=None, headers=())) for one in messages]
+        if verb is not None and pulled:
+            errors = await subscriptions.settle(name, worker, pulled, verb, reason=reject or "")
             for error in errors:
                 if error is not None:
                     raise error
-        return messages
+        return pulled
 
-    messages = _ask(brokers, timeout + wait, question)
+    pulled = _ask(brokers, timeout + wait, question)
     if not as_json:
-        is_leased = any(message.lease_ms is not None for message in messages)
-        print_note(_pulled(len(messages), verb, is_leased=is_leased))
+        is_leased = any(message.lease_ms is not None for message in pulled)
+        print_note(_pulled(len(pulled), verb, is_leased=is_leased))
 
 
 def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:

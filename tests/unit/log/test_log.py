@@ -7,6 +7,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.log.log import Log
+from millstream.broker.log.reader import LIGHT_RECORDS_MAX
 from millstream.broker.log.retention import held_bytes
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import (
@@ -21,7 +22,13 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
-from millstream.protocol.records.batch import iterate_headers, read_header
+from millstream.protocol.records.batch import (
+    COMPRESSION_LZ4,
+    COMPRESSION_NONE,
+    COMPRESSION_ZSTD,
+    iterate_headers,
+    read_header,
+)
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
@@ -260,9 +267,9 @@ def test_the_tail_is_found_after_a_roll(store: LogStore) -> None:
         assert len(log.read(number, max_bytes=100, up_to=number + 1)) > 100
 
 
-def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
+async def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
     assert log.offset_for_time(0, up_to=9) is None
-    assert log.max_timestamp(up_to=9) is None
+    assert await log.find_max_timestamp(up_to=9) is None
     for times in ([10, 30, 20], [5], [30, 40]):
         batch = encode_batch([NewRecord(None, b"v", (), time) for time in times])
         log.append(batch, leader_epoch=Epoch(1))
@@ -272,8 +279,27 @@ def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
     assert log.offset_for_time(31, up_to=6) == (5, 40, 1)
     assert log.offset_for_time(31, up_to=5) is None
     assert log.offset_for_time(41, up_to=6) is None
-    assert log.max_timestamp(up_to=6) == (5, 40, 1)
-    assert log.max_timestamp(up_to=4) == (1, 30, 1)
+    assert await log.find_max_timestamp(up_to=6) == (5, 40, 1)
+    assert await log.find_max_timestamp(up_to=4) == (1, 30, 1)
+
+
+@pytest.mark.parametrize("codec", [COMPRESSION_NONE, COMPRESSION_ZSTD])
+async def test_a_heavy_batch_is_looked_into_beside_the_loop(log: Log, codec: int) -> None:
+    count = LIGHT_RECORDS_MAX + 100
+    for first in (0, count):
+        times = [first + number for number in range(count)]
+        log.append(
+            encode_batch([NewRecord(None, b"", (), time) for time in times], compression=codec), leader_epoch=EPOCH
+        )
+    log.append(encode_batch([NewRecord(None, bytes(2**26), (), 9999)], compression=COMPRESSION_LZ4), leader_epoch=EPOCH)
+    end = log.end_offset
+    assert log.offset_for_time(count + 70, up_to=end) == (count, 2 * count - 1, EPOCH)
+    assert await log.find_time(count + 70, up_to=end) == (count + 70, count + 70, EPOCH)
+    assert await log.find_time(70, up_to=70) is None
+    # Of one that decompresses to more than is allowed, nothing finer than the batch is known.
+    assert await log.find_time(5000, up_to=end) == (2 * count, 9999, EPOCH)
+    assert await log.find_max_timestamp(up_to=end) == (2 * count, 9999, EPOCH)
+    assert await log.find_max_timestamp(up_to=end - 1) == (2 * count - 1, 2 * count - 1, EPOCH)
 
 
 # -- a disk that fails --------------------------------------------------------------------------------------

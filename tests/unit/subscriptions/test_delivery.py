@@ -7,7 +7,6 @@ from itertools import chain
 from uuid import UUID
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from millstream.broker.kafka.apis.subscription_receive import build_answer
@@ -17,7 +16,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
 from millstream.broker.subscriptions.batch_scan import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, ORIGINS_KEPT, Delivery
-from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.filter_cache import Matches, QueueFilter
 from millstream.broker.subscriptions.lease import LETTER_BYTES, Origin, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
 from millstream.broker.subscriptions.receiving import Grant, receive
@@ -79,18 +78,20 @@ class HeldFilter(QueueFilter):
         self.answers = asyncio.Event()
         self.asked = asyncio.Event()
         self.failures = 0
+        self.unreadable: tuple[tuple[int, int, str], ...] = ()
         self._matches = matches
 
     def close(self) -> None:
         pass
 
-    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> npt.NDArray[np.bool_]:
+    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Matches:
         self.asked.set()
         await self.answers.wait()
         if self.failures:
             self.failures -= 1
             raise StorageFailure("the filter is away")
-        return np.full(next_offset - first, self._matches, np.bool_)
+        bits = np.full(next_offset - first, self._matches, np.bool_)
+        return Matches(bits, tuple(one for one in self.unreadable if first <= one[0] < next_offset))
 
 
 # -- waking ------------------------------------------------------------------------------------------------------
@@ -675,6 +676,21 @@ async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch:
     await turns()
     bench.publish("a")
     assert given_offsets(await waiting) == [0]
+
+
+async def test_messages_that_their_filter_cannot_read_are_skipped_and_counted(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue_filter = HeldFilter("key = 'a'", matches=True)
+    queue_filter.unreadable = ((1, 2, "the process that reads it died 2 times"),)
+    queue_filter.answers.set()
+    bench.publish("a", "b", "c", "d")
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
+    assert given_offsets(await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)) == [0, 3]
+    assert delivery.damaged == 2
+    (logged,) = [one for one in caplog.records if "skipped" in one.message]
+    assert (vars(logged)["first"], vars(logged)["last"]) == (1, 2)
+    assert "died" in vars(logged)["reason"]
 
 
 async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:

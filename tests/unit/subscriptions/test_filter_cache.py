@@ -49,8 +49,8 @@ async def test_queues_of_a_partition_share_what_was_found(worker: CountingWorker
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     records = batch(10, "a", "b", "a")
-    assert (await one.matches(records, Offset(10), Offset(13))).tolist() == [True, False, True]
-    assert (await two.matches(records, Offset(10), Offset(13))).tolist() == [False, True, False]
+    assert (await one.matches(records, Offset(10), Offset(13))).bits.tolist() == [True, False, True]
+    assert (await two.matches(records, Offset(10), Offset(13))).bits.tolist() == [False, True, False]
     assert worker.asked == 1
     await cache.stop()
 
@@ -60,7 +60,7 @@ async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: 
     queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
     records = batch(0, "a", "b", "c")
     found = await asyncio.gather(*(one.matches(records, Offset(0), Offset(3)) for one in queues))
-    assert [bits.tolist() for bits in found[:2]] == [[True, False, False], [False, True, False]]
+    assert [one.bits.tolist() for one in found[:2]] == [[True, False, False], [False, True, False]]
     assert worker.asked == 1
     await cache.stop()
 
@@ -70,10 +70,10 @@ async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingW
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     first, second = batch(0, "a", "b", "a"), batch(5, "b", "a")
-    assert (await one.matches(first, Offset(0), Offset(2))).tolist() == [True, False]
+    assert (await one.matches(first, Offset(0), Offset(2))).bits.tolist() == [True, False]
     assert worker.asked == 1
     # The rest of a batch that the first has not looked at is known as well, and so is the gap behind it.
-    assert (await two.matches(first + second, Offset(1), Offset(7))).tolist() == [
+    assert (await two.matches(first + second, Offset(1), Offset(7))).bits.tolist() == [
         True,
         False,
         False,
@@ -82,10 +82,10 @@ async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingW
         False,
     ]
     assert worker.asked == 2
-    assert (await one.matches(first + second, Offset(2), Offset(6))).tolist() == [True, False, False, False]
+    assert (await one.matches(first + second, Offset(2), Offset(6))).bits.tolist() == [True, False, False, False]
     assert worker.asked == 2
     three = QueueFilter(cache, PLACE, compile_filter("key <> 'a'"))
-    assert (await three.matches(first + second, Offset(0), Offset(7))).tolist() == [
+    assert (await three.matches(first + second, Offset(0), Offset(7))).bits.tolist() == [
         False,
         True,
         False,
@@ -94,7 +94,7 @@ async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingW
         True,
         False,
     ]
-    assert (await one.matches(second, Offset(5), Offset(7))).tolist() == [False, True]
+    assert (await one.matches(second, Offset(5), Offset(7))).bits.tolist() == [False, True]
     assert worker.asked == 3
     await cache.stop()
 
@@ -113,7 +113,7 @@ async def test_however_queues_look_they_find_the_same(looks: list[tuple[int, int
             records = b"".join(bytes(one) for one in batches if _overlaps(one, start, end))
             found = await queues[at % 3].matches(records, Offset(start), Offset(end))
             wanted = "abc"[at % 3]
-            assert found.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
+            assert found.bits.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
             assert cache.cached_bytes <= kept_bytes_max
     await cache.stop()
 
@@ -127,15 +127,15 @@ async def test_a_partition_without_queues_is_forgotten(worker: CountingWorker) -
     cache = FilterCache(worker)
     wanted = compile_filter("key = 'a'")
     before = QueueFilter(cache, PLACE, wanted)
-    assert (await before.matches(batch(0, "a"), Offset(0), Offset(1))).tolist() == [True]
+    assert (await before.matches(batch(0, "a"), Offset(0), Offset(1))).bits.tolist() == [True]
     before.close()
     after = QueueFilter(cache, PLACE, wanted)
-    assert (await after.matches(batch(0, "b"), Offset(0), Offset(1))).tolist() == [False]
+    assert (await after.matches(batch(0, "b"), Offset(0), Offset(1))).bits.tolist() == [False]
     assert cache.cached_bytes == 1
     await cache.stop()
 
 
-async def test_a_batch_that_cannot_be_opened_goes_through_and_the_others_are_filtered(worker: CountingWorker) -> None:
+async def test_a_batch_that_cannot_be_decoded_is_reported_and_the_others_are_filtered(worker: CountingWorker) -> None:
     broken = batch(2, "a", "a", compression=COMPRESSION_ZSTD)
     broken[62:] = bytes(len(broken) - 62)
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
@@ -143,5 +143,9 @@ async def test_a_batch_that_cannot_be_opened_goes_through_and_the_others_are_fil
     cache = FilterCache(worker)
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     found = await one.matches(records, Offset(1), Offset(6))
-    assert found.tolist() == [False, True, True, False, True]
+    assert found.bits.tolist() == [False, False, False, False, True]
+    assert [place[:2] for place in found.unreadable] == [(2, 3)]
+    # What is cached of it tells the same, to whoever reads another range.
+    again = await one.matches(records, Offset(3), Offset(6))
+    assert [place[:2] for place in again.unreadable] == [(3, 3)]
     await cache.stop()

@@ -24,7 +24,7 @@ from millstream.broker.log.log_contents import LogContents
 from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.producer_replay import ProducerReplay, read_producers
 from millstream.broker.log.producers import Producers
-from millstream.broker.log.reader import Found, Lookup, Reader
+from millstream.broker.log.reader import Found, HeavyBatch, Lookup, Reader
 from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
 from millstream.broker.log.scan import Bad
 from millstream.broker.log.segment import Segment, SegmentList
@@ -490,16 +490,32 @@ class Log:
         return position, up_to
 
     def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
-        """Find the first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
-        return self._looked_up(
-            lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, self.start_offset, up_to)
-        )
+        """The first record with at least this timestamp, or the first of its batch if that is too heavy for the loop.
 
-    def max_timestamp(self, *, up_to: int) -> Found | None:
-        """Find the first record with the largest timestamp."""
-        return self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
+        Found are its offset, its timestamp and its leader epoch.
+        """
+        found = self._first_at_or_after(timestamp_ms, self.start_offset, up_to)
+        return found.roughly if isinstance(found, HeavyBatch) else found
 
-    def _looked_up(self, look_up: Callable[[], Found | None]) -> Found | None:
+    async def find_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
+        """Find the first record with at least this timestamp; heavy batches are looked into beside the loop."""
+        found = self._first_at_or_after(timestamp_ms, self.start_offset, up_to)
+        while isinstance(found, HeavyBatch):
+            within = await found.look_into()
+            if within is not None:
+                return within
+            found = self._first_at_or_after(timestamp_ms, max(self.start_offset, found.offsets.stop), up_to)
+        return found
+
+    async def find_max_timestamp(self, *, up_to: int) -> Found | None:
+        """Find the first of the records with the largest timestamp."""
+        found = self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
+        return await self.find_time(found.timestamp_ms, up_to=up_to) if isinstance(found, HeavyBatch) else found
+
+    def _first_at_or_after(self, timestamp_ms: int, start_offset: int, up_to: int) -> Found | HeavyBatch | None:
+        return self._looked_up(lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, start_offset, up_to))
+
+    def _looked_up(self, look_up: Callable[[], Found | HeavyBatch | None]) -> Found | HeavyBatch | None:
         if self.closed:
             raise PartitionClosed(f"{self.partition} is closed")
         while True:

@@ -3,12 +3,15 @@
 Everything that was not just written is verified before it is served (CRC, offsets, epochs), which finds bits that
 flipped on disk and writes by others. Verified bytes are served for `VERIFIED_S` without verifying them again, unless
 the file was written to since. `Lookup` finds records by timestamp: the time index narrows the search to a batch, which
-is then decoded.
+is then decoded: a batch of few records on the loop, any other by a thread, one at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
 
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
@@ -285,8 +288,48 @@ class Reader:
 
 Found = tuple[Offset, int, Epoch]
 
-LOOKED_INTO_BYTES_MAX = 32 * 1024 * 1024
-"""A batch that decompresses to more is not decoded on the loop; the batch's own timestamp is returned."""
+LIGHT_RECORDS_MAX: Final = 500
+LIGHT_BYTES_MAX: Final = 256 * 1024
+"""A batch that holds no more, decompressed, is looked into on the loop."""
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lookup")
+
+
+class HeavyBatch(NamedTuple):
+    """A batch that may hold the record that is looked for, and is too much for the loop."""
+
+    data: bytes
+    offsets: range
+    """Those of it that count."""
+    timestamp_ms: int
+    max_timestamp_ms: int
+    epoch: Epoch
+
+    @property
+    def roughly(self) -> Found:
+        """The first of its offsets for the record: nothing finer than the batch is known."""
+        return Offset(self.offsets.start), self.max_timestamp_ms, self.epoch
+
+    async def look_into(self) -> Found | None:
+        """Find the record, in the thread; one that cannot be read is known by its batch."""
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(_thread, _first_in_columns, self)
+        except BatchRejected:
+            # The checksum is right, so this is what the producer sent.
+            return self.roughly
+        return None if found is None else (Offset(found[0]), found[1], self.epoch)
+
+
+def _first_in_columns(batch: HeavyBatch) -> tuple[int, int] | None:
+    # Compiled code, which takes a while to load and is not needed otherwise.
+    from millstream.protocol.records.decoder import decode_columns
+
+    start, end = batch.offsets.start, batch.offsets.stop
+    for columns in decode_columns(batch.data, fields=(), start_offset=start, end_offset=end, verify_crc=False):
+        late = (columns.timestamps_ms >= batch.timestamp_ms).nonzero()[0]
+        if late.size:
+            return int(columns.offsets[late[0]]), int(columns.timestamps_ms[late[0]])
+    return None
 
 
 class Lookup:
@@ -297,8 +340,8 @@ class Lookup:
 
     def first_at_or_after(
         self, segments: Iterable[Segment], timestamp_ms: int, start_offset: int, up_to: int
-    ) -> Found | None:
-        """Return the first record with at least this timestamp, in the order of the log."""
+    ) -> Found | HeavyBatch | None:
+        """Return the first record in the log with at least this timestamp, or a batch that may hold it."""
         for segment in segments:
             if segment.max_timestamp_ms < timestamp_ms:
                 continue
@@ -309,8 +352,12 @@ class Lookup:
                 return found
         return None
 
-    def _first_in(self, segment: Segment, timestamp_ms: int, start_offset: int, up_to: int) -> Found | None:
+    def _first_in(
+        self, segment: Segment, timestamp_ms: int, start_offset: int, up_to: int
+    ) -> Found | HeavyBatch | None:
         position = self._reader.index_of(segment).position_for_time(timestamp_ms)
+        if segment.base_offset < start_offset < segment.next_offset:
+            position = max(position, self._reader.locate(segment, start_offset))
         for frame in self._reader.frames(segment, position):
             if frame.base_offset >= up_to:
                 return None
@@ -323,23 +370,28 @@ class Lookup:
 
     def _first_of_batch(
         self, segment: Segment, frame: Frame, timestamp_ms: int, start_offset: int, up_to: int
-    ) -> Found | None:
+    ) -> Found | HeavyBatch | None:
         epoch = Epoch(frame.leader_epoch)
-        first = Offset(max(frame.base_offset, start_offset))
+        offsets = range(max(frame.base_offset, start_offset), min(frame.next_offset, up_to))
+        if not offsets:
+            return None
         if frame.attributes & TIMESTAMP_TYPE_FLAG:
-            return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
+            return Offset(offsets.start), frame.max_timestamp_ms, epoch
         data = bytes(self._reader.find(segment, frame.position, 0, segment.size, segment.next_offset, 0))
-        try:
-            for record in decode_batch(data, read_header(data), decompressed_bytes_max=LOOKED_INTO_BYTES_MAX):
-                if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
-                    return record.offset, record.timestamp_ms, epoch
-        except BatchRejected:
-            # The checksum is right, so the producer sent it like this; only the batch as a whole can be located.
-            return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
-        return None
+        header = read_header(data)
+        if header.record_count <= LIGHT_RECORDS_MAX:
+            try:
+                for record in decode_batch(data, header, decompressed_bytes_max=LIGHT_BYTES_MAX):
+                    if record.timestamp_ms >= timestamp_ms and record.offset in offsets:
+                        return record.offset, record.timestamp_ms, epoch
+                return None
+            except BatchRejected:
+                # Perhaps only too large.
+                pass
+        return HeavyBatch(data, offsets, timestamp_ms, frame.max_timestamp_ms, epoch)
 
-    def latest(self, segments: Iterable[Segment], start_offset: int, up_to: int) -> Found | None:
-        """Return the first of the records that have the largest timestamp."""
+    def latest(self, segments: Iterable[Segment], start_offset: int, up_to: int) -> Found | HeavyBatch | None:
+        """Return the first of the records that have the largest timestamp, or a batch that may hold it."""
         largest = -1
         for segment in segments:
             if segment.base_offset >= up_to:

@@ -41,6 +41,7 @@ from millstream.broker.net.turns import (
     LIGHT_BYTES,
     LIGHT_REPLIES_MAX,
     REQUEST_S,
+    ROUND_SPENT_MAX_S,
     Flow,
     Turns,
 )
@@ -242,7 +243,9 @@ class Connection(asyncio.BufferedProtocol):
         turns = self._turns
         frames_before = self._traffic.frames_in
         self._began = began = turns.clock()
-        self._serve_until = began + turns.allowance_s(is_light=is_light)
+        # In a round that has taken too long, none but light requests are served.
+        is_allowed = is_light or turns.spent_s <= ROUND_SPENT_MAX_S
+        self._serve_until = began + turns.quantum_s if is_allowed else 0.0
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
         try:
@@ -374,6 +377,7 @@ class Connection(asyncio.BufferedProtocol):
         bytes_max = self._limits.frame_bytes_max
         clock = self._turns.clock
         traffic = self._traffic
+        until = self._serve_until
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
@@ -383,7 +387,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._partial = PartialFrame(self._budget, size, data[start:], self._loop.time())
                 self._expects_large = size >= LARGE_BYTES
                 return
-            if self._is_blocked or clock() >= self._serve_until:
+            # The first has only just arrived.
+            if self._is_blocked or not until or (position and clock() >= until):
                 self._keep_unserved(data[position:])
                 return
             traffic.frames_in += 1
@@ -397,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
             self._partial = None
             self._traffic.frames_in += 1
             view = memoryview(partial_frame.buffer)[: partial_frame.size]
-            if self._is_blocked or self._turns.clock() >= self._serve_until:
+            if self._is_blocked or not self._serve_until:
                 self._whole = (view, partial_frame.buffer)
                 self._await_turn_if_free()
             else:

@@ -124,7 +124,7 @@ class Turns:
         self._order = count()
         self._is_due = False
         self._round_at = 0.0
-        self._spent_s = 0.0
+        self.spent_s = 0.0
         """What was used since the last round."""
         self._turns = 8
         self._flows_under_way = 0
@@ -166,16 +166,12 @@ class Turns:
         self.quantum_s = max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
         self.is_crowded = self.waiting >= CROWD
 
-    def allowance_s(self, *, is_light: bool) -> float:
-        """Return how long a connection may be served now; only light requests in a round that takes too long."""
-        return 0.0 if self._spent_s > ROUND_SPENT_MAX_S and not is_light else self.quantum_s
-
     def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
         """Charge a connection; return whether it has to wait for its turn now."""
         address = flow.address
         if is_light and not flow.is_waiting and address.take_light(cost_s, now):
             return False
-        self._spent_s += cost_s
+        self.spent_s += cost_s
         quantum_s = self.quantum_s
         if cost_s > CHARGE_QUANTA_MAX * quantum_s:
             cost_s = CHARGE_QUANTA_MAX * quantum_s
@@ -216,7 +212,7 @@ class Turns:
     def _run(self) -> None:
         """Give the turns of one round."""
         self._is_due = False
-        self._spent_s = 0.0
+        self.spent_s = 0.0
         self._adapt(self.clock() - self._round_at)
         left = min(self._turns, self.waiting)
         try:

@@ -599,11 +599,10 @@ class Delivery:
                 return
             if scanned.is_heavy:
                 scanned = await self._opener(scanned) if self._opener is not None else scan_heavy_batch(scanned)
-            matches = (
-                None
-                if queue_filter is None
-                else await queue_filter.matches(scanned.records, scanned.first, scanned.next_offset)
-            )
+            matches = None
+            if queue_filter is not None:
+                matched = await queue_filter.matches(scanned.records, scanned.first, scanned.next_offset)
+                matches, scanned = matched.bits, scanned.without(matched.unreadable)
             if self._closed is None and self.queue.next_scan_offset == scanned.first and self._filter is queue_filter:
                 self._apply_scan(scanned, matches)
                 self._wake()

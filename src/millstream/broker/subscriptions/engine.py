@@ -201,13 +201,15 @@ class Engine:
             # It may start at the end of the partition, which a new leader does not know immediately.
             await _wait_settled(partition)
         queue = await self._restore_queue(subscription, key, epoch, stored.snapshot)
+        settings, now_ms = queue.settings, dependencies.clock.now_ms()
+        initial = None
+        if not queue.is_started:
+            initial = await _initial_offset(self._still_declared(subscription), settings, partition, now_ms)
         declared = self._still_declared(subscription)
         if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
             raise NotLeader(f"{partition.log.partition} is no longer led by this node")
-        settings = queue.settings
-        if not queue.is_started:
-            now_ms = dependencies.clock.now_ms()
-            queue.begin(_initial_offset(declared, settings, partition, now_ms), now_ms=now_ms)
+        if initial is not None:
+            queue.begin(initial, now_ms=now_ms)
         elif queue.fold.window.end > partition.log.end_offset:
             _rewind(queue, partition, dependencies.clock.now_ms())
         queue_filter = self._filter_for(settings, partition)
@@ -420,7 +422,7 @@ def _rewind(queue: Queue, partition: Partition, now_ms: int) -> None:
     queue.seek(place, now_ms=now_ms)
 
 
-def _initial_offset(
+async def _initial_offset(
     subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int
 ) -> Offset:
     """Return where a queue that was never opened starts."""
@@ -428,14 +430,14 @@ def _initial_offset(
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         # A partition that was added after the subscription is delivered from its beginning.
         return partition.log_start if start is None else Offset(max(start, partition.log_start))
-    return start_offset(settings, partition, now_ms)
+    return await start_offset(settings, partition, now_ms)
 
 
-def start_offset(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+async def start_offset(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
     """Resolve the declared start to an offset."""
     end = readable_end(partition, settings.isolation)
     time_ms = settings.start_time_ms(now_ms)
     if time_ms is None:
         return partition.log_start if settings.start == EARLIEST else end
-    found = partition.log.offset_for_time(time_ms, up_to=end)
+    found = await partition.log.find_time(time_ms, up_to=end)
     return end if found is None else Offset(max(found[0], partition.log_start))

@@ -8,7 +8,6 @@ memory limit.
 from __future__ import annotations
 
 import asyncio
-import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -26,11 +25,20 @@ from millstream.protocol.filter.evaluation import Messages
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
-_logger = logging.getLogger(__name__)
-
 CACHED_BYTES_MAX: Final = 16 * 1024 * 1024
 
 Bits = npt.NDArray[np.bool_]
+Unreadable = tuple[tuple[int, int, str], ...]
+"""Batches, each as its first and last offset and the reason."""
+
+
+class Matches(NamedTuple):
+    """What a filter says about a range of offsets."""
+
+    bits: Bits
+    """For each offset, whether it matches."""
+    unreadable: Unreadable
+    """The batches that cannot be decoded, or kill the process that does it."""
 
 
 class _Run(NamedTuple):
@@ -39,6 +47,7 @@ class _Run(NamedTuple):
     start: int
     end: int
     rows: dict[Filter, Bits]
+    unreadable: Unreadable
 
     @property
     def size_bytes(self) -> int:
@@ -104,8 +113,8 @@ class FilterCache:
 
     async def matches(
         self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
-    ) -> Bits:
-        """Return whether each offset of a range matches; messages that cannot be decoded match."""
+    ) -> Matches:
+        """Return whether each offset of a range matches, and which cannot be decoded."""
         known = self._partitions.get(partition) or _Partition()
         async with known.turn:
             runs = self._cached_runs(partition, known, wanted, first, next_offset)
@@ -115,7 +124,8 @@ class FilterCache:
         for run in runs:
             start, end = max(first, run.start), min(next_offset, run.end)
             found[start - first : end - first] = run.rows[wanted][start - run.start : end - run.start]
-        return found
+        unreadable = (one for run in runs for one in run.unreadable if one[1] >= first and one[0] < next_offset)
+        return Matches(found, tuple((max(a, first), min(b, next_offset - 1), reason) for a, b, reason in unreadable))
 
     def _cached_runs(
         self, partition: TopicPartition, known: _Partition, wanted: Filter, first: int, next_offset: int
@@ -173,11 +183,12 @@ class FilterCache:
     ) -> _Run:
         rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, wanted)}
         first, next_offset = Offset(start), Offset(end)
+        unreadable: Unreadable = ()
         try:
             await self._evaluate(partition, records, first, next_offset, rows)
         except BatchRejected:
-            await self._evaluate_one_by_one(partition, records, first, next_offset, rows)
-        run = _Run(start, end, rows)
+            unreadable = await self._evaluate_one_by_one(partition, records, first, next_offset, rows)
+        run = _Run(start, end, rows, unreadable)
         if self._partitions.get(partition) is known:
             self._cache(partition, known, run)
         return run
@@ -208,11 +219,10 @@ class FilterCache:
         first: Offset,
         next_offset: Offset,
         by_filter: dict[Filter, Bits],
-    ) -> None:
-        """Evaluate batch by batch, since one cannot be decoded; it is delivered as it is, so that workers can reject
-        it.
-        """
+    ) -> Unreadable:
+        """Evaluate batch by batch, since one cannot be decoded; return those."""
         view = memoryview(records)
+        unreadable: list[tuple[int, int, str]] = []
         for header in iterate_whole_headers(records):
             begin, end = max(first, header.base_offset), min(next_offset, header.next_offset)
             if begin >= end:
@@ -221,10 +231,8 @@ class FilterCache:
                 one = view[header.position : header.end_position]
                 await self._evaluate(partition, one, first, next_offset, by_filter)
             except BatchRejected as error:
-                place = {"partition": str(partition), "first": begin, "last": end - 1, "reason": str(error)}
-                _logger.warning("messages that no filter can be evaluated on are delivered", extra=place)
-                for dense in by_filter.values():
-                    dense[begin - first : end - first] = True
+                unreadable.append((begin, end - 1, str(error)))
+        return tuple(unreadable)
 
     def _cache(self, partition: TopicPartition, known: _Partition, run: _Run) -> None:
         for old in [old for old in known.runs if old.start < run.end and old.end > run.start]:
@@ -258,6 +266,6 @@ class QueueFilter:
         """Unregister the filter."""
         self._filters.remove_filter(self._partition, self.filter)
 
-    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Bits:
-        """Return whether each offset of a range matches."""
+    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Matches:
+        """Return whether each offset of a range matches, and which cannot be decoded."""
         return await self._filters.matches(self._partition, self.filter, records, first, next_offset)

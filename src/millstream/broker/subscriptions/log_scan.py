@@ -6,7 +6,7 @@ Batches for which none of this matters are not decoded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -48,6 +48,23 @@ class ScannedRange(NamedTuple):
     def batch_first(self) -> int:
         """The first offset to scan in the heavy batch."""
         return max(int(self.first), read_header(self.records).base_offset)
+
+    def without(self, unreadable: Sequence[tuple[int, int, str]]) -> ScannedRange:
+        """Return the range without batches that turned out to be unreadable, unless their offsets are absent anyway."""
+        if not unreadable:
+            return self
+        lost = np.zeros(self.next_offset - self.first + 2, np.int8)
+        for first, last, _reason in unreadable:
+            lost[first - self.first + 1 : last - self.first + 2] = 1
+        for first, last in self.absent:
+            lost[max(first - self.first, 0) + 1 : last - self.first + 2] = 0
+        edges = (np.flatnonzero(np.diff(lost)) + int(self.first)).tolist()
+        gone = [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        known = {first for first, _last, _reason in self.unreadable}
+        new = tuple(
+            one for one in unreadable if one[0] not in known and any(a <= one[1] and one[0] <= b for a, b in gone)
+        )
+        return self._replace(absent=sorted([*self.absent, *gone]), unreadable=(*self.unreadable, *new))
 
     def with_batch_scan(self, scan: BatchScan | str) -> ScannedRange:
         """Return the range with its heavy batch scanned, or with the reason why it is unreadable."""

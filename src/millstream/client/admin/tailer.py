@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -120,17 +120,10 @@ class Tailer:
 
     async def follow(self) -> AsyncGenerator[Message, None]:
         """Yield every message from here on."""
-        async with aclosing(self.follow_together()) as following:
-            async for messages in following:
-                for message in messages:
-                    yield message
-
-    async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Message], None]:
-        """Yield every message from here on, in the groups in which they arrive."""
-        async with aclosing(self.follow_fetched(bytes_max)) as following:
+        async with aclosing(self.follow_fetched()) as following:
             async for fetched in following:
-                if messages := [message for one in fetched for message in self._messages(one)]:
-                    yield messages
+                for message in (message for one in fetched for message in self._messages(one)):
+                    yield message
 
     async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
         """Yield fetch responses from here on, for callers that read the batches themselves.
@@ -194,14 +187,13 @@ class Tailer:
             self._positions[where] = max(self._positions[where], header.next_offset)
         return Fetched(where.partition, start, answer)
 
-    def _messages(self, fetched: Fetched) -> list[Message]:
+    def _messages(self, fetched: Fetched) -> Iterator[Message]:
+        """Yield messages while no more than one of their batches is held decompressed."""
         skip = partial(self._skip, TopicPartition(self._topic, PartitionIndex(fetched.partition)))
         answer = fetched.answer
-        return [
-            Message(fetched.partition, record)
-            for record in decode_records(answer.records, aborted=answer.aborted, skip=skip)
-            if record.offset >= fetched.start
-        ]
+        for record in decode_records(answer.records, aborted=answer.aborted, skip=skip):
+            if record.offset >= fetched.start:
+                yield Message(fetched.partition, record)
 
     def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
         """Skip an unreadable batch, and note it."""

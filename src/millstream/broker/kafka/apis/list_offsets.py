@@ -89,7 +89,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
                 if named[topic.name, one.partition_index] > 1:
                     of_topic[one.partition_index] = _refused(one, ErrorCode.invalid_request)
                 else:
-                    of_topic[one.partition_index] = self._answer(topic.name, one, request)
+                    of_topic[one.partition_index] = await self._answer(topic.name, one, request)
         topics = tuple(
             ListOffsetsTopicResponse(name=name, partitions=tuple(of_topic.values()))
             for name, of_topic in answers.items()
@@ -115,7 +115,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         )
         return dataclasses.replace(upgraded, topics=topics)
 
-    def _answer(
+    async def _answer(
         self, topic: str, wanted: ListOffsetsPartition, request: ListOffsetsRequest
     ) -> ListOffsetsPartitionResponse:
         if wanted.timestamp == _UNSUPPORTED:
@@ -124,7 +124,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
             partition = self._topics.partition(topic, wanted.partition_index)
             partition.check_leader_epoch(wanted.current_leader_epoch)
             end = _readable_end(partition, request)
-            found = _look_up(partition, wanted.timestamp, end)
+            found = await _look_up(partition, wanted.timestamp, end)
             if _is_uncertain(partition, wanted.timestamp, found, request):
                 return _refused(wanted, ErrorCode.offset_not_available)
         except MillstreamError as error:
@@ -166,7 +166,7 @@ def _is_uncertain(partition: Partition, timestamp_ms: int, found: _Found, reques
     return timestamp_ms in (LATEST, MAX_TIMESTAMP) or (timestamp_ms >= 0 and found is _NONE)
 
 
-def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
+async def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
     if timestamp_ms == LATEST:
         return _Found(end, NO_TIMESTAMP_MS, partition.leader_epoch)
     if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
@@ -174,9 +174,9 @@ def _look_up(partition: Partition, timestamp_ms: int, end: Offset) -> _Found:
     if timestamp_ms in (LATEST_TIERED, EARLIEST_PENDING_UPLOAD):
         return _NONE
     if timestamp_ms == MAX_TIMESTAMP:
-        found = partition.log.max_timestamp(up_to=end)
+        found = await partition.log.find_max_timestamp(up_to=end)
     else:
-        found = partition.log.offset_for_time(timestamp_ms, up_to=end)
+        found = await partition.log.find_time(timestamp_ms, up_to=end)
     return _NONE if found is None else _Found(*found)
 
 

@@ -49,7 +49,7 @@ class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionRespo
         topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
         for partition in self._partitions(topics, request.partition):
             delivery = await engine.delivery(subscription, partition)
-            offset = _place(partition, delivery.settings.isolation, request.to)
+            offset = await _place(partition, delivery.settings.isolation, request.to)
             delivery.seek(offset)
             await delivery.durable()
             moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
@@ -72,7 +72,7 @@ def _check(to: str) -> None:
         raise InvalidRequest(f"a place is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
 
 
-def _place(partition: Partition, isolation: str, to: str) -> Offset:
+async def _place(partition: Partition, isolation: str, to: str) -> Offset:
     end = partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
     if to == "earliest":
         return partition.log_start
@@ -80,5 +80,5 @@ def _place(partition: Partition, isolation: str, to: str) -> Offset:
         return end
     if to.startswith(AT_OFFSET):
         return Offset(max(partition.log_start, min(end, int(to.removeprefix(AT_OFFSET)))))
-    found = partition.log.offset_for_time(int(to.removeprefix(AT_TIME)), up_to=end)
+    found = await partition.log.find_time(int(to.removeprefix(AT_TIME)), up_to=end)
     return end if found is None else Offset(max(partition.log_start, found[0]))
