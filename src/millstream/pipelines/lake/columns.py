@@ -49,6 +49,9 @@ QUARANTINE: Final = pa.schema(
 )
 """The columns of a quarantine table."""
 
+UNREADABLE_BATCH: Final = "unreadable batch: "
+"""How the reason of a quarantine row begins that stands for a whole batch and is not a message."""
+
 
 def file_schema(schema: pa.Schema) -> pa.Schema:
     """Return the columns stored in files; partition columns are in the folder names."""

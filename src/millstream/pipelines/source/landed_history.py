@@ -18,7 +18,7 @@ from millstream.client.admin.pipeline_storage import storage_of
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import LandSettings, PipelineKind
-from millstream.pipelines.lake.columns import QUARANTINE
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.link import Link
@@ -200,7 +200,7 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     try:
         opened = open_table(table.url, format=table.format)
         place = (table.topic_id, one.partition, one.start, one.end)
-        odd = tuple(name for name in dict.fromkeys((*columns, "headers")) if name in QUARANTINE.names)
+        odd = tuple(name for name in dict.fromkeys((*columns, "reason")) if name in QUARANTINE.names)
         sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, odd)))
         yield from _merged([_completed(source, columns) for source in sources])
     except OSError as error:
@@ -211,9 +211,10 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
 
 
 def _messages(quarantined: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a quarantine that are messages: one for a batch that could not be read has no headers."""
+    """Yield the rows of a quarantine that are messages, without those that stand for an unreadable batch."""
     for batch in quarantined:
-        if len(messages := batch.filter(pc.is_valid(batch.column("headers")))):
+        is_batch = pc.starts_with(batch.column("reason"), UNREADABLE_BATCH)
+        if len(messages := batch.filter(pc.invert(is_batch))):
             yield messages
 
 

@@ -17,7 +17,7 @@ from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import QUARANTINE
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.link import link_to
@@ -260,7 +260,7 @@ class _Landing:
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""
-        reason = f"offsets {unreadable.start} to {unreadable.end - 1} cannot be read: {unreadable.reason}"
+        reason = f"{UNREADABLE_BATCH}offsets {unreadable.start} to {unreadable.end - 1}: {unreadable.reason}"
         _logger.warning("%s-%d: %s", self._topic, partition, reason)
         row = {
             "partition": partition,
