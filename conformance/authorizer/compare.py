@@ -69,7 +69,11 @@ def decided_by_kafka(lines: Iterable[str]) -> list[str]:
     jars = fetch()
     command = ["java", "-Xmx512m", "-Dorg.slf4j.simpleLogger.defaultLogLevel=error", "-cp", f"{jars}/*"]
     done = subprocess.run(
-        [*command, str(HERE / "Decide.java")], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=3600
+        [*command, str(HERE / "Decide.java")],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=3600,
     )
     if done.returncode != 0:
         raise RuntimeError(done.stderr)

@@ -83,9 +83,7 @@ def test_the_rule_that_decides_is_one_of_the_rules_and_says_so(
 
 
 @given(st.lists(acls, max_size=8), questions)
-def test_no_rule_stops_a_super_user(
-    some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]
-) -> None:
+def test_no_rule_stops_a_super_user(some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]) -> None:
     assert AclSnapshot(some, super_users=[asked[0]]).decide(*asked)
 
 
