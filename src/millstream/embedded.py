@@ -22,10 +22,10 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, Unpack
 
 from millstream.client.at_exit import close_before_exit
-from millstream.client.connection import Connection, connect
+from millstream.client.connection import AccessOptions, Connection, connect
 from millstream.client.sync_connection import SyncConnection, opened
 from millstream.core.config import Config
 from millstream.core.errors import BrokerUnreachable, InvalidSetting
@@ -139,7 +139,7 @@ class EmbeddedBroker:
             await broker.failed
 
 
-class ConnectOptions(TypedDict, total=False):
+class ConnectOptions(AccessOptions, total=False):
     """The options of `millstream.connect` besides the addresses."""
 
     client_id: str

@@ -171,7 +171,7 @@ def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start_server: StartServer) -> None:
-    server = start_server(kafka="0.0.0.0:0")
+    server = start_server(kafka="0.0.0.0:0", insecure="true")
     port = int(server.kafka.rpartition(":")[2])
 
     async def told(host: str) -> set[tuple[str, int]]:
@@ -194,12 +194,29 @@ def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start
     "flags",
     [
         ("--advertise", "0.0.0.0:9092"),
-        ("--kafka", "0.0.0.0:0", "--etcd", "127.0.0.1:1", "--catalog", "postgresql://127.0.0.1:1/x"),
+        (
+            "--kafka",
+            "0.0.0.0:0",
+            "--insecure",
+            "true",
+            "--etcd",
+            "127.0.0.1:1",
+            "--catalog",
+            "postgresql://127.0.0.1:1/x",
+        ),
     ],
 )
 def test_an_address_that_nobody_can_connect_to_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *flags])
     assert (refused.code, "--advertise" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize("flag", ["--kafka", "--http"])
+def test_an_address_that_others_reach_needs_authentication(tmp_path: Path, flag: str) -> None:
+    refused = call_command(["serve", "--data", str(tmp_path), *FREE, flag, "0.0.0.0:0"])
+    assert refused.code == 2
+    assert "--auth required" in refused.err
+    assert "--insecure" in refused.err
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:

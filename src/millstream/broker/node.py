@@ -19,7 +19,7 @@ from millstream.broker.cluster.declarations import CatalogDeclarations, Declarat
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.broker.cluster.last_run import FolderOwner
-from millstream.broker.cluster.membership import Membership, Node, is_any_address
+from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.store import CoordinationStore
@@ -34,6 +34,8 @@ from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind, listen
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
+from millstream.broker.security.listeners import Listeners, address_of
+from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -44,12 +46,14 @@ from millstream.core.setting import parse_address
 from millstream.core.tasks import TaskSupervisor
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
 if TYPE_CHECKING:
     from millstream.broker.cluster.cluster_node import ClusterNode
     from millstream.broker.kafka.served_apis import ServedApis
     from millstream.broker.kafka.subscription_service import SubscriptionService
     from millstream.broker.pipelines.report_board import PipelineBoard
+    from millstream.broker.security.gate import RevokedSessions
 
 _logger = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ class RunningNode:
 
     config: Config
     kafka_address: str
+    """Where the node's own processes connect."""
     declared_subscriptions: Subscriptions
     subscription_service: SubscriptionService
     pipelines: Pipelines
@@ -126,6 +131,7 @@ class _Core:
     groups: DeclaredGroups
     subscriptions: Subscriptions
     pipelines: Pipelines
+    security: SecurityState
     node: ClusterNode | None = None
 
 
@@ -159,10 +165,11 @@ class Broker:
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
-        self._kafka_socket: socket.socket | None = None
+        self._listeners = Listeners(config)
         self._http_socket: socket.socket | None = None
         # Kept, because the addresses are still asked for after the sockets are closed.
         self._kafka_at = self._http_at = ""
+        self._revoked: RevokedSessions | None = None
         self._served: ServedApis | None = None
         self._store: LogStore | None = None
         self._gateway: GatewayProcess | None = None
@@ -204,10 +211,12 @@ class Broker:
             enable_trimming()
         config, undo = self._config, self._undo
         undo.callback(set_limits(config.decompressed_bytes_max, config.compression_ratio_max))
-        self._check_advertised()
-        self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
-        undo.callback(self._kafka_socket.close)
-        self._kafka_at = _address_of(self._kafka_socket)
+        self._listeners.check()
+        undo.callback(self._listeners.close)
+        self._listeners.bind()
+        # Every task started from here on signs in at nodes with these credentials.
+        NODE_CREDENTIALS.set(self._listeners.node_credentials)
+        self._kafka_at = self._listeners.kafka_address
         if config.http and self._children.gateway is not None:
             await self._prepare_gateway(self._children.gateway)
         undo.push_async_callback(self._background.close)
@@ -228,15 +237,16 @@ class Broker:
         store.finish_recovery()
         self._report_start("the logs are open, the APIs are loading")
         # Not earlier: clients that connect while logs are recovered would wait without knowing why.
-        listen(self._kafka_socket, flag="kafka")
+        self._listeners.listen()
         if self._http_socket is not None:
             listen(self._http_socket, flag="http")
 
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
+        limits = ConnectionLimits(frame_bytes_max=config.request_bytes_max)
         listener = Listener(
             dispatch,
-            limits=ConnectionLimits(frame_bytes_max=config.request_bytes_max),
+            limits=limits,
             budget=budget,
             connections_max=core.topics.broker_settings.connections_max,
             idle_s=config.connection_idle_ms / 1000,
@@ -246,7 +256,7 @@ class Broker:
             listener.connections_max = core.topics.broker_settings.connections_max
 
         core.topics.broker_settings.when_changed(follow_settings)
-        await listener.start(self._kafka_socket)
+        self._revoked = await self._listeners.start(listener, dispatch, limits, core.security, self._supervise)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
@@ -268,8 +278,8 @@ class Broker:
         """Bind the gateway's address; the process is started when there is something to report."""
         self._http_socket = await self._bind_http()
         self._undo.callback(self._http_socket.close)
-        self._http_at = _address_of(self._http_socket)
-        self._gateway = make(self._http_socket, self.kafka_address, self._config)
+        self._http_at = address_of(self._http_socket)
+        self._gateway = make(self._http_socket, self._listeners.internal_address, self._config)
 
     def _report_start(self, starting: str) -> None:
         """Let the gateway, if there is one, answer why the node is not up yet."""
@@ -290,21 +300,6 @@ class Broker:
                 if self._clock.monotonic() >= deadline:
                     raise
             await asyncio.sleep(_ORPHAN_LOOK_S)
-
-    def _check_advertised(self) -> None:
-        """Refuse addresses that clients could not connect to, before the APIs use them."""
-        config = self._config
-        if config.advertise:
-            if is_any_address(parse_address(config.advertise, name="advertise")[0]):
-                raise InvalidSetting(
-                    f"--advertise {config.advertise} is not an address that clients can connect to; give a name or "
-                    "an address of this machine"
-                )
-        elif config.in_cluster and is_any_address(parse_address(config.kafka, name="kafka")[0]):
-            raise InvalidSetting(
-                f"--kafka {config.kafka} listens on every address, but the other nodes need one to connect to; give it "
-                "with --advertise HOST:PORT"
-            )
 
     def _check_data_folder(self) -> None:
         if self._config.in_cluster:
@@ -418,6 +413,8 @@ class Broker:
         await subscriptions.load()
         pipelines = Pipelines(declarations, self._clock)
         await pipelines.load()
+        security = SecurityState(declarations, parse_super_users(self._config.super_users))
+        await security.load()
         return _Core(
             topics=topics,
             membership=membership,
@@ -426,6 +423,7 @@ class Broker:
             groups=groups,
             subscriptions=subscriptions,
             pipelines=pipelines,
+            security=security,
         )
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
@@ -463,6 +461,7 @@ class Broker:
             groups=node.groups,
             subscriptions=node.subscriptions,
             pipelines=node.pipelines,
+            security=node.security,
             node=node,
         )
 
@@ -490,9 +489,16 @@ class Broker:
             groups=core.groups,
             subscriptions=core.subscriptions,
             pipelines=core.pipelines,
+            security=core.security,
             budget=budget,
             connections=listener.connections,
-            sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
+            sources=[
+                listener,
+                dispatch,
+                core.topics,
+                store,
+                *(source for source in (core.node, self._revoked) if source is not None),
+            ],
             troubles=lambda: _unready_reasons(store, core.node),
             damage=store.damage,
             warnings=core.node.warnings if core.node is not None else tuple,
@@ -543,7 +549,7 @@ class Broker:
         node = core.node
         return RunningNode(
             config=self._config,
-            kafka_address=self.kafka_address,
+            kafka_address=self._listeners.internal_address,
             declared_subscriptions=core.subscriptions,
             subscription_service=served.subscriptions,
             pipelines=core.pipelines,
@@ -583,11 +589,16 @@ class Broker:
             await self._served.close()
 
     def _advertised(self) -> Node:
-        address = self._config.advertise or self.kafka_address
-        host, port = parse_address(address, name="advertise")
+        host, port = self._listeners.node_address
         # Nodes on one machine fail together, unless the configuration says otherwise.
         rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)
-        return Node(node_id=NodeId(self._config.node_id), host=host, port=port, rack=rack)
+        return Node(
+            node_id=NodeId(self._config.node_id),
+            host=host,
+            port=port,
+            rack=rack,
+            endpoints=self._listeners.endpoints(),
+        )
 
     # -- addresses ------------------------------------------------------------------------------------------
 
@@ -617,8 +628,3 @@ def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]
         yield from node.troubles()
     for partition, reason in islice(store.failures.items(), _REASONS_MAX):
         yield f"{partition}: {reason}"
-
-
-def _address_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

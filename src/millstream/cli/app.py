@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import zip_longest
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from millstream import __version__
+from millstream.cli.connection import take_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
 from millstream.core.errors import MillstreamError
@@ -35,6 +37,9 @@ ORDER = (
     "dlq",
     "pipeline",
     "transaction",
+    "user",
+    "acl",
+    "certs",
     "client",
     "cluster",
     "doctor",
@@ -96,13 +101,30 @@ def _root(
     """One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table."""
 
 
+def complete_switches(arguments: list[str]) -> list[str]:
+    """Read a switch of `serve` that stands alone, as `--insecure`, as one that is true."""
+    if arguments[:1] != ["serve"]:
+        return arguments
+    from millstream.core.config import Config
+
+    switches = {f"--{name}" for name, (_, one) in Config.declared().items() if one.kind is bool}
+    completed: list[str] = []
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
+        completed.append(argument)
+        if argument in switches and following.startswith("--"):
+            completed.append("true")
+    return completed
+
+
 def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
     """Assemble the commands; each module has either a group of commands, `app`, or the one command itself."""
     app = typer.Typer(
         name=PROGRAM,
         cls=InOrder,
         help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",
-        epilog="Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, "
+        epilog="Commands that ask a broker take --tls, --tls-ca FILE, --tls-cert FILE, --tls-key FILE, --user NAME, "
+        "--password-file FILE and --token-file FILE, or MILLSTREAM_TLS_CA, MILLSTREAM_USER, MILLSTREAM_PASSWORD and "
+        "MILLSTREAM_TOKEN. Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 unreachable, 5 conflict, 6 timed out, "
         "130 interrupted.",
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -164,6 +186,7 @@ def call(arguments: list[str]) -> int:
     """Run one command and return its exit code. Every error becomes one sentence on stderr."""
     try:
         _coerce_only_text()
+        arguments = complete_switches(take_credentials(arguments))
         app = build_app(_asked_for(arguments))
         result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except (CommandFailed, MillstreamError) as error:

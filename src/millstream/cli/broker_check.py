@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from millstream import __version__
-from millstream.cli.connection import CLIENT_ID
+from millstream.cli.connection import CLIENT_ID, command_credentials
 from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
@@ -136,7 +136,10 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
     import_lean_kio()
     started = time.monotonic()
     try:
-        async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
+        connecting = Client.connect(
+            brokers, client_id=CLIENT_ID, timeout_s=timeout_s, credentials=command_credentials()
+        )
+        async with connecting as client:
             metadata = await client.metadata()
             took_s = time.monotonic() - started
             minimums = await min_in_sync(client, sorted({name for name, _ in _lacking(metadata)})[:_TOPICS_MAX])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import typer
 
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipelines import PipelineClient
     from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.credentials import Credentials
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -21,6 +25,70 @@ T = TypeVar("T")
 CLIENT_ID = "millstream-cli"
 COMPLETION_S: Final = 2.0
 """How long completion waits for a broker."""
+
+
+_FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
+_SWITCHES: Final = ("--tls",)
+_WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")
+"""Commands that connect to nothing, or to what they have started themselves."""
+_given: dict[str, str] = {}
+
+
+def take_credentials(arguments: list[str]) -> list[str]:
+    """Take the flags of how to connect out of a command line, wherever they stand; returns the rest."""
+    _given.clear()
+    command = next((one for one in arguments if not one.startswith("-")), "")
+    if command in _WITHOUT:
+        return arguments
+    rest, left = list[str](), list(arguments)
+    while left:
+        name, equals, value = left[0].partition("=")
+        if left[0] == "--":
+            return [*rest, *left]
+        if name in _SWITCHES and not equals:
+            _given[left.pop(0)] = "yes"
+        elif name in _FLAGS and not (command == "user" and name == "--password-file"):
+            left.pop(0)
+            if not equals and not left:
+                raise CommandFailed(f"{name} needs a value", ExitCode.USAGE)
+            _given[name] = value if equals else left.pop(0)
+        else:
+            rest.append(left.pop(0))
+    return rest
+
+
+def command_credentials() -> Credentials:
+    """How a command connects: by its flags, and else by MILLSTREAM_TLS_CA, _USER, _PASSWORD and _TOKEN."""
+    from millstream.protocol.wire.credentials import Credentials, client_tls
+
+    environment = os.environ
+    ca = _given.get("--tls-ca") or environment.get("MILLSTREAM_TLS_CA") or None
+    certificate, key = _given.get("--tls-cert"), _given.get("--tls-key")
+    user = _given.get("--user") or environment.get("MILLSTREAM_USER", "")
+    password = _secret("--password-file", "MILLSTREAM_PASSWORD")
+    token = _secret("--token-file", "MILLSTREAM_TOKEN")
+    has_tls = ca is not None or certificate is not None or "--tls" in _given
+    if user and not password:
+        raise CommandFailed(
+            f"there is no password for user {user!r}; set MILLSTREAM_PASSWORD or pass --password-file", ExitCode.USAGE
+        )
+    return Credentials(
+        tls=client_tls(ca, certificate=certificate, key=key) if has_tls else None,
+        user=user,
+        password=password,
+        token=(lambda: token) if token and not user else None,
+    )
+
+
+def _secret(flag: str, variable: str) -> str:
+    """A secret of a file or of the environment; never of the command line, which others can see."""
+    path = _given.get(flag)
+    if path is None:
+        return os.environ.get(variable, "")
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
 
 
 def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
@@ -40,7 +108,9 @@ async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awai
     from millstream.protocol.wire.client import Client
 
     import_lean_kio()
-    async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
+    async with Client.connect(
+        brokers, client_id=CLIENT_ID, timeout_s=timeout_s, credentials=command_credentials()
+    ) as client:
         return await question(client)
 
 

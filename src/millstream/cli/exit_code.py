@@ -7,6 +7,7 @@ from errno import EADDRINUSE
 
 from millstream.core.errors import (
     AddressTaken,
+    AuthenticationFailed,
     BrokerUnreachable,
     CatalogDenied,
     CatalogUnavailable,
@@ -45,6 +46,7 @@ class CommandFailed(Exception):
 
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (InvalidRequest, ExitCode.USAGE),
+    (AuthenticationFailed, ExitCode.USAGE),
     (CatalogDenied, ExitCode.USAGE),
     (StoreDenied, ExitCode.USAGE),
     (NotFound, ExitCode.NOT_FOUND),

@@ -82,15 +82,11 @@ _MISSING_HEAD = """
 
 NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "there is no authentication yet": (
-            "SaslHandshake",
-            "SaslAuthenticate",
+        "there are no delegation tokens": (
             "CreateDelegationToken",
             "RenewDelegationToken",
             "ExpireDelegationToken",
             "DescribeDelegationToken",
-            "DescribeUserScramCredentials",
-            "AlterUserScramCredentials",
         ),
         "Kafka Streams uses classic groups here (`group.protocol=classic`, its default)": (
             "StreamsGroupHeartbeat",

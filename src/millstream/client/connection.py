@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import logging
 import os
+import ssl
 import time
 import uuid
 import weakref
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Self, Unpack
+from typing import Any, Final, Literal, Self, TypedDict, Unpack
 
 from millstream.client import tracing
 from millstream.client.arguments import check_bool, check_integer, check_number, check_text
@@ -42,11 +43,21 @@ from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.private.subscriptions import HeldLeases, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials, client_tls
 
 _logger = logging.getLogger(__name__)
 
 _WAITING_MAX: Final = 1000
 """How many subscriptions and listeners of one connection may wait at a node."""
+
+
+class AccessOptions(TypedDict, total=False):
+    """How a connection is encrypted and authenticated."""
+
+    tls: bool | str | Path | ssl.SSLContext
+    user: str | None
+    password: str | None
+    token: str | Callable[[], str] | None
 
 
 def connect(
@@ -61,6 +72,7 @@ def connect(
     batch_bytes: int = BATCH_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
     receipts: str | Path | None = None,
+    **access: Unpack[AccessOptions],
 ) -> Connection:
     """Prepare a connection to the cluster at these addresses; enter it to connect.
 
@@ -69,6 +81,9 @@ def connect(
     failures until then. `linger` makes messages wait for others; without it they are sent at once, and batches grow
     under load. `acks` is "all" (or -1) for all in-sync replicas, 1 for the leader alone, 0 for no acknowledgement.
     `receipts` names a file in which every acknowledged message is recorded, to be checked against the log later.
+    `tls` is a file with the authority that signed the brokers' certificates, True for those that the machine trusts, or
+    a context of your own, which may hold a certificate of the client. `user` and `password` authenticate by SCRAM,
+    `token` by a bearer token, or a function that gives one when it is needed.
     """
     needed = ACKS_ALL if acks == "all" else acks
     _check_options(addresses, needed, compression, receipts)
@@ -90,6 +105,7 @@ def connect(
         connect_s=connect_timeout,
         waiting_max=_WAITING_MAX,
         given_as="to millstream.connect",
+        credentials=_credentials(**access),
     )
 
     def publisher() -> Publisher:
@@ -105,6 +121,27 @@ def connect(
 
     book = None if receipts is None else ReceiptBook(receipts)
     return Connection(client, publisher, client_id=client_id, book=book)
+
+
+def _credentials(
+    tls: bool | str | Path | ssl.SSLContext = False,
+    user: str | None = None,
+    password: str | None = None,
+    token: str | Callable[[], str] | None = None,
+) -> Credentials:
+    """Say at once what does not go together; no message holds a secret."""
+    if (user is None) != (password is None):
+        raise InvalidRequest("give user and password together")
+    if user is not None and token is not None:
+        raise InvalidRequest("give a user with its password, or a token, not both")
+    if isinstance(tls, ssl.SSLContext):
+        context: ssl.SSLContext | None = tls
+    elif isinstance(tls, bool):
+        context = client_tls() if tls else None
+    else:
+        context = client_tls(tls)
+    given = (lambda: token) if isinstance(token, str) else token
+    return Credentials(tls=context, user=user or "", password=password or "", token=given)
 
 
 def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:

@@ -8,11 +8,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from millstream.core.errors import InvalidSetting, NotFound
-from millstream.core.setting import Setting, setting, settings_of, suggestion
+from millstream.core.setting import Setting, parse_address, setting, settings_of, suggestion
 
 DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
 COMPRESSION_RATIO_MAX = 1000
@@ -21,7 +22,9 @@ COMPRESSION_RATIO_MAX = 1000
 
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
-COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TIMEOUT", "MILLSTREAM_TRACEBACK"})
+COMMAND_VARIABLES = frozenset(
+    f"MILLSTREAM_{name}" for name in ("BROKERS", "TIMEOUT", "TRACEBACK", "TLS_CA", "USER", "PASSWORD", "TOKEN")
+)
 """Variables that commands read and that do not configure a node."""
 
 # Kubernetes puts the addresses of a service into the environment; a service named millstream is not a mistake.
@@ -32,6 +35,45 @@ _ORDERED = (
     ("group_session_min_ms", "group_session_max_ms"),
     ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
 )
+
+
+DEFAULT_LISTENER = "default"
+"""The name of the listener that `kafka` describes."""
+NO_AUTHENTICATION, AUTHENTICATION_REQUIRED = "none", "required"
+_LISTENERS = "listeners"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerConfig:
+    """One address at which Kafka clients connect: a table of `[[listeners]]`, or what `kafka` describes."""
+
+    name: str
+    address: str
+    advertise: str = ""
+    auth: str = NO_AUTHENTICATION
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return is_loopback(self.address)
+
+    @property
+    def requires_authentication(self) -> bool:
+        """Whether clients have to say who they are."""
+        return self.auth == AUTHENTICATION_REQUIRED
+
+    def check(self) -> None:
+        """Raise `InvalidSetting` unless it can be listened on."""
+        parse_address(self.address, name=f"the address of listener {self.name!r}")
+        if self.auth not in (NO_AUTHENTICATION, AUTHENTICATION_REQUIRED):
+            raise InvalidSetting(f"auth of listener {self.name!r} must be none or required, not {self.auth!r}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidSetting(f"listener {self.name!r} needs both a certificate (tls-cert) and its key (tls-key)")
+        if self.tls_client_ca and not self.tls_cert:
+            raise InvalidSetting(f"listener {self.name!r} checks clients' certificates only with a tls-cert of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +99,64 @@ class Config:
         "HOST:PORT that clients are told to connect to. Empty means the address of `kafka`, or, if that is every "
         "address of the machine (0.0.0.0), the one that the client connected to. A node of a cluster that listens "
         "on every address needs it.",
+    )
+    listeners: tuple[ListenerConfig, ...] = ()
+    """More listeners, which only the file can describe."""
+    auth: str = setting(
+        "auth",
+        NO_AUTHENTICATION,
+        "Whether Kafka clients have to authenticate, by SASL or a certificate. Required on every address that others "
+        "reach, unless `insecure` says otherwise.",
+        choices=(NO_AUTHENTICATION, AUTHENTICATION_REQUIRED),
+    )
+    tls_cert: str = setting("tls-cert", "", "File with the certificate of this node, and the chain to its authority.")
+    tls_key: str = setting("tls-key", "", "File with the private key of `tls-cert`.")
+    tls_client_ca: str = setting(
+        "tls-client-ca",
+        "",
+        "File with the authority that signs the certificates of clients and of other nodes; with it, a certificate is "
+        "one way to authenticate.",
+    )
+    tls_principal_rules: str = setting(
+        "tls-principal-rules",
+        "DEFAULT",
+        "How the name in a client's certificate becomes a principal, as Kafka's ssl.principal.mapping.rules.",
+    )
+    super_users: str = setting(
+        "super-users",
+        "",
+        "Principals that may do everything, separated by commas, or by semicolons where a name has commas: `alice` is "
+        "the user of that name, `User:CN=ops,O=example` the holder of a certificate, `User:oauth:42` that of a token.",
+    )
+    insecure: bool = setting(
+        "insecure",
+        False,
+        "Whether to listen without authentication on addresses that other machines reach.",
+    )
+    node_listener: str = setting(
+        "node-listener",
+        DEFAULT_LISTENER,
+        "In a cluster: the name of the listener by which other nodes and this node's own processes connect.",
+    )
+    session_max_ms: int = setting(
+        "session-max-ms",
+        0,
+        "How long a client that authenticated by SASL may go on before it has to authenticate again; 0 for as long as "
+        "its credential is valid.",
+        minimum=0,
+    )
+    oauth_jwks: str = setting(
+        "oauth-jwks",
+        "",
+        "File or https URL with the keys that bearer tokens are signed by; empty takes no tokens.",
+    )
+    oauth_issuer: str = setting("oauth-issuer", "", "The issuer (`iss`) of bearer tokens.")
+    oauth_audience: str = setting("oauth-audience", "", "The audience (`aud`) that bearer tokens are meant for.")
+    oauth_principal: str = setting(
+        "oauth-principal",
+        "oauth:{sub}",
+        "The principal's name that a token's claims become; `{sub}` alone makes a token's subject the same as the user "
+        "of that name.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(
@@ -389,12 +489,41 @@ class Config:
         if not self.data.strip():
             raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
         self.spark_settings()
+        self._check_listeners()
         for smaller, larger in _ORDERED:
             if getattr(self, smaller) > getattr(self, larger):
                 name, other = smaller.replace("_", "-"), larger.replace("_", "-")
                 raise InvalidSetting(
                     f"{name} ({getattr(self, smaller)}) is larger than {other} ({getattr(self, larger)})"
                 )
+
+    def _check_listeners(self) -> None:
+        names = [listener.name for listener in self.all_listeners]
+        if len(set(names)) < len(names):
+            raise InvalidSetting(f"two listeners have one name; the names are {', '.join(names)}")
+        if self.node_listener not in names:
+            raise InvalidSetting(f"node-listener is {self.node_listener!r}; the listeners are {', '.join(names)}")
+        for listener in self.all_listeners:
+            listener.check()
+
+    @property
+    def all_listeners(self) -> tuple[ListenerConfig, ...]:
+        """Every listener for clients, that of `kafka` first."""
+        first = ListenerConfig(
+            name=DEFAULT_LISTENER,
+            address=self.kafka,
+            advertise=self.advertise,
+            auth=self.auth,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_client_ca=self.tls_client_ca,
+        )
+        return (first, *self.listeners)
+
+    @property
+    def authorizes(self) -> bool:
+        """Whether access rules hold: they do for every client as soon as some clients authenticate."""
+        return any(listener.requires_authentication for listener in self.all_listeners)
 
     @property
     def in_cluster(self) -> bool:
@@ -460,6 +589,9 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     declared = Config.declared()
     values: dict[str, Any] = {}
     for name, value in table.items():
+        if name == _LISTENERS:
+            values[_LISTENERS] = _listeners(value, table, path)
+            continue
         if name not in declared:
             raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
         attribute, known = declared[name]
@@ -467,5 +599,36 @@ def _from_file(file: Path | None) -> dict[str, Any]:
     return values
 
 
+def _listeners(tables: Any, node: Mapping[str, Any], path: Path) -> tuple[ListenerConfig, ...]:
+    """Read `[[listeners]]`: with `tls = true` a listener uses the node's certificate."""
+    known = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(ListenerConfig)}
+    found = []
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise InvalidSetting(f"config file {path}: listeners are tables, each under [[listeners]]")
+    for table in tables:
+        given = {name: value for name, value in table.items() if name != "tls"}
+        for name, value in given.items():
+            if name not in known:
+                raise InvalidSetting(f"config file {path}: a listener has no {name!r}{suggestion(name, known)}")
+            if not isinstance(value, str):
+                raise InvalidSetting(f"config file {path}: {name} of a listener is a text, not {value!r}")
+        if not {"name", "address"} <= given.keys():
+            raise InvalidSetting(f"config file {path}: a listener needs a name and an address")
+        if table.get("tls"):
+            shared = {name: str(node.get(name, "")) for name in ("tls-cert", "tls-key", "tls-client-ca")}
+            given = {**shared, **given}
+        found.append(ListenerConfig(**{known[name]: value for name, value in given.items()}))
+    return tuple(found)
+
+
 def _as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address."""
+    host, _ = parse_address(address, name="address")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -93,6 +93,12 @@ MillstreamError
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
 │   └── CatalogDenied              it refuses the login or has no such database, which waiting does not change
 ├── FilterUnavailable              the process that evaluates filters gives no answer
+├── AuthenticationFailed           nobody this cluster knows, or not proved
+├── NotAuthorized                  the principal may not do this
+│   ├── TopicNotAuthorized
+│   ├── GroupNotAuthorized
+│   ├── TransactionNotAuthorized
+│   └── ClusterNotAuthorized
 ├── CorruptState                   what a store holds cannot be read
 ├── DataFolderInUse
 ├── DataFolderInvalid
@@ -575,6 +581,30 @@ class PublishFailed(MillstreamError):
         first = failed[0][1] if failed else "nothing failed"
         super().__init__(f"{len(failed)} of {len(outcomes)} messages were not published (numbers {places}): {first}")
         self.outcomes = list(outcomes)
+
+
+class AuthenticationFailed(MillstreamError):
+    """The client is nobody that this cluster knows, or has not proved it."""
+
+
+class NotAuthorized(MillstreamError):
+    """The principal may not do this."""
+
+
+class TopicNotAuthorized(NotAuthorized):
+    """The principal may not do this with a topic."""
+
+
+class GroupNotAuthorized(NotAuthorized):
+    """The principal may not do this with a group or a subscription."""
+
+
+class TransactionNotAuthorized(NotAuthorized):
+    """The principal may not use this transactional id."""
+
+
+class ClusterNotAuthorized(NotAuthorized):
+    """The principal may not do this with the cluster."""
 
 
 class RequestRefused(MillstreamError):

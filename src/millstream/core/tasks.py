@@ -93,3 +93,11 @@ async def keep_running(name: str, run: Callable[[], Coroutine[Any, Any, None]], 
         except Exception:
             _logger.exception("%s failed; restarting it", name)
         await asyncio.sleep(pause_s)
+
+
+async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Complete work that must not be left half done, even if the caller is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    # Retrieved here: a caller that was cancelled does not look at the outcome.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)

@@ -43,12 +43,25 @@ AskHealth = Callable[[], Awaitable[Health]]
 """Requests the broker's health, with a short timeout."""
 
 _NO_STORE = {"cache-control": "no-store"}
+_OPEN = frozenset({"/", "/healthz", "/readyz"})
+_CLOSED = (
+    "the clients of this node have to authenticate, which HTTP cannot do yet; use the Kafka protocol, or start the "
+    "node with --insecure to let everybody who reaches this address do everything"
+)
 
 
 def build_app(
-    ask: Ask, health: AskHealth, services: Services | None = None, site: OriginCheck | None = None
+    ask: Ask,
+    health: AskHealth,
+    services: Services | None = None,
+    site: OriginCheck | None = None,
+    *,
+    is_closed: bool = False,
 ) -> ASGIApp:
-    """Build the gateway's ASGI application."""
+    """Build the gateway's ASGI application.
+
+    A closed gateway reports health and nothing else: it acts with its node's rights and cannot tell for whom.
+    """
     named = site or OriginCheck()
     doors = _Pages(ask, health, services.pressure if services is not None else Pressure())
     pages = Starlette(
@@ -66,6 +79,8 @@ def build_app(
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = pages
         try:
+            if is_closed and scope["path"] not in _OPEN:
+                raise Refused(HTTPStatus.UNAUTHORIZED, _CLOSED)
             named.check_name(dict(scope["headers"]))
         except Refused as error:
             answer = problem(Request(scope), error.status, error.detail)
@@ -76,7 +91,7 @@ def build_app(
                 raise
             await problem(Request(scope), HTTPStatus.SERVICE_UNAVAILABLE, stopped().detail)(scope, receive, send)
 
-    if services is None:
+    if services is None or is_closed:
         return own_pages
     api = Api(ROUTES, services, named)
     beginning = PREFIX + "/"

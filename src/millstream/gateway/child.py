@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+from millstream.protocol.wire.credentials import child_environment
 
 MODULE = "millstream.gateway.process"
 
@@ -44,6 +45,7 @@ class HttpChild(SupervisedChild):
         kafka_address: str,
         *,
         hosts: Sequence[str] = (),
+        is_closed: bool = False,
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -52,6 +54,7 @@ class HttpChild(SupervisedChild):
         self._listening = listening
         self._kafka_address = kafka_address
         self._hosts = list(hosts)
+        self._is_closed = is_closed
         self._log_level = log_level
         self._log_format = log_format
         self._line: socket.socket | None = None
@@ -86,6 +89,7 @@ class HttpChild(SupervisedChild):
                 stdin=child_end.fileno(),
                 stdout=sys.stderr,
                 pass_fds=(self._listening.fileno(),),
+                env=child_environment(),
                 start_new_session=True,
             )
         except BaseException:
@@ -126,6 +130,7 @@ class HttpChild(SupervisedChild):
             "descriptor": self._listening.fileno(),
             "kafka": self._kafka_address,
             "hosts": self._hosts,
+            "is_closed": self._is_closed,
             "log_level": self._log_level,
             "log_format": self._log_format,
         }

@@ -24,6 +24,7 @@ from millstream.gateway.app import build_app
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
 from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.wire.credentials import adopt_node_credentials
 from millstream.protocol.wire.node_status import BrokerStatus, BrokerStatusPipe
 
 DRAIN_S = 3
@@ -74,13 +75,13 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
 
-async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str]) -> None:
+async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str], *, is_closed: bool) -> None:
     """Serve until the broker closes the pipe."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
     status, broker = BrokerStatus(kafka_address), BrokerStatusPipe(line)
     services = Services(kafka_address, starting=lambda: broker.starting)
-    server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts)))
+    server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts), is_closed=is_closed))
     server.when_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
@@ -117,8 +118,10 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
     import_lean_kio()
+    adopt_node_credentials()
     raise_open_files_limit()
-    uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"], options["hosts"]))
+    listening = socket.socket(fileno=options["descriptor"])
+    uvloop.run(serve(listening, options["kafka"], options["hosts"], is_closed=options["is_closed"]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 from uuid import UUID
 
+from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogUnavailable, TopicExists
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
@@ -108,6 +109,13 @@ class SimulatedDeclarations:
     ) -> dict[str, str]:
         """No node has settings of its own."""
         return {}
+
+    async def security(self) -> DeclaredSecurity:
+        """Nobody is known, and nothing is allowed."""
+        return DeclaredSecurity()
+
+    async def change_security(self, change: SecurityChange) -> None:
+        """Nobody is known."""
 
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""

@@ -29,16 +29,16 @@ ANY = {
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 async def test_nothing_is_enforced_so_nothing_is_kept(version: int) -> None:
-    described = await ask_in(DescribeAcls(), version, DESCRIBE.DescribeAclsRequest(**ANY))
+    described = await ask_in(DescribeAcls(None), version, DESCRIBE.DescribeAclsRequest(**ANY))
     assert (described.error_code, described.resources) == (ErrorCode.security_disabled, ())
     assert "no authorization" in described.error_message
     rule = CREATE.AclCreation(
         resource_type=2, resource_name="orders", principal="User:a", host="*", operation=3, permission_type=3
     )
-    created = await ask_in(CreateAcls(), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
+    created = await ask_in(CreateAcls(None), version, CREATE.CreateAclsRequest(creations=(rule, rule)))
     assert [one.error_code for one in created.results] == [ErrorCode.security_disabled] * 2
     deleted = await ask_in(
-        DeleteAcls(), version, DELETE.DeleteAclsRequest(filters=(DELETE.DeleteAclsFilter(**ANY),) * 2)
+        DeleteAcls(None), version, DELETE.DeleteAclsRequest(filters=(DELETE.DeleteAclsFilter(**ANY),) * 2)
     )
     assert [(one.error_code, one.matching_acls) for one in deleted.filter_results] == [
         (ErrorCode.security_disabled, ())

@@ -101,7 +101,8 @@ class Nodes:
         if asked.is_away:
             raise BrokerUnreachable("it is away")
         header = RequestHeader(api_key=key, version=0, correlation_id=1, client_id="c", flexible=False, body_at=0)
-        told = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, cast("ClientInfo", None)))
+        client = ClientInfo(connection_id=1, host="127.0.0.1")
+        told = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, client))
         frame = memoryview(b"".join(told))[4:]
         return frame[response_body_at(key, 0, frame) :]
 

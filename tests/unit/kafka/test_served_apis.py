@@ -19,11 +19,14 @@ from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
+from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock
@@ -46,6 +49,7 @@ async def served(
         groups=DeclaredGroups(CatalogDeclarations(catalog), config),
         subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
         pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
+        security=SecurityState(CatalogDeclarations(catalog), ()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),
@@ -83,6 +87,15 @@ def test_every_api_of_kafka_is_served_or_said_not_to_be() -> None:
     assert len(missing) == len(set(missing))
     assert not serving & set(missing)
     assert serving | set(missing) == set(names_of_kafka())
+
+
+async def test_every_api_declares_what_its_clients_need(served: ServedApis) -> None:
+    """Kafka's have a guard, or ask for themselves; private requests cannot be made without saying so."""
+    for api in served.apis:
+        if api.key < PRIVATE_KEY_MIN:
+            assert (api.key in guarded_keys()) != (api.key in ASK_THEMSELVES), type(api).__name__
+        elif not isinstance(api, PrivateApi):
+            assert type(api).__name__ in ("NodeStatus", "ClientList"), "declare what it needs, as the others do"
 
 
 def test_every_version_served_has_its_messages() -> None:

@@ -28,6 +28,7 @@ from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import ACKS_ALL
+from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -224,6 +225,7 @@ async def desk(
         groups=DeclaredGroups(CatalogDeclarations(catalog), config),
         subscriptions=subscriptions,
         pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
+        security=SecurityState(CatalogDeclarations(catalog), ()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

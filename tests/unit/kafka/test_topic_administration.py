@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import uuid
 from datetime import timedelta
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
+from millstream.core.topic import Topic
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.asking import ask, ask_in
@@ -275,3 +278,25 @@ class TestDeleteRecords:
     async def test_the_brokers_own_topics_are_not_cut(self, api: DeleteRecords, topics: Topics) -> None:
         await topics.create("__consumer_offsets", partitions=1, internal=True)
         assert await self.cut(api, 0, name="__consumer_offsets") == (ErrorCode.invalid_topic_exception, -1)
+
+
+async def test_a_client_that_leaves_does_not_leave_half_a_topic(
+    topics: Topics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, may_go_on = asyncio.Event(), asyncio.Event()
+    add_topic = CatalogDeclarations.add_topic
+
+    async def add_slowly(declarations: CatalogDeclarations, topic: Topic) -> None:
+        await add_topic(declarations, topic)
+        stored.set()
+        await may_go_on.wait()
+
+    monkeypatch.setattr(CatalogDeclarations, "add_topic", add_slowly)
+    creating = asyncio.create_task(topics.create("left"))
+    await stored.wait()
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    may_go_on.set()
+    await topics.create("next")
+    assert topics.get("left") is not None

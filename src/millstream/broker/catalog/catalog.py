@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from millstream.broker.catalog.database import open_database
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
+    acls,
     broker_settings,
     client_quotas,
     counters,
@@ -44,9 +46,12 @@ from millstream.broker.catalog.tables import (
     metadata,
     pipelines,
     routing_rules,
+    scram_credentials,
     subscriptions,
     topics,
 )
+from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.credential import DeclaredSecurity, ScramCredential, SecurityChange
 from millstream.core.errors import (
     CatalogDenied,
     CatalogUnavailable,
@@ -205,6 +210,11 @@ def _add_broker_settings(connection: Connection) -> None:
     broker_settings.create(connection, checkfirst=True)
 
 
+def _add_security(connection: Connection) -> None:
+    scram_credentials.create(connection, checkfirst=True)
+    acls.create(connection, checkfirst=True)
+
+
 STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
     {
         2: _add_client_quotas,
@@ -212,6 +222,7 @@ STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
         4: _add_pipelines,
         5: _add_group_settings,
         6: _add_broker_settings,
+        7: _add_security,
     }
 )
 
@@ -522,6 +533,31 @@ class Catalog:
             connection.execute(update(broker_settings).where(here).values(overrides=overrides))
             return overrides
 
+    def security(self) -> DeclaredSecurity:
+        """Every user and every access rule."""
+        with self._read() as connection:
+            return DeclaredSecurity(
+                credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
+                acls=frozenset(_acl(row) for row in connection.execute(select(acls))),
+            )
+
+    def change_security(self, change: SecurityChange) -> None:
+        """Store a change of users and access rules, all of it or nothing."""
+        with self._change() as connection:
+            for user, mechanism in sorted(change.delete_credentials):
+                here = (scram_credentials.c.user_name == user) & (scram_credentials.c.mechanism == mechanism)
+                connection.execute(delete(scram_credentials).where(here))
+            for credential in sorted(change.put_credentials, key=lambda one: (one.user, one.mechanism)):
+                values = _credential_row(credential)
+                stored = self._insert(scram_credentials).values(values)
+                key = [scram_credentials.c.user_name, scram_credentials.c.mechanism]
+                connection.execute(stored.on_conflict_do_update(index_elements=key, set_=values))
+            for acl_id in sorted(map(_acl_id, change.delete_acls)):
+                connection.execute(delete(acls).where(acls.c.acl_id == acl_id))
+            for acl_id, acl in sorted((_acl_id(acl), acl) for acl in change.add_acls):
+                added = self._insert(acls).values(acl_id=acl_id, **dataclasses.asdict(acl))
+                connection.execute(added.on_conflict_do_nothing(index_elements=[acls.c.acl_id]))
+
     def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
         with self._read() as connection:
@@ -711,6 +747,44 @@ def _upgrade(connection: Connection, found: str) -> None:
 
 def _entity(text: str) -> QuotaEntity:
     return QuotaEntity(tuple((kind, name) for kind, name in json.loads(text)))
+
+
+def _credential(row: Any) -> ScramCredential:
+    return ScramCredential(
+        user=row.user_name,
+        mechanism=row.mechanism,
+        iterations=row.iterations,
+        salt=bytes.fromhex(row.salt),
+        stored_key=bytes.fromhex(row.stored_key),
+        server_key=bytes.fromhex(row.server_key),
+    )
+
+
+def _credential_row(credential: ScramCredential) -> dict[str, Any]:
+    return {
+        "user_name": credential.user,
+        "mechanism": credential.mechanism,
+        "iterations": credential.iterations,
+        "salt": credential.salt.hex(),
+        "stored_key": credential.stored_key.hex(),
+        "server_key": credential.server_key.hex(),
+    }
+
+
+def _acl(row: Any) -> Acl:
+    return Acl(
+        resource_type=ResourceType(row.resource_type),
+        resource_name=row.resource_name,
+        pattern=PatternType(row.pattern),
+        principal=row.principal,
+        host=row.host,
+        operation=Operation(row.operation),
+        permission=Permission(row.permission),
+    )
+
+
+def _acl_id(acl: Acl) -> str:
+    return hashlib.sha256(json.dumps(dataclasses.astuple(acl)).encode()).hexdigest()
 
 
 def _new_cluster_id() -> str:

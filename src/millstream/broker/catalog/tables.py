@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Incremented with every change of the tables, together with a step in `broker/catalog/catalog.py`."""
 
 metadata = MetaData()
@@ -114,3 +114,29 @@ routing_rules = Table(
     Column("subscription", String(249), nullable=False),
 )
 """The rules of routing pipelines, which are deleted with their pipeline."""
+
+scram_credentials = Table(
+    "scram_credentials",
+    metadata,
+    Column("user_name", String(128), primary_key=True),
+    Column("mechanism", String(16), primary_key=True),
+    Column("iterations", Integer, nullable=False),
+    Column("salt", String(256), nullable=False),
+    Column("stored_key", String(128), nullable=False),
+    Column("server_key", String(128), nullable=False),
+)
+"""Passwords as SCRAM keeps them; the bytes in hexadecimal digits."""
+
+acls = Table(
+    "acls",
+    metadata,
+    Column("acl_id", String(64), primary_key=True),
+    Column("resource_type", Integer, nullable=False),
+    Column("resource_name", String(1024), nullable=False),
+    Column("pattern", Integer, nullable=False),
+    Column("principal", String(1024), nullable=False),
+    Column("host", String(1024), nullable=False),
+    Column("operation", Integer, nullable=False),
+    Column("permission", Integer, nullable=False),
+)
+"""Access rules. The id is a hash of the other columns, which are too long for a key."""

@@ -35,6 +35,7 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import ElectedOwner
 from millstream.broker.replication.in_sync import NOT_REGISTERED
+from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -114,6 +115,7 @@ class ClusterNode:
         self.groups = DeclaredGroups(self.declarations, dependencies.config)
         self.subscriptions = Subscriptions(self.declarations, dependencies.clock, new_id=self._new_id)
         self.pipelines = Pipelines(self.declarations, dependencies.clock, new_id=self._new_id)
+        self.security = SecurityState(self.declarations, parse_super_users(dependencies.config.super_users))
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node hosts. Nothing is led or followed yet."""
@@ -213,6 +215,7 @@ class ClusterNode:
         backoff = self._backoff()
         while True:
             try:
+                await self.security.load()
                 await self.quotas.load()
                 await self.groups.load()
                 await self.subscriptions.load()

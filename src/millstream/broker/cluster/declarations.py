@@ -13,6 +13,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import CoordinationStore, Put
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
+from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
@@ -72,6 +73,12 @@ class Declarations(Protocol):
         self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
     ) -> dict[str, str]:
         """Set some settings of all nodes or of one, in one step; all that are set then."""
+
+    async def security(self) -> DeclaredSecurity:
+        """Every user and every access rule."""
+
+    async def change_security(self, change: SecurityChange) -> None:
+        """Store a change of users and access rules."""
 
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
@@ -181,6 +188,14 @@ class CatalogDeclarations:
     ) -> dict[str, str]:
         """Set some settings of all nodes or of one, in one step."""
         return await self._call(lambda catalog: catalog.change_broker_settings(scope, changes, replace=replace))
+
+    async def security(self) -> DeclaredSecurity:
+        """Every user and every access rule."""
+        return await self._call(Catalog.security)
+
+    async def change_security(self, change: SecurityChange) -> None:
+        """Store a change of users and access rules."""
+        await self._call(lambda catalog: catalog.change_security(change))
 
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
@@ -304,6 +319,7 @@ class AnnouncedDeclarations:
         self.client_quotas = inner.client_quotas
         self.group_settings = inner.group_settings
         self.broker_settings = inner.broker_settings
+        self.security = inner.security
         self.subscriptions = inner.subscriptions
         self.subscriptions_named = inner.subscriptions_named
         self.deleted_subscriptions = inner.deleted_subscriptions
@@ -353,6 +369,13 @@ class AnnouncedDeclarations:
         """Set some settings of all nodes or of one, in one step."""
         try:
             return await self._inner.change_broker_settings(scope, changes, replace=replace)
+        finally:
+            self._announcer.announce()
+
+    async def change_security(self, change: SecurityChange) -> None:
+        """Store a change of users and access rules."""
+        try:
+            await self._inner.change_security(change)
         finally:
             self._announcer.announce()
 

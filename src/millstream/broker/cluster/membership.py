@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -22,16 +22,24 @@ def is_any_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node, at the address that clients use."""
+    """One node, at the addresses that others use."""
 
     node_id: NodeId
     host: str
     port: int
     rack: str | None = None
+    endpoints: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
+    """Where the clients of each listener connect; `host` and `port` are for other nodes."""
 
-    def host_for(self, reached_at: str) -> str:
-        """Return the host for a client; where the node listens on every address, the one that the client reached."""
-        return reached_at if is_any_address(self.host) else self.host
+    def address_for(self, listener: str, reached_at: str) -> tuple[str, int] | None:
+        """Where a client of a listener is told to connect; None if this node has no listener of that name.
+
+        Where the node listens on every address, it is the one that the client reached.
+        """
+        host, port = self.endpoints.get(listener, ("", 0)) if self.endpoints else (self.host, self.port)
+        if not host:
+            return None
+        return (reached_at if is_any_address(host) else host), port
 
 
 class LiveNodes(Protocol):
@@ -66,6 +74,11 @@ class Membership:
         """Return every live node, or only this one: a client that gets an empty list forgets all nodes for good."""
         live = {} if self._cluster is None else self._cluster.live
         return [live[node] for node in sorted(live)] or [self.me]
+
+    def nodes_of(self, listener: str, reached_at: str) -> list[tuple[Node, str, int]]:
+        """Every node with the address that a client of a listener is told."""
+        found = ((node, node.address_for(listener, reached_at)) for node in self.nodes())
+        return [(node, *address) for node, address in found if address is not None]
 
     def node(self, node_id: NodeId) -> Node | None:
         """Return one node, if it is alive."""

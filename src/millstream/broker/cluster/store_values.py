@@ -33,6 +33,7 @@ class NodeRegistration:
             "host": self.node.host,
             "port": self.node.port,
             "rack": self.node.rack,
+            "endpoints": self.node.endpoints,
             "http": self.http,
             "incarnation": self.incarnation,
             "version": self.version,
@@ -47,7 +48,13 @@ class NodeRegistration:
             content = json.loads(text)
             return cls(
                 node=Node(
-                    node_id=node_id, host=str(content["host"]), port=int(content["port"]), rack=content.get("rack")
+                    node_id=node_id,
+                    host=str(content["host"]),
+                    port=int(content["port"]),
+                    rack=content.get("rack"),
+                    endpoints={
+                        str(name): (str(host), int(port)) for name, (host, port) in content["endpoints"].items()
+                    },
                 ),
                 http=str(content.get("http", "")),
                 incarnation=str(content["incarnation"]),

@@ -40,6 +40,7 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric, Sample, gauge
 from millstream.core.partition_state import PartitionState, sole
+from millstream.core.tasks import finish
 from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
 
 _logger = logging.getLogger(__name__)
@@ -276,13 +277,19 @@ class Topics:
         timeout_s: float = AGREEMENT_S,
     ) -> Topic:
         """Declare a topic durably, then open its partitions. `placement` chooses the replicas."""
-        async with self._changing:
-            topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
-            if validate_only:
-                return topic
-            await self._place(topic.topic_id, placement)
-            await self._declarations.add_topic(topic)
-            self._declared(topic)
+        if validate_only:
+            return self._declare(name, partitions, replication, overrides or {}, internal=internal)
+
+        async def add() -> Topic:
+            async with self._changing:
+                topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
+                await self._place(topic.topic_id, placement)
+                await self._declarations.add_topic(topic)
+                self._declared(topic)
+            return topic
+
+        # A client that leaves meanwhile must not leave a topic behind that only the catalog knows.
+        topic = await finish(add())
         await self._await_agreement(topic, before=None, timeout_s=timeout_s)
         _logger.info("topic created", extra={"topic": name, "partitions": topic.partitions})
         return topic

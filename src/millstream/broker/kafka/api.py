@@ -7,21 +7,27 @@ any version into that one, `handle` answers it, `downgrade` turns the answer bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
+from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.reply import Buffers
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
-from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.message import Response, decode, encode
+
+if TYPE_CHECKING:
+    from millstream.broker.security.gate import Session
+    from millstream.broker.security.rights import Rights
 
 M = TypeVar("M")
 
@@ -68,6 +74,16 @@ def _cannot_mute(seconds: float) -> None:
     """Do nothing: a client without a connection cannot be held back."""
 
 
+Need = tuple[Operation, ResourceType, str]
+"""An operation on a resource that a request needs."""
+
+
+def check_needs(needs: Iterable[Need], rights: Rights) -> None:
+    """Raise the error of the first thing that a client may not do."""
+    for operation, kind, name in needs:
+        rights.require(operation, kind, name)
+
+
 @dataclass(slots=True, kw_only=True)
 class ClientInfo:
     """The client of a connection, filled in as requests arrive."""
@@ -78,6 +94,12 @@ class ClientInfo:
     """The address of this machine that it connected to."""
     address: str = ""
     client_id: str = ""
+    listener: str = ""
+    """The listener that it connected to."""
+    rights: Rights | None = None
+    """What it may do; None where every client may do everything."""
+    session: Session | None = None
+    """How it has authenticated, where it has to."""
     software_name: str = "unknown"
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
@@ -90,6 +112,14 @@ class ClientInfo:
     produced_bytes: int = 0
     fetch_requests: int = 0
     fetched_bytes: int = 0
+
+
+def cluster_operations(client: ClientInfo) -> i32:
+    """What a client may do with the cluster, which it is told only if it may describe it."""
+    rights = client.rights
+    if rights is None:
+        return CLUSTER_OPERATIONS
+    return i32(rights.operations(ResourceType.CLUSTER) if rights.cluster(Operation.DESCRIBE) else 0)
 
 
 class Api(ABC, Generic[RequestT, ResponseT]):
@@ -126,7 +156,13 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         """Answer a request of any version served in that version."""
         upgraded = self.upgrade(version, request)
         try:
-            response = await self.handle(upgraded, client)
+            if client.rights is None:
+                response = await self.handle(upgraded, client)
+            else:
+                # Not loaded earlier: it brings the messages of all APIs.
+                from millstream.broker.security.guards import guard_of
+
+                response = await guard_of(self.key)(self, upgraded, client, client.rights)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
@@ -148,6 +184,14 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     async def handle(self, request: RequestT) -> ResponseT:
         """Carry out a request."""
 
+    @abstractmethod
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """What a client has to be allowed to do for this request."""
+
+    def redact(self, response: ResponseT, rights: Rights) -> ResponseT:
+        """Leave out of a response what the client may not know of."""
+        return response
+
     async def handle_from(self, client: ClientInfo, request: RequestT) -> ResponseT:
         """Carry out the request of a client; overridden where quotas count."""
         return await self.handle(request)
@@ -162,7 +206,11 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         response: Any
         try:
             request: RequestT = decode(body, self.request_type)
-            response = await self.handle_from(client, request)
+            if client.rights is None:
+                response = await self.handle_from(client, request)
+            else:
+                check_needs(await self.needs(request), client.rights)
+                response = self.redact(await self.handle_from(client, request), client.rights)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.response_type(error=int(error_code(error)), message=error_message(error))
@@ -173,3 +221,11 @@ def encode_private(header: RequestHeader, response: Any) -> Buffers:
     """Encode the response to a private request."""
     content = encode(response)
     return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]
+
+
+def refuse_unless_described(header: RequestHeader, client: ClientInfo) -> Buffers | None:
+    """The response to a private request about the node, from a client that may not describe the cluster."""
+    if client.rights is None or client.rights.cluster(Operation.DESCRIBE):
+        return None
+    refused = f"{client.rights.principal} may not describe the cluster"
+    return encode_private(header, Response(error=int(ErrorCode.cluster_authorization_failed), message=refused))

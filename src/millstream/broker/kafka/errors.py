@@ -97,6 +97,12 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.BrokerUnreachable: ErrorCode.broker_not_available,
     errors.RequestTimedOut: ErrorCode.request_timed_out,
     errors.ProtocolViolation: ErrorCode.invalid_request,
+    errors.AuthenticationFailed: ErrorCode.sasl_authentication_failed,
+    errors.NotAuthorized: ErrorCode.cluster_authorization_failed,
+    errors.TopicNotAuthorized: ErrorCode.topic_authorization_failed,
+    errors.GroupNotAuthorized: ErrorCode.group_authorization_failed,
+    errors.TransactionNotAuthorized: ErrorCode.transactional_id_authorization_failed,
+    errors.ClusterNotAuthorized: ErrorCode.cluster_authorization_failed,
 }
 
 _MESSAGE_LENGTH_MAX: Final = 2000

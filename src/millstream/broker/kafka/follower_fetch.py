@@ -29,6 +29,8 @@ from millstream.broker.net.reply import Promise
 from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.codec import RequestHeader
@@ -225,10 +227,15 @@ class FollowerFetch:
             session.wake()
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None) -> Answer:
-        """Answer immediately if there is news, otherwise let the connection wait."""
+        """Answer immediately if there is news, otherwise let the connection wait.
+
+        A client that is known to be a node can follow only as that node.
+        """
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
+        if client is not None and client.rights is not None:
+            _check_follower(client.rights, fetch.node)
         if not self._may_follow(fetch.node, fetch.registration):
             return _encode(header, _unregistered_answers(fetch))
         if client is not None:
@@ -495,3 +502,11 @@ def _unregistered_answers(fetch: ReplicaFetch) -> ReplicaAnswers:
 
 def _encode(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
     return write_replica_answers(header.version, header.correlation_id, answers)
+
+
+def _check_follower(rights: Rights, node: NodeId) -> None:
+    """Raise `ProtocolViolation` unless a client may follow, and as the node that it says it is."""
+    if not rights.cluster(Operation.CLUSTER_ACTION):
+        raise ProtocolViolation(f"{rights.principal} may not follow partitions: it is not a node of this cluster")
+    if rights.node_id is not None and rights.node_id != node:
+        raise ProtocolViolation(f"node {rights.node_id} sent a fetch in the name of node {node}")

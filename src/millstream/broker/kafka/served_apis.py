@@ -23,6 +23,7 @@ from millstream.broker.kafka.apis.alter_configs import AlterConfigs
 from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
+from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.kafka.apis.complete_batch import CompleteBatch
@@ -47,6 +48,7 @@ from millstream.broker.kafka.apis.describe_producers import DescribeProducers
 from millstream.broker.kafka.apis.describe_share_group_offsets import DescribeShareGroupOffsets
 from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
 from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
+from millstream.broker.kafka.apis.describe_user_scram_credentials import DescribeUserScramCredentials
 from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.broker.kafka.apis.end_txn import EndTxn
 from millstream.broker.kafka.apis.fetch import Fetch
@@ -78,6 +80,8 @@ from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.rule_change import RuleChange
+from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
+from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -110,6 +114,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
+from millstream.broker.security.state import SecurityState
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -129,6 +134,7 @@ class ApiDependencies:
     groups: DeclaredGroups
     subscriptions: Subscriptions
     pipelines: Pipelines
+    security: SecurityState
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -203,6 +209,11 @@ class ServedApis:
         await self._transactions.start()
         await self._subscriptions.start()
         self._landed.start()
+        topics = self._parts.topics
+        self._parts.security.topic_name = lambda topic_id: (
+            None if (topic := topics.by_id(topic_id)) is None else topic.name
+        )
+        self._parts.security.has_topic = lambda name: topics.get(name) is not None
         self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -337,6 +348,13 @@ class ServedApis:
         yield ClientList(self._parts.connections)
         yield DescribeClientQuotas(self._parts.quotas)
         yield AlterClientQuotas(self._parts.quotas)
-        yield DescribeAcls()
-        yield CreateAcls()
-        yield DeleteAcls()
+        security = self._parts.security
+        # Rules that nobody keeps to would be worse than none.
+        rules = security if self._parts.config.authorizes else None
+        yield DescribeAcls(rules)
+        yield CreateAcls(rules)
+        yield DeleteAcls(rules)
+        yield DescribeUserScramCredentials(security)
+        yield AlterUserScramCredentials(security)
+        yield SaslHandshake()
+        yield SaslAuthenticate()

@@ -11,13 +11,14 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopicId
-from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription
 from millstream.core.verb import Verb
 
@@ -253,10 +254,13 @@ class ShareConsumers:
         state = None if topic is None else topics.state_of(topic, place[1])
         return Leader(state.leader, state.leader_epoch) if state is not None and state.has_leader else NO_LEADER
 
-    def leaders(self, errors: Mapping[SharePartition, MillstreamError | None]) -> list[Node]:
-        """The nodes to ask instead."""
+    def leaders(
+        self, errors: Mapping[SharePartition, MillstreamError | None], client: ClientInfo
+    ) -> list[tuple[Node, str, int]]:
+        """The nodes to ask instead, each with its address for this client."""
         leaders = {self.leader(place, error).node_id for place, error in errors.items()}
-        return [node for leader in sorted(leaders) if (node := self._membership.node(NodeId(leader))) is not None]
+        nodes = self._membership.nodes_of(client.listener, client.reached_at)
+        return [one for one in nodes if one[0].node_id in leaders]
 
 
 def check_member_id(member_id: str | None) -> str:

@@ -7,7 +7,7 @@ subscriptions never loads them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING, Final
@@ -18,12 +18,14 @@ from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
+from millstream.broker.kafka.api import Need
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_store import QueueImage
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -36,6 +38,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.metric import Metric, gauge
 from millstream.core.subscription import (
+    DEAD_LETTER_TOPIC,
     EARLIEST,
     LETTERS_PREFIX,
     READ_COMMITTED,
@@ -373,6 +376,11 @@ class SubscriptionService:
         declared = self.declared.by_id(subscription_id)
         return None if declared is None else declared.name
 
+    async def topics_of(self, name: str) -> Sequence[str]:
+        """The topics of a subscription; of a share group those of its members."""
+        declared = await self.declared.find(name)
+        return declared.topics or sorted(self.share_topics.members(name))
+
     def _addresses(self) -> str:
         return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
 
@@ -397,3 +405,10 @@ def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
     if snapshot is not None:
         image.replay(snapshot)
     return image
+
+
+def letter_needs(settings: Mapping[str, str | None]) -> Iterable[Need]:
+    """WRITE on the dead letter topic that settings name."""
+    topic = settings.get(DEAD_LETTER_TOPIC)
+    if topic:
+        yield Operation.WRITE, ResourceType.TOPIC, topic

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -173,6 +174,14 @@ class Connection(asyncio.BufferedProtocol):
         """The address of this machine that the client connected to."""
         self.state: Any = None
         """What the service remembers about this client."""
+        self.session: Any = None
+        """How far the client is in authenticating, where it has to."""
+        self.opened: Callable[[Connection], None] | None = None
+        """Called when the connection stands, which with TLS is after the handshake."""
+        self.listener = ""
+        """The name of the listener that the client connected to."""
+        self.deadline: float | None = None
+        """When the client has to be known; None once it is, and where it need not be."""
         self.last_activity = self._loop.time()
 
     # -- what asyncio calls ---------------------------------------------------------------------------------
@@ -181,6 +190,8 @@ class Connection(asyncio.BufferedProtocol):
         """Remember the transport and the client's address."""
         # A cast, since uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        if self.opened is not None:
+            self.opened(self)
         peer = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
         self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
@@ -194,6 +205,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection held."""
         self._closed(self)
+        if self.session is not None:
+            self.session.close()
         self._turns.leave(self._flow)
         if exc is None and self._is_flushing:
             self.presence.delivered()
@@ -273,7 +286,8 @@ class Connection(asyncio.BufferedProtocol):
         self._note_delivered()
         self.presence.leave()
         self._close_when_drained()
-        return self._transport is not None
+        # TLS cannot go on with one side only.
+        return self._transport is not None and self.ssl_object is None
 
     def pause_writing(self) -> None:
         """Stop serving requests: the client reads slower than it asks."""
@@ -313,6 +327,17 @@ class Connection(asyncio.BufferedProtocol):
         if pressed and self._partial is not None and now - self._partial.since > limits.pressed_frame_s:
             return True
         return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
+
+    @property
+    def ssl_object(self) -> ssl.SSLObject | None:
+        """TLS, where the client uses it."""
+        return None if self._transport is None else self._transport.get_extra_info("ssl_object")
+
+    def serve_with(self, service: Service, limits: ConnectionLimits) -> None:
+        """Have another service answer from the next request on, within other limits, and without a deadline."""
+        self._service = service
+        self._limits = limits
+        self.deadline = None
 
     def drain(self) -> None:
         """Read nothing more, answer pending requests, then close."""

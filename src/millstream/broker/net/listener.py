@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakSet
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
@@ -21,6 +25,8 @@ BACKLOG = 1024
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
 node would keep new clients waiting behind those who connect and hang up all the time."""
+HANDSHAKE_S = 10.0
+"""How long the handshake of TLS may take."""
 
 
 class _Refused(asyncio.Protocol):
@@ -31,8 +37,20 @@ class _Refused(asyncio.Protocol):
         transport.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """What is particular to one listening socket."""
+
+    service: Service
+    limits: ConnectionLimits
+    name: str = ""
+    tls: ssl.SSLContext | None = None
+    deadline_s: float | None = None
+    """How long a client may stay unknown."""
+
+
 class Listener:
-    """A listening socket and its connections."""
+    """The listening sockets of a node and their connections."""
 
     def __init__(
         self,
@@ -44,8 +62,7 @@ class Listener:
         idle_s: float,
         turns: Turns | None = None,
     ) -> None:
-        self._service = service
-        self._limits = limits
+        self._door = Door(service=service, limits=limits)
         self._budget = budget
         self.connections_max = connections_max
         """May change while it listens; connections beyond it that are open stay."""
@@ -57,14 +74,24 @@ class Listener:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
+        self._handshaking: WeakSet[Connection] = WeakSet()
         self.traffic = Traffic()
 
-    async def start(self, listening: socket.socket) -> None:
-        """Accept connections on a socket that is bound already."""
+    async def start(self, listening: socket.socket, door: Door | None = None) -> None:
+        """Accept connections on a socket that is bound already; several may be."""
         loop = asyncio.get_running_loop()
+        door = door or self._door
         for handle in (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))):
-            self._servers.append(await loop.create_server(self._connection, sock=handle, backlog=BACKLOG))
-        self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
+            server = await loop.create_server(
+                partial(self._connection, door),
+                sock=handle,
+                backlog=BACKLOG,
+                ssl=door.tls,
+                ssl_handshake_timeout=None if door.tls is None else HANDSHAKE_S,
+            )
+            self._servers.append(server)
+        if self._sweep is None:
+            self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
     def stop_accepting(self) -> None:
         """Accept no new connections; open ones continue."""
@@ -103,16 +130,28 @@ class Listener:
         yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
-    def _connection(self) -> asyncio.BaseProtocol:
-        if len(self.connections) >= self.connections_max:
+    def _connection(self, door: Door) -> asyncio.BaseProtocol:
+        if len(self.connections) + len(self._handshaking) >= self.connections_max:
             self.traffic.connections_refused += 1
             return _Refused()
         connection = Connection(
-            self._service, self._limits, self._budget, self.traffic, self._closed, self._turns, self._hangups
+            door.service, door.limits, self._budget, self.traffic, self._closed, self._turns, self._hangups
         )
+        connection.listener = door.name
+        if door.deadline_s is not None:
+            connection.deadline = asyncio.get_running_loop().time() + door.deadline_s
+        if door.tls is None:
+            self._opened(connection)
+        else:
+            # Nothing is said of a handshake that fails; the connection is just gone then.
+            self._handshaking.add(connection)
+            connection.opened = self._opened
+        return connection
+
+    def _opened(self, connection: Connection) -> None:
+        self._handshaking.discard(connection)
         self.connections.add(connection)
         self._all_closed.clear()
-        return connection
 
     def _closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -124,7 +163,9 @@ class Listener:
         now = loop.time()
         pressed = self._budget.waiting > 0
         for connection in tuple(self.connections):
-            if connection.stalled(now, pressed=pressed):
+            if connection.deadline is not None and now > connection.deadline:
+                connection.fail(TimeoutError("the client did not authenticate in time"))
+            elif connection.stalled(now, pressed=pressed):
                 connection.fail(TimeoutError("a request or a reply made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()

@@ -19,6 +19,8 @@ RETRY_S: Final = 1
 
 _STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = (
     (errors.InvalidRequest, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (errors.AuthenticationFailed, HTTPStatus.UNAUTHORIZED),
+    (errors.NotAuthorized, HTTPStatus.FORBIDDEN),
     (errors.NotFound, HTTPStatus.NOT_FOUND),
     (errors.Conflict, HTTPStatus.CONFLICT),
     (errors.GroupRejected, HTTPStatus.CONFLICT),

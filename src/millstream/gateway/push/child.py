@@ -22,6 +22,7 @@ from millstream.broker.push_board import PushBoard, PushReport
 from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
 from millstream.core.errors import MillstreamError
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
+from millstream.protocol.wire.credentials import child_environment
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +90,12 @@ class PushChild(SupervisedChild):
         # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
-            *self._command(), stdin=PIPE, stdout=PIPE, start_new_session=True, limit=REPORT_BYTES_MAX
+            *self._command(),
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
+            limit=REPORT_BYTES_MAX,
+            env=child_environment(),
         )
 
     def _hang_up(self) -> None:

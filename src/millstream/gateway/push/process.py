@@ -30,6 +30,7 @@ from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import adopt_node_credentials
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.pool import Pool
 
@@ -219,6 +220,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
+    adopt_node_credentials()
     spare_lookups()
     asyncio.run(push(options))
 

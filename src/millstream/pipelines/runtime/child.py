@@ -31,6 +31,7 @@ from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEv
 from millstream.pipelines.runtime.driver_reports import DEATHS_MAX, DriverReports
 from millstream.pipelines.runtime.lag_watch import LagWatch
 from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
+from millstream.protocol.wire.credentials import child_environment
 
 _logger = logging.getLogger(__name__)
 
@@ -158,7 +159,12 @@ class PipelineChild(SupervisedChild):
         # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, limit=LINE_BYTES_MAX
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
+            limit=LINE_BYTES_MAX,
+            env=child_environment(),
         )
 
     def _kill(self, process: Process) -> None:

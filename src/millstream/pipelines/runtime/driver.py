@@ -32,6 +32,7 @@ from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.wire.credentials import adopt_node_credentials
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -338,6 +339,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
+    adopt_node_credentials()
     # Everything else that is written to standard output goes to the log.
     events = EventWriter(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

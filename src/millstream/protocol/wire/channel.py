@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import struct
+from contextlib import suppress
 from typing import Any, Final, Self, cast
 
 from millstream import __version__
 from millstream.core.errors import (
+    AuthenticationFailed,
     BrokerUnreachable,
     InvalidRequest,
     MillstreamError,
@@ -22,6 +25,7 @@ from millstream.core.errors import (
 )
 from millstream.protocol.messages import codec
 from millstream.protocol.messages.primitives import Buffer, Reader
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 
 IN_FLIGHT_MAX: Final = 64
 _UNANSWERED_MAX: Final = 2 * IN_FLIGHT_MAX
@@ -32,6 +36,10 @@ _TLS_HEADS: Final = (b"\x15\x03", b"\x16\x03")
 """How a TLS alert and a TLS handshake start."""
 _API_VERSIONS_SENT: Final = 3
 _UNSUPPORTED_VERSION: Final = 35
+_SASL_HANDSHAKE_KEY: Final = 17
+_SASL_AUTHENTICATE_KEY: Final = 36
+_SESSION_PART: Final = 0.85
+"""After this part of a session's lifetime requests go over another connection."""
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -54,23 +62,46 @@ class Channel(asyncio.BufferedProtocol):
         self._filled = 0
         self._cause = "closed"
         self._has_ended_writing = False
+        self._renew_at: float | None = None
+        """When another connection has to take over, since this one's session ends soon."""
         self.room_for = _new_room
         """Returns the buffer for a response that is too large for the scratch buffer."""
 
     @classmethod
-    async def open(cls, host: str, port: int, *, client_id: str, timeout_s: float) -> Self:
-        """Connect and learn what the broker serves."""
+    async def open(
+        cls, host: str, port: int, *, client_id: str, timeout_s: float, credentials: Credentials | None = None
+    ) -> Self:
+        """Connect, learn what the broker serves, and authenticate if there is something to authenticate with."""
+        credentials = credentials or NODE_CREDENTIALS.get()
+        tls = credentials.tls_context
         address = f"{host}:{port}"
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                _, channel = await loop.create_connection(lambda: cls(address, client_id), host, port)
+                _, channel = await loop.create_connection(
+                    lambda: cls(address, client_id),
+                    host,
+                    port,
+                    ssl=tls,
+                    server_hostname=host if tls is not None else None,
+                )
         except TimeoutError:
             raise BrokerUnreachable(f"{address} did not accept a connection within {timeout_s:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise AuthenticationFailed(
+                f"the certificate of {address} is not trusted: {error.verify_message}"
+            ) from error
+        except ssl.SSLError as error:
+            reason = error.reason or str(error)
+            raise BrokerUnreachable(f"{address} does not take part in TLS ({reason}); is it a TLS port?") from error
         except OSError as error:
             raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
         try:
+            if credentials.check_peer is not None:
+                credentials.check_peer(channel._ssl_object())
             await channel._negotiate(timeout_s)
+            if credentials.sasl_mechanism:
+                await channel._authenticate(credentials, timeout_s)
         except BaseException:
             await channel.close()
             raise
@@ -79,7 +110,12 @@ class Channel(asyncio.BufferedProtocol):
     @property
     def is_open(self) -> bool:
         """Return whether requests can be sent."""
-        return self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
+        return (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and not self._has_ended_writing
+            and (self._renew_at is None or asyncio.get_running_loop().time() < self._renew_at)
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -160,6 +196,35 @@ class Channel(asyncio.BufferedProtocol):
             raise BrokerUnreachable(f"{self.address} refused to say what it serves: {response.error_code.name}")
         self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
 
+    async def _authenticate(self, credentials: Credentials, timeout_s: float) -> None:
+        """Go through the dialogue of a SASL mechanism."""
+        mechanism = credentials.sasl_mechanism
+        body = codec.write_entity(codec.load_request_class(_SASL_HANDSHAKE_KEY, 1)(mechanism=mechanism))
+        frame = await self.exchange(_SASL_HANDSHAKE_KEY, 1, [body], timeout_s=timeout_s)
+        offered = codec.read_response(_SASL_HANDSHAKE_KEY, 1, frame)
+        if offered.error_code:
+            choices = ", ".join(offered.mechanisms) or "none"
+            raise AuthenticationFailed(f"{self.address} does not take {mechanism}; it takes {choices}")
+        version = self.version_for(_SASL_AUTHENTICATE_KEY, newest=2)
+        request = codec.load_request_class(_SASL_AUTHENTICATE_KEY, version)
+        exchange = credentials.begin()
+        with suppress(StopIteration):
+            message = next(exchange)
+            while True:
+                body = codec.write_entity(request(auth_bytes=message))
+                frame = await self.exchange(_SASL_AUTHENTICATE_KEY, version, [body], timeout_s=timeout_s)
+                answer = codec.read_response(_SASL_AUTHENTICATE_KEY, version, frame)
+                if answer.error_code:
+                    raise AuthenticationFailed(f"{self.address}: {answer.error_message or 'authentication failed'}")
+                lifetime = getattr(answer, "session_lifetime", None)
+                if lifetime:
+                    left_s = lifetime.total_seconds() * _SESSION_PART
+                    self._renew_at = asyncio.get_running_loop().time() + left_s
+                message = exchange.send(bytes(answer.auth_bytes))
+
+    def _ssl_object(self) -> ssl.SSLObject | None:
+        return None if self._transport is None else self._transport.get_extra_info("ssl_object")
+
     async def _ask_versions(self, version: int, timeout_s: float) -> Any:
         request_class = codec.load_request_class(codec.API_VERSIONS_KEY, version)
         named = {"client_software_name": "millstream", "client_software_version": __version__} if version >= 3 else {}
@@ -179,7 +244,11 @@ class Channel(asyncio.BufferedProtocol):
         """Close the sending half: the broker answers what it can answer at once, and hangs up."""
         if self._transport is not None and self.is_open:
             self._has_ended_writing = True
-            self._transport.write_eof()
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:
+                # TLS cannot end one side only.
+                self._transport.close()
 
     def _gone(self) -> MillstreamError:
         return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
@@ -277,7 +346,7 @@ def _not_kafka(head: bytes) -> str:
     if head == b"HTTP":
         return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
-        return "a TLS server answers there; give the address of a Kafka port without TLS"
+        return "a TLS server answers there, and this client was not given TLS"
     return f"the server there is not a Kafka broker: its answer starts with {head!r}"
 
 

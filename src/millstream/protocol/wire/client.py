@@ -34,6 +34,7 @@ from millstream.protocol.messages.shape import reshape
 from millstream.protocol.wire import fetch, list_offsets, produce
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 from millstream.protocol.wire.list_offsets import Listed, ListedOffset
@@ -74,6 +75,7 @@ class Client:
         connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
         given_as: str = _GIVEN_AS,
+        credentials: Credentials | None = None,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
         self._client_id = client_id
@@ -81,6 +83,7 @@ class Client:
         self._connect_s = connect_s
         """How long to retry connecting before giving up."""
         self._waiting_max = waiting_max
+        self._credentials = credentials or NODE_CREDENTIALS.get()
         self._given_as = given_as
         """How addresses are given, for the error that no broker answers."""
         self._pools: dict[tuple[str, int], Pool] = {}
@@ -98,6 +101,7 @@ class Client:
         connect_s: float = 0.0,
         waiting_max: int = BORROWED_MAX,
         given_as: str = _GIVEN_AS,
+        credentials: Credentials | None = None,
     ) -> Self:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
 
@@ -113,6 +117,7 @@ class Client:
             connect_s=connect_s,
             waiting_max=waiting_max,
             given_as=given_as,
+            credentials=credentials,
         )
 
     async def __aenter__(self) -> Self:
@@ -541,7 +546,14 @@ class Client:
         pool = self._pools.get((host, port))
         if pool is None:
             connect_s = min(self._timeout_s, CONNECT_S_MAX)
-            pool = Pool(host, port, client_id=self._client_id, connect_s=connect_s, borrowed_max=self._waiting_max)
+            pool = Pool(
+                host,
+                port,
+                client_id=self._client_id,
+                connect_s=connect_s,
+                borrowed_max=self._waiting_max,
+                credentials=self._credentials,
+            )
             self._pools[host, port] = pool
         return pool
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from millstream.core.errors import BrokerUnreachable
 from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 
 BORROWED_MAX: Final = 16
 MEMBERS_MAX: Final = 256
@@ -27,13 +28,21 @@ class Pool:
     """One shared connection and a few to borrow, opened on first use and again when lost."""
 
     def __init__(
-        self, host: str, port: int, *, client_id: str, connect_s: float, borrowed_max: int = BORROWED_MAX
+        self,
+        host: str,
+        port: int,
+        *,
+        client_id: str,
+        connect_s: float,
+        borrowed_max: int = BORROWED_MAX,
+        credentials: Credentials | None = None,
     ) -> None:
         self.address = f"{host}:{port}"
         self._host = host
         self._port = port
         self._client_id = client_id
         self._connect_s = connect_s
+        self._credentials = credentials or NODE_CREDENTIALS.get()
         self._shared: Channel | None = None
         self._opening = asyncio.Lock()
         self._free: list[Channel] = []
@@ -113,7 +122,13 @@ class Pool:
         return None
 
     async def _open(self) -> Channel:
-        channel = await Channel.open(self._host, self._port, client_id=self._client_id, timeout_s=self._connect_s)
+        channel = await Channel.open(
+            self._host,
+            self._port,
+            client_id=self._client_id,
+            timeout_s=self._connect_s,
+            credentials=self._credentials,
+        )
         if self._closed:
             await channel.close()
             raise BrokerUnreachable("the client was closed while it connected")

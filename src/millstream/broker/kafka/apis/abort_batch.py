@@ -11,8 +11,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.transaction_messages import ABORT_BATCH_KEY, AbortBatchRequest, AbortBatchResponse
 
 
@@ -25,6 +28,10 @@ class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
+
+    async def needs(self, request: AbortBatchRequest) -> Sequence[Need]:
+        """WRITE on the query, as a transactional id."""
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.query)]
 
     async def handle(self, request: AbortBatchRequest) -> AbortBatchResponse:
         """Abort every attempt."""

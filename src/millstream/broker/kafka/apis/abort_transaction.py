@@ -10,8 +10,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.transaction_messages import (
     ABORT_KEY,
     AbortTransactionRequest,
@@ -28,6 +31,10 @@ class AbortTransaction(PrivateApi[AbortTransactionRequest, AbortTransactionRespo
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
+
+    async def needs(self, request: AbortTransactionRequest) -> Sequence[Need]:
+        """WRITE on the transactional id."""
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
 
     async def handle(self, request: AbortTransactionRequest) -> AbortTransactionResponse:
         """Abort the transaction."""

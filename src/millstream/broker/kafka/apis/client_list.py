@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from millstream.broker.kafka.api import ClientInfo, encode_private
+from millstream.broker.kafka.api import ClientInfo, encode_private, refuse_unless_described
 from millstream.broker.net.connection import Answer, Connection
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.message import Response
@@ -46,7 +46,9 @@ class ClientList:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once."""
-        return encode_private(header, self.snapshot(asyncio.get_running_loop().time()))
+        return refuse_unless_described(header, client) or encode_private(
+            header, self.snapshot(asyncio.get_running_loop().time())
+        )
 
     def snapshot(self, now: float) -> ClientListResponse:
         """The document that the answer carries."""

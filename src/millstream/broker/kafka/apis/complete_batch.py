@@ -14,9 +14,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.transactions.batch import Member
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.transaction_messages import (
     COMPLETE_BATCH_KEY,
@@ -34,6 +37,11 @@ class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
+
+    async def needs(self, request: CompleteBatchRequest) -> Sequence[Need]:
+        """WRITE on the query and on its members, as transactional ids."""
+        ids = (request.query, *(member.transactional_id for member in request.members))
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, name) for name in ids]
 
     async def handle(self, request: CompleteBatchRequest) -> CompleteBatchResponse:
         """Commit all members together."""

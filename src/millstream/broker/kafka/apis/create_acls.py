@@ -1,24 +1,70 @@
-"""CreateAcls (key 30), versions 1 to 3: answered with SECURITY_DISABLED, since there is no authorization.
+"""CreateAcls (key 30), versions 1 to 3: adds access rules; those that are there already stay as they are.
 
-Version notes: 2 is flexible.
+Each rule succeeds or fails on its own. On a node whose clients do not authenticate it is answered with
+SECURITY_DISABLED, as by a Kafka without an authorizer: a rule that is not enforced would be worse than none.
+
+Version notes: 2 is flexible, 3 adds resources of the type user.
 """
 
 from __future__ import annotations
 
-from kio.schema.create_acls.v3.request import CreateAclsRequest
+from kio.schema.create_acls.v3.request import AclCreation, CreateAclsRequest
 from kio.schema.create_acls.v3.response import AclCreationResult, CreateAclsResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.errors import InvalidRequest, MillstreamError
 
 
 class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
-    """Refuses every access rule: one that is not enforced would be worse than none."""
+    """Adds access rules."""
 
     key = 30
     versions = (1, 3)
 
+    def __init__(self, security: SecurityState | None) -> None:
+        self._security = security
+
     async def handle(self, request: CreateAclsRequest, client: ClientInfo) -> CreateAclsResponse:
-        """Refuse each of them."""
-        refused = AclCreationResult(error_code=ErrorCode.security_disabled, error_message=SECURITY_DISABLED)
-        return CreateAclsResponse(throttle_time=NO_THROTTLE, results=(refused,) * len(request.creations))
+        """Add those that are valid."""
+        if self._security is None:
+            return _response([(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.creations))
+        results: list[tuple[ErrorCode, str | None]] = []
+        valid: set[Acl] = set()
+        for creation in request.creations:
+            try:
+                valid.add(_read(creation).check())
+                results.append((ErrorCode.none, None))
+            except InvalidRequest as error:
+                results.append((error_code(error), error_message(error)))
+        await self._security.add_acls(valid)
+        return _response(results)
+
+    def failure(self, error: MillstreamError, request: CreateAclsRequest) -> CreateAclsResponse:
+        """Give the error to every rule."""
+        return _response([(error_code(error), error_message(error))] * len(request.creations))
+
+
+def _read(creation: AclCreation) -> Acl:
+    try:
+        return Acl(
+            resource_type=ResourceType(creation.resource_type),
+            resource_name=creation.resource_name,
+            pattern=PatternType(creation.resource_pattern_type),
+            principal=creation.principal,
+            host=creation.host,
+            operation=Operation(creation.operation),
+            permission=Permission(creation.permission_type),
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"the rule cannot be read: {error}") from None
+
+
+def _response(results: list[tuple[ErrorCode, str | None]]) -> CreateAclsResponse:
+    return CreateAclsResponse(
+        throttle_time=NO_THROTTLE,
+        results=tuple(AclCreationResult(error_code=code, error_message=message) for code, message in results),
+    )

@@ -12,8 +12,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.protocol.private.delivery_state import (
     DELIVERY_STATE_KEY,
@@ -33,6 +36,13 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
+
+    async def needs(self, request: DeliveryStateRequest) -> Sequence[Need]:
+        """DESCRIBE on the subscription and on the topic."""
+        return [
+            (Operation.DESCRIBE, ResourceType.GROUP, request.subscription),
+            (Operation.DESCRIBE, ResourceType.TOPIC, request.topic),
+        ]
 
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
         """Look up the state, waiting until it is final."""

@@ -1,30 +1,92 @@
-"""DescribeAcls (key 29), versions 1 to 3: answered with SECURITY_DISABLED, since there is no authorization.
+"""DescribeAcls (key 29), versions 1 to 3: the access rules that a filter selects.
 
-This is what a Kafka without an authorizer answers, and what tools ask to find out whether there are access rules.
+On a node whose clients do not authenticate it is answered with SECURITY_DISABLED, as by a Kafka without an authorizer;
+tools ask it to find out whether there are access rules.
 
-Version notes: 2 is flexible.
+Version notes: 2 is flexible, 3 adds resources of the type user.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
+from typing import Any
+
 from kio.schema.describe_acls.v3.request import DescribeAclsRequest
-from kio.schema.describe_acls.v3.response import DescribeAclsResponse
+from kio.schema.describe_acls.v3.response import AclDescription, DescribeAclsResource, DescribeAclsResponse
 from kio.schema.errors import ErrorCode
+from kio.static.primitive import i8
 
 from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
+from millstream.core.errors import InvalidRequest, MillstreamError
 
 
 class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
-    """Reports that there are no access rules."""
+    """Lists access rules."""
 
     key = 29
     versions = (1, 3)
 
+    def __init__(self, security: SecurityState | None) -> None:
+        self._security = security
+
     async def handle(self, request: DescribeAclsRequest, client: ClientInfo) -> DescribeAclsResponse:
-        """Return SECURITY_DISABLED."""
-        return DescribeAclsResponse(
-            throttle_time=NO_THROTTLE,
-            error_code=ErrorCode.security_disabled,
-            error_message=SECURITY_DISABLED,
-            resources=(),
+        """List those that the filter selects, together where they are about the same resource."""
+        if self._security is None:
+            return _response(ErrorCode.security_disabled, SECURITY_DISABLED)
+        selected = read_filter(request)
+        acls = sorted(acl for acl in self._security.snapshot.acls if selected.matches(acl))
+        return _response(
+            ErrorCode.none,
+            None,
+            *(_resource(resource, list(found)) for resource, found in groupby(acls, key=_resource_of)),
         )
+
+    def failure(self, error: MillstreamError, request: DescribeAclsRequest) -> DescribeAclsResponse:
+        """Say why nothing is listed."""
+        return _response(error_code(error), error_message(error))
+
+
+def read_filter(request: Any) -> AclFilter:
+    """Read the fields that the filters of DescribeAcls and DeleteAcls share, or raise `InvalidRequest`."""
+    try:
+        return AclFilter(
+            resource_type=ResourceType(request.resource_type_filter),
+            resource_name=request.resource_name_filter,
+            pattern=PatternType(request.pattern_type_filter),
+            principal=request.principal_filter,
+            host=request.host_filter,
+            operation=Operation(request.operation),
+            permission=Permission(request.permission_type),
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"the filter cannot be read: {error}") from None
+
+
+def _resource_of(acl: Acl) -> tuple[ResourceType, str, PatternType]:
+    return acl.resource_type, acl.resource_name, acl.pattern
+
+
+def _resource(resource: tuple[ResourceType, str, PatternType], acls: list[Acl]) -> DescribeAclsResource:
+    return DescribeAclsResource(
+        resource_type=i8(resource[0]),
+        resource_name=resource[1],
+        pattern_type=i8(resource[2]),
+        acls=tuple(
+            AclDescription(
+                principal=acl.principal,
+                host=acl.host,
+                operation=i8(acl.operation),
+                permission_type=i8(acl.permission),
+            )
+            for acl in acls
+        ),
+    )
+
+
+def _response(code: ErrorCode, message: str | None, *resources: DescribeAclsResource) -> DescribeAclsResponse:
+    return DescribeAclsResponse(
+        throttle_time=NO_THROTTLE, error_code=code, error_message=message, resources=tuple(resources)
+    )

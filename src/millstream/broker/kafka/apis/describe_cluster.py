@@ -15,7 +15,7 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i8, i32
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, NOT_ASKED, Api, ClientInfo, cluster_operations
 
 _BROKERS: Final = i8(1)
 _CONTROLLERS: Final = 2
@@ -46,14 +46,14 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
             brokers=tuple(
                 DescribeClusterBroker(
                     broker_id=BrokerId(node.node_id),
-                    host=node.host_for(client.reached_at),
-                    port=i32(node.port),
+                    host=host,
+                    port=i32(port),
                     rack=node.rack,
                     is_fenced=False,
                 )
-                for node in self._membership.nodes()
+                for node, host, port in self._membership.nodes_of(client.listener, client.reached_at)
             ),
-            cluster_authorized_operations=CLUSTER_OPERATIONS if asked else NOT_ASKED,
+            cluster_authorized_operations=cluster_operations(client) if asked else NOT_ASKED,
         )
 
 

@@ -35,6 +35,8 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Piece, Reply, Stored, Stream
 from millstream.broker.replication.partition import Partition
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Offset
 from millstream.core.metric import Metric, gauge
@@ -384,6 +386,7 @@ class Fetch:
                 key,
                 context.positions[key],
                 left,
+                context.client.rights,
                 committed=committed,
                 eager_bytes=eager_bytes,
                 at_least_one=share_bytes > 0 and not size,
@@ -394,9 +397,19 @@ class Fetch:
                 size += result.records_slice.size
 
     def _read_partition(
-        self, key: PartitionKey, position: Position, left: int, *, committed: bool, eager_bytes: int, at_least_one: bool
+        self,
+        key: PartitionKey,
+        position: Position,
+        left: int,
+        rights: Rights | None,
+        *,
+        committed: bool,
+        eager_bytes: int,
+        at_least_one: bool,
     ) -> _Found:
         try:
+            if rights is not None:
+                _check_readable(rights, key[0])
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
             records_slice: SegmentSlice | None = None
@@ -675,3 +688,10 @@ def _write_found(writer: Writer, version: int, result: _Found) -> None:
     if version >= FIRST_WITH_RACK:
         writer.int32(_NO_PREFERRED_REPLICA)
     writer.blob_length(result.size)
+
+
+def _check_readable(rights: Rights, topic: str | UUID) -> None:
+    """Raise `TopicNotAuthorized` unless a client may read a topic; an unknown id is looked up as usual."""
+    name = topic if isinstance(topic, str) else rights.topic_name(topic)
+    if name is not None:
+        rights.require(Operation.READ, ResourceType.TOPIC, name)

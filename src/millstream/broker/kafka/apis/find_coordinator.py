@@ -66,13 +66,14 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         except MillstreamError as error:
             return _not_found(key, error_code(error), error_message(error))
         node = None if leader is None else self._membership.node(leader)
-        if node is None:
+        address = None if node is None else node.address_for(client.listener, client.reached_at)
+        if node is None or address is None:
             return _not_found(key, ErrorCode.coordinator_not_available, f"the partition of {key!r} has no leader")
         return Coordinator(
             key=key,
             node_id=BrokerId(node.node_id),
-            host=node.host_for(client.reached_at),
-            port=i32(node.port),
+            host=address[0],
+            port=i32(address[1]),
             error_code=ErrorCode.none,
             error_message="",
         )

@@ -9,8 +9,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.transaction_messages import LAST_BATCH_KEY, LastBatchRequest, LastBatchResponse
 
 
@@ -23,6 +26,10 @@ class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
+
+    async def needs(self, request: LastBatchRequest) -> Sequence[Need]:
+        """DESCRIBE on the query, as a transactional id."""
+        return [(Operation.DESCRIBE, ResourceType.TRANSACTIONAL_ID, request.query)]
 
     async def handle(self, request: LastBatchRequest) -> LastBatchResponse:
         """Name the last batch."""

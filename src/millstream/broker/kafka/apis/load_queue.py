@@ -9,9 +9,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import LOAD_KEY, LoadQueue, QueueLoaded
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.ids import Epoch
 
 
@@ -24,6 +27,10 @@ class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
 
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states
+
+    async def needs(self, request: LoadQueue) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: LoadQueue) -> QueueLoaded:
         """Read a queue back for its leader."""

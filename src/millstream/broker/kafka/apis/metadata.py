@@ -29,9 +29,10 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NO_THROTTLE, NOT_ASKED, TOPIC_OPERATIONS, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, NOT_ASKED, TOPIC_OPERATIONS, Api, ClientInfo, cluster_operations
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import (
     CatalogUnavailable,
     InvalidRequest,
@@ -70,7 +71,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
                 for wanted in dict.fromkeys(request.topics)
                 if wanted.name is not None or wanted.topic_id is not None
             ]
-        return self._response(tuple(described), client.reached_at)
+        return self._response(tuple(described), client)
 
     def upgrade(self, version: int, request: Any) -> MetadataRequest:
         """Turn version 0's empty list into "all"."""
@@ -86,27 +87,32 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         response = await super().answer(version, request, client)
         oldest, newest = _CLUSTER_OPERATIONS_IN
         if oldest <= version <= newest and request.include_cluster_authorized_operations:
-            return dataclasses.replace(response, cluster_authorized_operations=CLUSTER_OPERATIONS)
+            return dataclasses.replace(response, cluster_authorized_operations=cluster_operations(client))
         return response
 
     def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
         """Return the error for every requested topic, since older versions have no other field for it."""
         refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
-        return self._response(refused, "", error=error_code(error))
+        return self._response(refused, None, error=error_code(error))
 
     def _response(
-        self, topics: tuple[MetadataResponseTopic, ...], reached_at: str, error: ErrorCode = ErrorCode.none
+        self,
+        topics: tuple[MetadataResponseTopic, ...],
+        client: ClientInfo | None,
+        error: ErrorCode = ErrorCode.none,
     ) -> MetadataResponse:
+        listener, reached_at = (DEFAULT_LISTENER, "") if client is None else (client.listener, client.reached_at)
+        nodes = self._membership.nodes_of(listener, reached_at)
         return MetadataResponse(
             throttle_time=NO_THROTTLE,
             brokers=tuple(
                 MetadataResponseBroker(
                     node_id=BrokerId(node.node_id),
-                    host=node.host_for(reached_at),
-                    port=i32(node.port),
+                    host=host,
+                    port=i32(port),
                     rack=node.rack,
                 )
-                for node in self._membership.nodes()
+                for node, host, port in nodes
             ),
             cluster_id=self._membership.cluster_id,
             controller_id=BrokerId(self._membership.controller_id),

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any
 
 from millstream import __version__
-from millstream.broker.kafka.api import ClientInfo, encode_private
+from millstream.broker.kafka.api import ClientInfo, encode_private, refuse_unless_described
 from millstream.broker.net.connection import Answer
 from millstream.broker.replication.partition import ReplicaLag
 from millstream.core.clock import Clock
@@ -92,7 +92,9 @@ class NodeStatus:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once."""
-        return encode_private(header, {"error": 0, "message": None, **self.snapshot()})
+        return refuse_unless_described(header, client) or encode_private(
+            header, {"error": 0, "message": None, **self.snapshot()}
+        )
 
     def health(self) -> dict[str, Any]:
         """The part of the document that health checks need."""

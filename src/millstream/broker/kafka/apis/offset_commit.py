@@ -100,6 +100,11 @@ class OffsetCommit(Api[OffsetCommitCall, tuple[TopicResult, ...]]):
             for name, topic in zip(names, request.topics, strict=True)
         )
 
+    def refuse(self, topic: TopicCommit, code: ErrorCode) -> TopicResult:
+        """Answer all partitions of a topic with one code."""
+        partitions = tuple((commit.partition, code) for commit in topic.partitions)
+        return TopicResult(name=topic.name, topic_id=topic.topic_id, partitions=partitions)
+
     def upgrade(self, version: int, request: Any) -> OffsetCommitCall:
         """Bring every version into one form."""
         retention_ms = request.retention_time // _MILLISECOND if version in _RETENTION_VERSIONS else -1

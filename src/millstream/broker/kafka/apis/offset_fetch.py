@@ -94,6 +94,16 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             return (await self._fetch(request[0]),)
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
 
+    def refuse(self, query: GroupQuery, code: ErrorCode) -> GroupAnswer:
+        """Answer the question about a group with one code."""
+        in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
+        topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
+        return GroupAnswer(group_id=query.group_id, topics=topics, code=code)
+
+    def refuse_topic(self, topic: TopicQuery, code: ErrorCode) -> TopicAnswer:
+        """Answer the question about one of its topics with one code."""
+        return _refused(topic, code)
+
     def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
         """Bring every version into one form."""
         asked = request.groups if version >= _FIRST_WITH_MANY else (request,)
@@ -124,10 +134,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
                 return GroupAnswer(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
             return GroupAnswer(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
         except MillstreamError as error:
-            code = error_code(error)
-            in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
-            topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
-            return GroupAnswer(group_id=query.group_id, topics=topics, code=code)
+            return self.refuse(query, error_code(error))
 
     async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicAnswer, ...]:
         names = [self._name_of(query.version, topic) for topic in asked]

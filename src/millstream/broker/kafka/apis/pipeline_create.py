@@ -12,11 +12,14 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import DECODE, GROUP_PREFIX, kind_of
 from millstream.protocol.private.pipeline_messages import CREATE_KEY, CreatePipelineResponse, NewPipeline
@@ -33,6 +36,10 @@ class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
+
+    async def needs(self, request: NewPipeline) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
         """Declare it durably."""

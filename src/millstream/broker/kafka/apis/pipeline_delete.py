@@ -9,8 +9,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import DELETE_KEY, DeletePipelineRequest
 
@@ -24,6 +27,10 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
+
+    async def needs(self, request: DeletePipelineRequest) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: DeletePipelineRequest) -> Response:
         """Take it out durably."""

@@ -11,8 +11,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.pipelines.landed_board import LandedBoard
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
 
@@ -26,6 +29,10 @@ class PipelineLanded(PrivateApi[Landed, Response]):
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
+
+    async def needs(self, request: Landed) -> Sequence[Need]:
+        """CLUSTER_ACTION: only processes of nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: Landed) -> Response:
         """Note it."""

@@ -15,12 +15,16 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from millstream.broker.kafka.api import PrivateApi
+import msgspec
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation
 from millstream.core.pipeline import Pipeline, Rule
 from millstream.protocol.private.pipeline_messages import LIST_KEY, ListPipelinesResponse, PipelineNames, RuleMessage
 
@@ -35,6 +39,15 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
         self._board = board
+
+    async def needs(self, request: PipelineNames) -> Sequence[Need]:
+        """Nothing: the list contains the pipelines whose group the client may describe."""
+        return ()
+
+    def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
+        """Leave out the pipelines that the client may not describe."""
+        visible = [one for one in response.pipelines if rights.group(Operation.DESCRIBE, one["group"])]
+        return msgspec.structs.replace(response, pipelines=visible)
 
     async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
         """Describe some or all pipelines."""

@@ -10,9 +10,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.transaction_messages import PREPARE_KEY, BatchMember
@@ -27,6 +30,10 @@ class PrepareTransaction(PrivateApi[BatchMember, Response]):
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
+
+    async def needs(self, request: BatchMember) -> Sequence[Need]:
+        """WRITE on the transactional id."""
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
 
     async def handle(self, request: BatchMember) -> Response:
         """Prepare the transaction."""

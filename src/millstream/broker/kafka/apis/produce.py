@@ -43,6 +43,8 @@ from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Promise, Reply
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.transaction_gate import TransactionGate
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation
 from millstream.core.errors import (
     CorruptBatch,
     InvalidBatch,
@@ -77,6 +79,7 @@ _MANY_RECORDS_BYTES = 8 * 1024
 """Smaller, uncompressed batches hold few records."""
 _FIRST_FIELDS = struct.Struct(">qiib")
 _TIMED_OUT = "the records were not acknowledged within the request's timeout"
+_NOT_ALLOWED = "the client may not write this"
 _NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
 
 
@@ -155,6 +158,8 @@ class Produce:
         if header.version < FIRST_SERVED:
             raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
         request = read(frame, header)
+        if client.rights is not None:
+            self._authorize(request, client.rights)
         opening = None
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
@@ -163,6 +168,20 @@ class Produce:
             request.keep_records()
             return self._prepare(header, request, client, opening or None, heavy, len(frame))
         return self._answer(header, request, client, len(frame), None)
+
+    def _authorize(self, request: Request, rights: Rights) -> None:
+        """Refuse what the client may not write: a whole transaction, or single topics."""
+        transactional_id = request.transactional_id
+        may_use = transactional_id is None or rights.transaction(Operation.WRITE, transactional_id)
+        for portion in request.portions:
+            name = portion.topic if isinstance(portion.topic, str) else rights.topic_name(portion.topic)
+            if not may_use:
+                portion.fail(ErrorCode.transactional_id_authorization_failed, _NOT_ALLOWED)
+            elif name is not None and not rights.topic(Operation.WRITE, name):
+                portion.fail(ErrorCode.topic_authorization_failed, _NOT_ALLOWED)
+            if portion.code is not ErrorCode.none:
+                # So that neither the log nor the coordinator of the transaction gets to see them.
+                portion.records = None
 
     async def _prepare(
         self,

@@ -23,11 +23,12 @@ from typing import Final
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.published_ids import MESSAGE_ID, Published, PublishedIds, id_of
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
 from millstream.core.ids import Offset
 from millstream.core.metric import Metric, counter, gauge
@@ -73,6 +74,10 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
             "Ids that were forgotten before their window was over, since there were too many.",
             self._forgotten + sum(one.forgotten for one in held),
         )
+
+    async def needs(self, request: PublishOnceRequest) -> Sequence[Need]:
+        """WRITE on the topic."""
+        return [(Operation.WRITE, ResourceType.TOPIC, request.topic)]
 
     async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:
         """Store new messages, unless the client is over its quota."""

@@ -14,12 +14,13 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, NO_DECODING, Rule
 from millstream.core.subscription import FILTER
@@ -37,6 +38,10 @@ class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
+
+    async def needs(self, request: RuleChanges) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: RuleChanges) -> RuleChangeResponse:
         """Change them durably."""

@@ -67,14 +67,14 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         finally:
             if epoch == CLOSES:
                 self._consumers.release(session)
-        return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms)
+        return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms, client)
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
         """Report why nothing is settled."""
         return _refused(error_code(error), error_message(error))
 
     def _answer(
-        self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int
+        self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int, client: ClientInfo
     ) -> ShareAcknowledgeResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
         for place, error in results.items():
@@ -96,8 +96,8 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
                 for topic_id, partitions in by_topic.items()
             ),
             node_endpoints=tuple(
-                NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
-                for node in self._consumers.leaders(results)
+                NodeEndpoint(node_id=BrokerId(node.node_id), host=host, port=i32(port), rack=node.rack)
+                for node, host, port in self._consumers.leaders(results, client)
             ),
         )
 

@@ -134,7 +134,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
-        return self._answer(subscription, results)
+        return self._answer(subscription, results, client)
 
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
         """Both versions have the same response."""
@@ -203,7 +203,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             wait_ms -= owed_ms
         return wait_ms
 
-    def _answer(self, subscription: Subscription, results: _Results) -> ShareFetchResponse:
+    def _answer(self, subscription: Subscription, results: _Results, client: ClientInfo) -> ShareFetchResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
         for topic_id, index in dict.fromkeys([*results.acknowledged, *results.failed, *results.leases]):
             by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), results))
@@ -217,8 +217,8 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 for topic_id, partitions in by_topic.items()
             ),
             node_endpoints=tuple(
-                NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
-                for node in self._consumers.leaders({**results.acknowledged, **results.failed})
+                NodeEndpoint(node_id=BrokerId(node.node_id), host=host, port=i32(port), rack=node.rack)
+                for node, host, port in self._consumers.leaders({**results.acknowledged, **results.failed}, client)
             ),
         )
 

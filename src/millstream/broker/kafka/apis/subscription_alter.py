@@ -10,8 +10,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.kafka.subscription_service import SubscriptionService
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
+from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import ALTER_KEY, AlterSubscriptionRequest
 
@@ -26,6 +29,15 @@ class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
+
+    async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
+        """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
+        topics = {*await self._service.topics_of(request.name), *(request.topics or ())}
+        return [
+            (Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in sorted(topics)),
+            *letter_needs(request.settings),
+        ]
 
     async def handle(self, request: AlterSubscriptionRequest) -> Response:
         """Change it durably."""

@@ -11,9 +11,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.kafka.subscription_service import SubscriptionService
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidSubscription
 from millstream.core.subscription import check_subscription
 from millstream.protocol.private.subscription_messages import (
@@ -34,6 +37,14 @@ class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptio
         self._service = service
         self._pipelines = pipelines
         self._subscriptions = service.declared
+
+    async def needs(self, request: CreateSubscriptionRequest) -> Sequence[Need]:
+        """READ on the subscription and on its topics, WRITE on the dead letter topic that it names."""
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in request.topics),
+            *letter_needs(request.settings),
+        ]
 
     async def handle(self, request: CreateSubscriptionRequest) -> CreateSubscriptionResponse:
         """Declare it durably."""

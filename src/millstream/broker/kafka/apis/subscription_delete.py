@@ -10,8 +10,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import DELETE_KEY, DeleteSubscriptionRequest
 
@@ -25,6 +28,10 @@ class SubscriptionDelete(PrivateApi[DeleteSubscriptionRequest, Response]):
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
+
+    async def needs(self, request: DeleteSubscriptionRequest) -> Sequence[Need]:
+        """DELETE on the subscription."""
+        return [(Operation.DELETE, ResourceType.GROUP, request.name)]
 
     async def handle(self, request: DeleteSubscriptionRequest) -> Response:
         """Take it out durably."""

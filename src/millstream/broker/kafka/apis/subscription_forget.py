@@ -10,8 +10,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import UnknownTopic
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import FORGET_KEY, ForgetSubscriptionRequest
@@ -26,6 +29,13 @@ class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
+
+    async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
+        """READ on the subscription and on the topic."""
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            (Operation.READ, ResourceType.TOPIC, request.topic),
+        ]
 
     async def handle(self, request: ForgetSubscriptionRequest) -> Response:
         """Close the queues, or drop their states."""

@@ -25,10 +25,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from millstream.broker.kafka.api import PrivateApi
+import msgspec
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import NotLeader
 from millstream.core.subscription import Subscription, shown
 from millstream.protocol.private.subscription_messages import (
@@ -63,6 +67,15 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
+
+    async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
+        """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
+        return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names or ()]
+
+    def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
+        """Leave out the subscriptions that the client may not describe."""
+        visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one["name"])]
+        return msgspec.structs.replace(response, subscriptions=visible)
 
     async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
         """Describe some or all subscriptions."""

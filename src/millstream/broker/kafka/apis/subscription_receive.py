@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from millstream.broker.kafka.api import ClientInfo, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Origin
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import Subscription
 from millstream.protocol.private.subscription_messages import (
@@ -64,6 +66,14 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         self._topics = service.topics
         # Queues take turns at being asked first.
         self._turn = itertools.count()
+
+    async def needs(self, request: Receive) -> Sequence[Need]:
+        """READ on the subscription and on its topics: responses carry whole batches."""
+        topics = await self._service.topics_of(request.subscription)
+        return [
+            (Operation.READ, ResourceType.GROUP, request.subscription),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+        ]
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease messages, or wait for some, once the client's quota allows it."""

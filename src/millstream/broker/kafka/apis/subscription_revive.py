@@ -17,10 +17,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
-from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidSubscription
 from millstream.core.ids import Offset
 from millstream.protocol.private.subscription_messages import REVIVE_KEY, ReviveMessagesRequest, ReviveMessagesResponse
@@ -37,6 +39,13 @@ class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesRespons
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
+
+    async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
+        """READ on the subscription and on the topic."""
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            (Operation.READ, ResourceType.TOPIC, request.topic),
+        ]
 
     async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
         """Revive all that can be; answered once it is durable."""

@@ -11,9 +11,12 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
@@ -39,6 +42,14 @@ class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionRespo
         self._service = service
         self._subscriptions = service.declared
         self._topics = service.topics
+
+    async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
+        """READ on the subscription and on its topics."""
+        topics = await self._service.topics_of(request.name)
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+        ]
 
     async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
         """Move each queue; return once that is durable."""

@@ -13,13 +13,15 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import ClientInfo, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.lease import Origin, Settlement
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import Offset
 from millstream.core.subscription import Subscription
@@ -51,6 +53,10 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
         self._service = service
         self._subscriptions = service.declared
         self._topics = service.topics
+
+    async def needs(self, request: SettleRequest) -> Sequence[Need]:
+        """READ on the subscription."""
+        return [(Operation.READ, ResourceType.GROUP, request.subscription)]
 
     async def handle(self, request: SettleRequest) -> SettleAnswer:
         """Settle each partition on its own."""

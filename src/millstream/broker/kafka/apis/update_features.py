@@ -19,7 +19,9 @@ from kio.schema.update_features.v2.response import UpdateFeaturesResponse
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.apis.api_versions import ServedApi
+from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.feature import Feature, features_of
+from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape
 
@@ -55,6 +57,13 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
             return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=code, error_message=text)
         accepted = list(named) if code is ErrorCode.none else []
         return _with_results(version, code, text, accepted)
+
+    def failure(self, error: MillstreamError, request: Versioned[UpdateFeaturesRequest]) -> Any:
+        """Refuse all features together."""
+        code, text = error_code(error), error_message(error)
+        if request.version >= _FIRST_WITHOUT_RESULTS:
+            return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=code, error_message=text)
+        return _with_results(request.version, code, text, [])
 
     def downgrade(self, version: int, response: Any) -> Any:
         """The answer is of the right version already."""

@@ -11,10 +11,13 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.api import PrivateApi
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import WRITE_KEY, QueuesWritten, WriteQueues
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.ids import PartitionIndex
 
 
@@ -27,6 +30,10 @@ class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
 
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states
+
+    async def needs(self, request: WriteQueues) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
         """Write the changes durably."""

@@ -1,0 +1,104 @@
+"""AlterUserScramCredentials (key 51), version 0: creates users, gives them other passwords, deletes them.
+
+The client sends the salted password, never the password itself. Each user succeeds or fails on its own; a user that is
+named twice for one mechanism fails. Connections that were opened with a password that is gone are closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kio.schema.alter_user_scram_credentials.v0.request import (
+    AlterUserScramCredentialsRequest,
+    ScramCredentialUpsertion,
+)
+from kio.schema.alter_user_scram_credentials.v0.response import (
+    AlterUserScramCredentialsResponse,
+    AlterUserScramCredentialsResult,
+)
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.state import SecurityState
+from millstream.core.credential import SCRAM_MECHANISMS, ScramCredential, derive
+from millstream.core.errors import InvalidRequest, MillstreamError
+
+_MECHANISMS: Final = dict(enumerate(SCRAM_MECHANISMS, start=1))
+Refusal = tuple[ErrorCode, str | None]
+_DONE: Final[Refusal] = (ErrorCode.none, None)
+
+
+class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserScramCredentialsResponse]):
+    """Changes users."""
+
+    key = 51
+    versions = (0, 0)
+
+    def __init__(self, security: SecurityState) -> None:
+        self._security = security
+
+    async def handle(
+        self, request: AlterUserScramCredentialsRequest, client: ClientInfo
+    ) -> AlterUserScramCredentialsResponse:
+        """Change each user on its own, all that can be changed in one step."""
+        named = [(one.name, int(one.mechanism)) for one in request.deletions]
+        named += [(one.name, int(one.mechanism)) for one in request.upsertions]
+        results: dict[str, Refusal] = {}
+        for (user, _), times in Counter(named).items():
+            results[user] = (ErrorCode.duplicate_resource, "named twice") if times > 1 else results.get(user, _DONE)
+        puts: list[ScramCredential] = []
+        for upsertion in request.upsertions:
+            if results[upsertion.name] == _DONE:
+                results[upsertion.name] = self._read(upsertion, puts)
+        deletes: list[tuple[str, str]] = []
+        for deletion in request.deletions:
+            key = (deletion.name, _MECHANISMS.get(deletion.mechanism, ""))
+            if results[deletion.name] == _DONE:
+                results[deletion.name] = _DONE if key in self._security.credentials else _unknown(deletion.name)
+                deletes.append(key)
+        failed = {user for user, result in results.items() if result != _DONE}
+        await self._security.change_users(
+            [one for one in puts if one.user not in failed], [one for one in deletes if one[0] not in failed]
+        )
+        return _response(results)
+
+    def failure(
+        self, error: MillstreamError, request: AlterUserScramCredentialsRequest
+    ) -> AlterUserScramCredentialsResponse:
+        """Give the error to every user."""
+        users = {one.name for one in request.deletions} | {one.name for one in request.upsertions}
+        return _response(dict.fromkeys(users, (error_code(error), error_message(error))))
+
+    def _read(self, upsertion: ScramCredentialUpsertion, puts: list[ScramCredential]) -> Refusal:
+        mechanism = _MECHANISMS.get(upsertion.mechanism)
+        if mechanism is None:
+            return ErrorCode.unsupported_sasl_mechanism, f"mechanism {upsertion.mechanism} is not known"
+        credential = derive(
+            upsertion.name,
+            mechanism,
+            upsertion.salted_password,
+            salt=upsertion.salt,
+            iterations=upsertion.iterations,
+        )
+        try:
+            credential.check()
+        except InvalidRequest as error:
+            return ErrorCode.unacceptable_credential, str(error)
+        puts.append(credential)
+        return _DONE
+
+
+def _unknown(user: str) -> Refusal:
+    return ErrorCode.resource_not_found, f"user {user!r} has no password for this mechanism"
+
+
+def _response(results: dict[str, Refusal]) -> AlterUserScramCredentialsResponse:
+    return AlterUserScramCredentialsResponse(
+        throttle_time=NO_THROTTLE,
+        results=tuple(
+            AlterUserScramCredentialsResult(user=user, error_code=code, error_message=message)
+            for user, (code, message) in results.items()
+        ),
+    )

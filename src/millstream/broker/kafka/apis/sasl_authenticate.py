@@ -1,0 +1,50 @@
+"""SaslAuthenticate (key 36), versions 0 to 2: one message of the mechanism that SaslHandshake has chosen.
+
+A failure is answered with SASL_AUTHENTICATION_FAILED, after a pause that grows with the failures before it, and the
+connection is closed. Without a handshake before it, it is answered with ILLEGAL_SASL_STATE.
+
+Version notes: 1 tells how long the session lasts, after which the client has to authenticate again; 2 is flexible.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from kio.schema.errors import ErrorCode
+from kio.schema.sasl_authenticate.v2.request import SaslAuthenticateRequest
+from kio.schema.sasl_authenticate.v2.response import SaslAuthenticateResponse
+from kio.static.primitive import i64Timedelta
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.core.errors import AuthenticationFailed
+
+_NO_HANDSHAKE = "SaslHandshake has to choose a mechanism first"
+
+
+class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
+    """Goes on with the dialogue of a mechanism."""
+
+    key = 36
+    versions = (0, 2)
+
+    async def handle(self, request: SaslAuthenticateRequest, client: ClientInfo) -> SaslAuthenticateResponse:
+        """Answer one message."""
+        session = client.session
+        if session is None or not session.has_begun:
+            return _response(ErrorCode.illegal_sasl_state, _NO_HANDSHAKE)
+        try:
+            said, lasts_s = await session.step(request.auth_bytes)
+        except AuthenticationFailed as error:
+            return _response(ErrorCode.sasl_authentication_failed, str(error))
+        return _response(ErrorCode.none, None, said, lasts_s)
+
+
+def _response(
+    code: ErrorCode, message: str | None, said: bytes = b"", lasts_s: float = 0.0
+) -> SaslAuthenticateResponse:
+    return SaslAuthenticateResponse(
+        error_code=code,
+        error_message=message,
+        auth_bytes=said,
+        session_lifetime=i64Timedelta.parse(timedelta(milliseconds=int(lasts_s * 1000))),
+    )

@@ -1,0 +1,37 @@
+"""SaslHandshake (key 17), versions 0 and 1: chooses the mechanism by which a client authenticates.
+
+On a listener without authentication it is answered with ILLEGAL_SASL_STATE, as in Kafka. On a connection that is
+authenticated already it begins to authenticate again (KIP-368), by the same mechanism.
+
+Version notes: after version 0 the messages of the mechanism come as bare frames, after version 1 in SaslAuthenticate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kio.schema.errors import ErrorCode
+from kio.schema.sasl_handshake.v1.request import SaslHandshakeRequest
+from kio.schema.sasl_handshake.v1.response import SaslHandshakeResponse
+
+from millstream.broker.kafka.api import Api, ClientInfo, Versioned
+
+
+class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse]):
+    """Begins the dialogue of a mechanism."""
+
+    key = 17
+    versions = (0, 1)
+
+    async def handle(self, request: Versioned[SaslHandshakeRequest], client: ClientInfo) -> SaslHandshakeResponse:
+        """Begin, or name the mechanisms that there are."""
+        session = client.session
+        if session is None or not session.mechanisms or (session.is_known and request.version == 0):
+            return SaslHandshakeResponse(error_code=ErrorCode.illegal_sasl_state, mechanisms=())
+        has_begun = session.begin(request.message.mechanism, bare=request.version == 0)
+        code = ErrorCode.none if has_begun else ErrorCode.unsupported_sasl_mechanism
+        return SaslHandshakeResponse(error_code=code, mechanisms=tuple(session.mechanisms))
+
+    def upgrade(self, version: int, request: Any) -> Versioned[SaslHandshakeRequest]:
+        """Keep the version, which decides how the dialogue goes on."""
+        return Versioned(version, SaslHandshakeRequest(mechanism=request.mechanism))

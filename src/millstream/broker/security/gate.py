@@ -1,0 +1,291 @@
+"""From a connection to a principal: what stands between a listener's clients and the APIs until they are known.
+
+Before that a client may send few and small requests, only those that authenticate, and has a deadline. Once it is
+known the gate is out of the way: requests go straight to the APIs, and the session's end closes the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
+from millstream.broker.security.rights import ANONYMOUS, Rights
+from millstream.broker.security.sasl import FailedAttempts, Mechanism, Mechanisms, Passwords, Verified
+from millstream.broker.security.state import SecurityState
+from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
+from millstream.core.errors import AuthenticationFailed, ProtocolViolation
+from millstream.core.ids import NodeId
+from millstream.core.metric import Metric, counter
+from millstream.protocol.messages.codec import API_VERSIONS_KEY, read_request_header
+from millstream.protocol.wire.credentials import NODE_USER, PLAIN, NodeName
+
+_logger = logging.getLogger(__name__)
+
+FRAME_BYTES_MAX: Final = 64 * 1024
+REQUESTS_MAX: Final = 16
+DEADLINE_S: Final = 10.0
+SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
+_BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
+LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
+
+
+class Client(Protocol):
+    """What the APIs know of a connection, as far as it changes here."""
+
+    rights: Rights | None
+    session: Session | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What a node needs to know who its clients are."""
+
+    state: SecurityState
+    passwords: Passwords
+    mechanisms: Mechanisms
+    attempts: FailedAttempts
+    rules: PrincipalRules
+    cluster: str
+    node_id: NodeId
+    node_secret: bytes
+    """By which this node's own processes sign in; another one with each start."""
+    session_s_max: float = 0.0
+    """How long a session lasts at most; 0 for no end."""
+
+
+class Gate:
+    """The service behind the connections of one listener that not everybody may use."""
+
+    def __init__(
+        self,
+        service: Service,
+        limits: ConnectionLimits,
+        knowledge: Knowledge,
+        *,
+        requires: bool,
+        in_clear: bool,
+        is_internal: bool = False,
+    ) -> None:
+        self.service = service
+        self.limits = limits
+        self.knowledge = knowledge
+        self.requires = requires
+        """Whether clients have to authenticate; where they need not, they are anonymous."""
+        self.is_internal = is_internal
+        """Whether this listener is for the node's own processes only."""
+        self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.mechanisms.offered(in_clear=in_clear)
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        """Let a request through if the client is known, or if it is one that makes it known."""
+        session: Session = connection.session or self._open(connection)
+        if session.is_known:
+            return self.service.handle(frame, connection)
+        session.requests += 1
+        if session.requests > REQUESTS_MAX:
+            raise ProtocolViolation(f"more than {REQUESTS_MAX} requests before authentication")
+        if session.takes_tokens:
+            return session.answer_token(bytes(frame))
+        header = read_request_header(frame)
+        if header.api_key not in _BEFORE:
+            raise ProtocolViolation(f"API {header.api_key} was asked for before authentication")
+        return self.service.handle(frame, connection)
+
+    def _open(self, connection: Connection) -> Session:
+        session = connection.session = Session(self, connection)
+        if not self.requires:
+            session.admit(Verified(principal=ANONYMOUS))
+            return session
+        certificate = None if self.is_internal else peer_certificate(connection.ssl_object)
+        if certificate is not None:
+            try:
+                session.admit_certificate(certificate)
+            except AuthenticationFailed as error:
+                self.knowledge.attempts.total += 1
+                raise ProtocolViolation(str(error)) from error
+        return session
+
+
+class Session:
+    """One connection's way from nobody to somebody, and again when it authenticates anew."""
+
+    def __init__(self, gate: Gate, connection: Connection) -> None:
+        self._gate = gate
+        self._connection = connection
+        self._mechanism_name = ""
+        self._mechanism: Mechanism | None = None
+        self._ends: asyncio.TimerHandle | None = None
+        self.requests = 0
+        self.takes_tokens = False
+        """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
+        self.verified: Verified | None = None
+        self.rights: Rights | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the client has authenticated."""
+        return self.rights is not None
+
+    @property
+    def mechanisms(self) -> Sequence[str]:
+        """What the client may authenticate by; nothing where it cannot."""
+        return self._gate.offered if self._gate.requires else ()
+
+    def begin(self, mechanism: str, *, bare: bool) -> bool:
+        """Begin a dialogue; False if the mechanism is not offered here, or not the one of this session."""
+        if mechanism not in self.mechanisms or (self.verified is not None and mechanism != self._mechanism_name):
+            return False
+        self._mechanism_name = mechanism
+        knowledge = self._gate.knowledge
+        self._mechanism = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.mechanisms.begin(mechanism)
+        self.takes_tokens = bare
+        return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a dialogue is under way."""
+        return self._mechanism is not None
+
+    async def step(self, message: bytes) -> tuple[bytes, float]:
+        """Go on with the dialogue: the answer, and how many seconds the session lasts when it is over (0: no end).
+
+        A failure is answered late, and is the last thing that the connection is answered.
+        """
+        mechanism = self._mechanism
+        if mechanism is None:
+            raise ProtocolViolation("SASL messages came before a mechanism was chosen")
+        try:
+            answer = await mechanism.step(message)
+            if isinstance(answer, bytes):
+                return answer, 0.0
+            said, verified = answer
+            if self.verified is not None and verified.principal != self.verified.principal:
+                raise AuthenticationFailed("a connection cannot become another principal's")
+        except AuthenticationFailed as error:
+            self._mechanism = None
+            await self._fail(error, mechanism.user)
+            raise
+        self._mechanism = None
+        self.takes_tokens = False
+        return said, self.admit(verified)
+
+    async def answer_token(self, message: bytes) -> Buffers:
+        """Answer a bare SASL message in the same way."""
+        said, _ = await self.step(message)
+        return [len(said).to_bytes(4, "big") + said]
+
+    def admit(self, verified: Verified) -> float:
+        """Let the client's requests through; returns for how many seconds (0: no end)."""
+        node_id = self._gate.knowledge.node_id if verified.principal == _NODE_PRINCIPAL else None
+        return self._admit(verified, node_id)
+
+    def admit_certificate(self, certificate: Any) -> None:
+        """Let the holder of a certificate through: a node of this cluster, or whoever the rules map it to."""
+        knowledge = self._gate.knowledge
+        until = certificate.not_valid_after_utc.timestamp()
+        name = NodeName.of(uris_of(certificate))
+        if name is None:
+            principal = knowledge.rules.principal(certificate)
+            self._admit(Verified(principal=principal, expires_at=until), None)
+            return
+        if name.cluster != knowledge.cluster:
+            raise AuthenticationFailed(f"the certificate is that of a node of another cluster, {name.cluster!r}")
+        self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
+
+    def is_revoked(self) -> bool:
+        """Whether the password that was proved is not the user's any more."""
+        proved = None if self.verified is None else self.verified.credential
+        if proved is None:
+            return False
+        return self._gate.knowledge.state.credentials.get((proved.user, proved.mechanism)) != proved
+
+    def close(self) -> None:
+        """Forget the timer of a connection that is gone."""
+        if self._ends is not None:
+            self._ends.cancel()
+
+    def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
+        knowledge, connection = self._gate.knowledge, self._connection
+        self.verified = verified
+        self.rights = Rights(knowledge.state, verified.principal, connection.host, node_id=node_id)
+        client = cast("Client | None", connection.state)
+        if client is not None:
+            client.rights = self.rights
+        connection.serve_with(self._gate.service, self._gate.limits)
+        self.close()
+        is_password = self._mechanism_name != "" and not self._gate.is_internal
+        lasts = knowledge.session_s_max if is_password else 0.0
+        if verified.expires_at is not None:
+            left = max(verified.expires_at - time.time(), 0.001)
+            lasts = min(lasts, left) if lasts else left
+        if lasts:
+            loop = asyncio.get_running_loop()
+            # A certificate may be valid for longer than a timer can run.
+            self._ends = loop.call_later(min(lasts, 365 * 86400.0), self._expire)
+        return lasts if self._mechanism_name else 0.0
+
+    def _expire(self) -> None:
+        self._connection.fail(AuthenticationFailed("the session has ended without authenticating again"))
+
+    async def _fail(self, error: AuthenticationFailed, user: str) -> None:
+        attempts, connection = self._gate.knowledge.attempts, self._connection
+        pause_s = attempts.pause_s(connection.host, user)
+        _logger.warning(
+            "authentication failed",
+            extra={
+                "peer": connection.peer,
+                "user": user[:128],
+                "mechanism": self._mechanism_name,
+                "reason": str(error),
+            },
+        )
+        connection.deadline = None
+        await asyncio.sleep(pause_s)
+        connection.drain()
+
+
+_NODE_PRINCIPAL: Final = "Node:self"
+
+
+class _NodeSecret:
+    """How a node's own processes sign in, on a listener that only they know of."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._secret = knowledge.node_secret
+        self.user = NODE_USER
+
+    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+        """Compare the secret of this start."""
+        if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
+            raise AuthenticationFailed("this listener is for the node's own processes")
+        return b"", Verified(principal=_NODE_PRINCIPAL)
+
+
+class RevokedSessions:
+    """Closes the connections of users whose password was changed or who were deleted, when that is known."""
+
+    def __init__(self, state: SecurityState, attempts: FailedAttempts) -> None:
+        self._listeners: list[Collection[Connection]] = []
+        self._attempts = attempts
+        state.when_changed(self._look)
+
+    def watch(self, connections: Collection[Connection]) -> None:
+        """Look at these connections too."""
+        self._listeners.append(connections)
+
+    def metrics(self) -> Iterable[Metric]:
+        """How often clients failed to authenticate."""
+        yield counter(
+            "millstream_authentication_failures_total", "Clients that failed to authenticate.", self._attempts.total
+        )
+
+    def _look(self) -> None:
+        for connections in self._listeners:
+            for connection in tuple(connections):
+                if connection.session is not None and connection.session.is_revoked():
+                    connection.fail(AuthenticationFailed("the user was deleted, or has another password"))

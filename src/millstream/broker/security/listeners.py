@@ -1,0 +1,262 @@
+"""The addresses of a node: binds them, and puts before each the gate and the TLS that its settings ask for.
+
+A node that is alone and has clients authenticate listens once more, on loopback, for its own processes only. The nodes
+of a cluster and their processes meet at the listener that `node-listener` names, and know each other by certificates.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from millstream.broker.cluster.membership import is_any_address
+from millstream.broker.net.connection import ConnectionLimits, Service
+from millstream.broker.net.listener import Door, Listener, bind, listen
+from millstream.broker.security.state import SecurityState
+from millstream.core.config import (
+    AUTHENTICATION_REQUIRED,
+    DEFAULT_LISTENER,
+    Config,
+    ListenerConfig,
+    is_loopback,
+)
+from millstream.core.errors import InvalidSetting
+from millstream.core.ids import NodeId
+from millstream.core.setting import parse_address
+from millstream.core.tasks import Supervise
+from millstream.protocol.wire.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    node_by_certificate,
+    node_by_secret,
+)
+
+if TYPE_CHECKING:
+    # Cryptography takes a while to import, and is not needed where nobody authenticates.
+    from millstream.broker.security.gate import Knowledge, RevokedSessions
+    from millstream.broker.security.sasl import Passwords
+    from millstream.broker.security.tls import FollowedTls
+
+INTERNAL: Final = "internal"
+"""The listener for the processes of a node that is alone."""
+_INTERNAL_ADDRESS: Final = "127.0.0.1:0"
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    config: ListenerConfig
+    socket: socket.socket
+    tls: FollowedTls | None
+
+    @property
+    def address(self) -> str:
+        return address_of(self.socket)
+
+
+class Listeners:
+    """Every address at which a node is reached over the Kafka protocol."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._bound: list[_Bound] = []
+        self._secret = secrets.token_urlsafe(32)
+        self._passwords: Passwords | None = None
+
+    def check(self) -> None:
+        """Raise `InvalidSetting` for what would let in whom nobody meant to."""
+        config = self._config
+        if config.authorizes:
+            from millstream.broker.security.tls import PrincipalRules
+
+            PrincipalRules(config.tls_principal_rules)
+        for listener in config.all_listeners:
+            if not (listener.requires_authentication or listener.is_loopback or config.insecure):
+                flag = "--kafka" if listener.name == DEFAULT_LISTENER else f"listener {listener.name!r}"
+                raise InvalidSetting(_exposed(flag, listener.address))
+            if listener.advertise and is_any_address(parse_address(listener.advertise, name="advertise")[0]):
+                raise InvalidSetting(
+                    f"--advertise {listener.advertise} names no address that a client could connect to; give a name or "
+                    "an address of this machine"
+                )
+        if config.http and not (config.authorizes or is_loopback(config.http) or config.insecure):
+            raise InvalidSetting(_exposed("--http", config.http))
+        if config.in_cluster:
+            self._check_node_listener()
+
+    def _check_node_listener(self) -> None:
+        listener = self._node_listener
+        if listener.requires_authentication and not listener.tls_client_ca:
+            raise InvalidSetting(
+                f"the nodes of a cluster authenticate by certificates: listener {listener.name!r} needs tls-cert, "
+                "tls-key and tls-client-ca; `millstream certs init` makes some to try"
+            )
+        if not listener.advertise and is_any_address(parse_address(listener.address, name="kafka")[0]):
+            raise InvalidSetting(
+                f"--kafka {listener.address} listens on every address, and the other nodes need one to connect to; "
+                "give it with --advertise HOST:PORT"
+            )
+
+    @cached_property
+    def _node_listener(self) -> ListenerConfig:
+        return next(one for one in self._config.all_listeners if one.name == self._config.node_listener)
+
+    @property
+    def _has_internal(self) -> bool:
+        return self._config.authorizes and not self._config.in_cluster
+
+    def bind(self) -> None:
+        """Take every address, so that they are known; clients are refused until `listen`."""
+        listeners = list(self._config.all_listeners)
+        if self._has_internal:
+            listeners.append(ListenerConfig(name=INTERNAL, address=_INTERNAL_ADDRESS, auth=AUTHENTICATION_REQUIRED))
+        for config in listeners:
+            tls = None
+            if config.tls_cert:
+                from millstream.broker.security.tls import FollowedTls, TlsFiles
+
+                files = TlsFiles(certificate=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
+                tls = FollowedTls(files)
+            bound = bind(*parse_address(config.address, name="kafka"), flag="kafka", listening=False)
+            self._bound.append(_Bound(config=config, socket=bound, tls=tls))
+
+    def listen(self) -> None:
+        """Let clients connect."""
+        for bound in self._bound:
+            listen(bound.socket, flag="kafka")
+
+    def close(self) -> None:
+        """Give every address back."""
+        for bound in self._bound:
+            bound.socket.close()
+        if self._passwords is not None:
+            self._passwords.close()
+
+    @property
+    def kafka_address(self) -> str:
+        """Where clients connect, with the real port."""
+        return self._bound[0].address
+
+    @property
+    def internal_address(self) -> str:
+        """Where this node's own processes connect."""
+        wanted = INTERNAL if self._has_internal else self._config.node_listener
+        return next(bound.address for bound in self._bound if bound.config.name == wanted)
+
+    @property
+    def node_address(self) -> Address:
+        """Where other nodes connect, and this one's own processes."""
+        return self.endpoints()[INTERNAL if self._has_internal else self._config.node_listener]
+
+    def endpoints(self) -> Mapping[str, Address]:
+        """Where clients of each listener are told to connect."""
+        return {
+            bound.config.name: parse_address(bound.config.advertise or bound.address, name="advertise")
+            for bound in self._bound
+        }
+
+    @cached_property
+    def node_credentials(self) -> Credentials:
+        """How this node and its processes sign in at it and at others."""
+        if self._has_internal:
+            return node_by_secret(self._secret)
+        listener = self._node_listener
+        if not (self._config.in_cluster and listener.tls_cert and listener.tls_client_ca):
+            return NO_CREDENTIALS
+        return node_by_certificate(listener.tls_cert, listener.tls_key, listener.tls_client_ca, self._config.cluster)
+
+    async def start(
+        self,
+        listener: Listener,
+        service: Service,
+        limits: ConnectionLimits,
+        state: SecurityState,
+        supervise: Supervise,
+    ) -> RevokedSessions | None:
+        """Accept connections everywhere; returns what closes those that may not go on."""
+        if not self._config.authorizes:
+            for bound in self._bound:
+                tls = None if bound.tls is None else bound.tls.context
+                await listener.start(
+                    bound.socket, Door(service=service, limits=limits, name=bound.config.name, tls=tls)
+                )
+            return None
+        from millstream.broker.security.gate import RevokedSessions
+
+        knowledge = self._knowledge(state, supervise)
+        for bound in self._bound:
+            await listener.start(bound.socket, self._door(bound, service, limits, knowledge))
+        revoked = RevokedSessions(state, knowledge.attempts)
+        revoked.watch(listener.connections)
+        return revoked
+
+    def _door(self, bound: _Bound, service: Service, limits: ConnectionLimits, knowledge: Knowledge) -> Door:
+        from millstream.broker.security.gate import DEADLINE_S, LIMITS, Gate
+
+        requires = bound.config.requires_authentication
+        gate = Gate(
+            service,
+            limits,
+            knowledge,
+            requires=requires,
+            in_clear=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
+            is_internal=bound.config.name == INTERNAL,
+        )
+        return Door(
+            service=gate,
+            limits=LIMITS,
+            name=bound.config.name,
+            tls=None if bound.tls is None else bound.tls.context,
+            deadline_s=DEADLINE_S if requires else None,
+        )
+
+    def _knowledge(self, state: SecurityState, supervise: Supervise) -> Knowledge:
+        from millstream.broker.security.gate import Knowledge
+        from millstream.broker.security.sasl import FailedAttempts, Mechanisms, Passwords
+        from millstream.broker.security.tls import PrincipalRules
+
+        config = self._config
+        tokens = None
+        if config.oauth_jwks:
+            from millstream.broker.security.oauth import OAuthSettings, TokenChecker
+
+            tokens = TokenChecker(
+                OAuthSettings(
+                    jwks=config.oauth_jwks,
+                    issuer=config.oauth_issuer,
+                    audience=config.oauth_audience,
+                    principal=config.oauth_principal,
+                )
+            )
+            supervise("keys of tokens", tokens.run())
+        self._passwords = passwords = Passwords(state)
+        return Knowledge(
+            state=state,
+            passwords=passwords,
+            mechanisms=Mechanisms(passwords, tokens),
+            attempts=FailedAttempts(),
+            rules=PrincipalRules(config.tls_principal_rules),
+            cluster=config.cluster,
+            node_id=NodeId(config.node_id),
+            node_secret=self._secret.encode(),
+            session_s_max=config.session_max_ms / 1000,
+        )
+
+
+def address_of(bound: socket.socket) -> str:
+    """The address that a socket is bound to, as people write it."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _exposed(flag: str, address: str) -> str:
+    return (
+        f"{flag} {address} is reached by other machines, and everybody who reaches it could read, write and delete "
+        "everything; have clients authenticate (--auth required, with --tls-cert and --tls-key), listen on a loopback "
+        "address, or pass --insecure"
+    )

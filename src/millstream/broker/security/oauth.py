@@ -1,0 +1,196 @@
+"""Bearer tokens: JSON web tokens of a trusted issuer, checked by its published keys.
+
+Only asymmetric algorithms are taken, so a public key can never pass for a secret, and `alg: none` is no algorithm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from millstream.core.errors import AuthenticationFailed, InvalidSetting
+
+_logger = logging.getLogger(__name__)
+
+ALGORITHMS: Final = (
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    "ES256",
+    "ES384",
+    "ES512",
+    "Ed25519",
+    "EdDSA",
+)
+LEEWAY_S: Final = 30
+TOKEN_BYTES_MAX: Final = 16 * 1024
+KEYS_BYTES_MAX: Final = 1024 * 1024
+REFRESH_S: Final = 300.0
+"""How often the keys of a URL are fetched again."""
+REFRESH_S_MIN: Final = 10.0
+"""How soon they are, when a token names a key that is not among them."""
+FETCH_S_MAX: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bearer:
+    """Who a token stands for, and until when."""
+
+    principal: str
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OAuthSettings:
+    """Which tokens are taken."""
+
+    jwks: str
+    """A file or an https URL."""
+    issuer: str
+    audience: str
+    principal: str = "oauth:{sub}"
+    """The name that a token's claims become; the prefix keeps it apart from users with passwords."""
+
+    def check(self) -> None:
+        """Raise `InvalidSetting` unless tokens can be checked."""
+        if not (self.issuer and self.audience):
+            raise InvalidSetting("with --oauth-jwks, give --oauth-issuer and --oauth-audience too")
+        if self.jwks.startswith("http://"):
+            raise InvalidSetting("--oauth-jwks needs an https URL or a file: whoever changes the keys makes the tokens")
+        try:
+            self.principal.format_map({"sub": "x"}) if "{sub}" in self.principal else None
+        except (KeyError, ValueError, IndexError) as error:
+            raise InvalidSetting(f"--oauth-principal cannot be read: {error}") from error
+
+
+class TokenChecker:
+    """Checks tokens by keys that may change at any time."""
+
+    def __init__(self, settings: OAuthSettings) -> None:
+        settings.check()
+        self._settings = settings
+        self._is_url = settings.jwks.startswith("https://")
+        self._keys: KeySet | None = None
+        self._stamp: tuple[int, int] | None = None
+        self._fetched_at = 0.0
+        self._fetching = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Keep the keys of a URL fresh, for ever; those of a file are looked at when they are needed."""
+        while self._is_url:
+            await self._fetch()
+            await asyncio.sleep(REFRESH_S)
+
+    async def check(self, token: str) -> Bearer:
+        """Say who a token stands for, or raise `AuthenticationFailed`."""
+        if len(token) > TOKEN_BYTES_MAX:
+            raise AuthenticationFailed(f"the token has more than {TOKEN_BYTES_MAX} bytes")
+        if not self._is_url:
+            self._read_file()
+        try:
+            return self._verify(token)
+        except _UnknownKey:
+            if not self._is_url or time.monotonic() - self._fetched_at < REFRESH_S_MIN:
+                raise
+        await self._fetch()
+        return self._verify(token)
+
+    def _verify(self, token: str) -> Bearer:
+        if self._keys is None:
+            raise AuthenticationFailed("the keys that tokens are checked by are not known yet")
+        try:
+            checked = jwt.decode(token, self._keys, algorithms=list(ALGORITHMS))
+        except JoseError as error:
+            raise AuthenticationFailed(f"the token is not valid: {error.error}") from None
+        except ValueError as error:
+            # This is how the library speaks of a key that is not in the set.
+            raise _UnknownKey(f"the token is not valid: {str(error)[:100]}") from None
+        except Exception as error:
+            _logger.debug("a token could not be read", exc_info=error)
+            raise AuthenticationFailed("the token cannot be read") from None
+        return self._claim(checked.claims)
+
+    def _claim(self, claims: dict[str, Any]) -> Bearer:
+        now = time.time()
+        audience = claims.get("aud")
+        audiences = audience if isinstance(audience, list) else [audience]
+        expires = claims.get("exp")
+        if claims.get("iss") != self._settings.issuer:
+            raise AuthenticationFailed("the token is of another issuer")
+        if self._settings.audience not in audiences:
+            raise AuthenticationFailed("the token is for another audience")
+        if not isinstance(expires, int | float) or isinstance(expires, bool) or expires + LEEWAY_S <= now:
+            raise AuthenticationFailed("the token has expired")
+        for claim in ("nbf", "iat"):
+            if claim in claims and (not _is_time(claims[claim]) or claims[claim] - LEEWAY_S > now):
+                raise AuthenticationFailed("the token is not valid yet")
+        return Bearer(principal=f"User:{self._name(claims)}", expires_at=float(expires) + LEEWAY_S)
+
+    def _name(self, claims: dict[str, Any]) -> str:
+        texts = {name: value for name, value in claims.items() if isinstance(value, str) and value}
+        try:
+            name = self._settings.principal.format_map(texts)
+        except (KeyError, ValueError, IndexError, AttributeError):
+            raise AuthenticationFailed("the token lacks the claim that names its principal") from None
+        if not name.isprintable() or len(name) > 512:
+            raise AuthenticationFailed("the name in the token cannot be that of a principal")
+        return name
+
+    def _read_file(self) -> None:
+        try:
+            found = os.stat(self._settings.jwks)
+            stamp = (found.st_ino, found.st_mtime_ns)
+            if stamp == self._stamp:
+                return
+            with open(self._settings.jwks, "rb") as file:
+                self._hold(file.read(KEYS_BYTES_MAX))
+            self._stamp = stamp
+        except (OSError, ValueError, JoseError) as error:
+            _logger.warning(
+                "the keys of tokens cannot be read", extra={"file": self._settings.jwks, "error": str(error)}
+            )
+
+    async def _fetch(self) -> None:
+        async with self._fetching:
+            if self._keys is not None and time.monotonic() - self._fetched_at < REFRESH_S_MIN:
+                return
+            self._fetched_at = time.monotonic()
+            try:
+                async with httpx.AsyncClient(timeout=FETCH_S_MAX, follow_redirects=False) as client:
+                    answer = await client.get(self._settings.jwks)
+                    answer.raise_for_status()
+                    self._hold(answer.content[:KEYS_BYTES_MAX])
+            except (httpx.HTTPError, ValueError, JoseError) as error:
+                _logger.warning(
+                    "the keys of tokens cannot be fetched; the last ones hold",
+                    extra={"url": self._settings.jwks, "error": str(error)},
+                )
+
+    def _hold(self, document: bytes) -> None:
+        published = json.loads(document)
+        if not isinstance(published, dict):
+            raise ValueError("a set of keys is a JSON object")
+        # A secret in the set would let whoever reads it sign tokens.
+        keys = [key for key in published.get("keys", ()) if isinstance(key, dict) and key.get("kty") != "oct"]
+        self._keys = KeySet.import_key_set({"keys": keys})
+
+
+class _UnknownKey(AuthenticationFailed):
+    """The token names a key that is not among those known."""
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

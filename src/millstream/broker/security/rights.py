@@ -1,0 +1,109 @@
+"""What the client of one connection may do. A connection without rights of its own is one that nobody asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.security.authorizer import AclSnapshot
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
+from millstream.core.errors import (
+    ClusterNotAuthorized,
+    GroupNotAuthorized,
+    MillstreamError,
+    TopicNotAuthorized,
+    TransactionNotAuthorized,
+)
+from millstream.core.ids import NodeId
+
+ANONYMOUS: Final = "User:ANONYMOUS"
+_REMEMBERED_MAX: Final = 10_000
+_ERRORS: Final[dict[ResourceType, type[MillstreamError]]] = {
+    ResourceType.TOPIC: TopicNotAuthorized,
+    ResourceType.GROUP: GroupNotAuthorized,
+    ResourceType.TRANSACTIONAL_ID: TransactionNotAuthorized,
+    ResourceType.CLUSTER: ClusterNotAuthorized,
+}
+_NOUNS: Final = {
+    ResourceType.TOPIC: "topic",
+    ResourceType.GROUP: "group",
+    ResourceType.TRANSACTIONAL_ID: "transactional id",
+    ResourceType.CLUSTER: "cluster",
+}
+
+
+class Rights:
+    """Asks the authorizer for one principal at one address, and remembers what it said while the rules are the same."""
+
+    __slots__ = ("_decisions", "_snapshot", "_state", "host", "node_id", "principal")
+
+    def __init__(self, state: SecurityState, principal: str, host: str, *, node_id: NodeId | None = None) -> None:
+        self.principal = principal
+        self.host = host
+        self.node_id = node_id
+        """The node of this cluster that the client is; nodes may do everything."""
+        self._state = state
+        self._snapshot: AclSnapshot | None = None
+        self._decisions: dict[tuple[Operation, ResourceType, str], bool] = {}
+
+    def allows(self, operation: Operation, kind: ResourceType, name: str) -> bool:
+        """Whether the client may do an operation on a resource."""
+        if self.node_id is not None:
+            return True
+        snapshot = self._state.snapshot
+        if snapshot is not self._snapshot or len(self._decisions) > _REMEMBERED_MAX:
+            self._snapshot = snapshot
+            self._decisions = {}
+        key = (operation, kind, name)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = bool(snapshot.decide(self.principal, self.host, operation, kind, name))
+            self._decisions[key] = decision
+        return decision
+
+    def allows_any(self, operation: Operation, kind: ResourceType) -> bool:
+        """Whether the client may do an operation on at least one resource of a type."""
+        if self.node_id is not None:
+            return True
+        return self._state.snapshot.decide_any(self.principal, self.host, operation, kind)
+
+    def topic(self, operation: Operation, name: str) -> bool:
+        """Whether the client may do an operation on a topic."""
+        return self.allows(operation, ResourceType.TOPIC, name)
+
+    def group(self, operation: Operation, name: str) -> bool:
+        """Whether the client may do an operation on a group."""
+        return self.allows(operation, ResourceType.GROUP, name)
+
+    def transaction(self, operation: Operation, name: str) -> bool:
+        """Whether the client may do an operation on a transactional id."""
+        return self.allows(operation, ResourceType.TRANSACTIONAL_ID, name)
+
+    def cluster(self, operation: Operation) -> bool:
+        """Whether the client may do an operation on the cluster."""
+        return self.allows(operation, ResourceType.CLUSTER, CLUSTER_NAME)
+
+    def require(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> None:
+        """Raise the error of the resource's type unless the client may."""
+        if not self.allows(operation, kind, name):
+            what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
+            raise _ERRORS[kind](f"{self.principal} may not {operation.name.lower().replace('_', ' ')} {what}")
+
+    def require_all(self, operation: Operation, kind: ResourceType, names: Iterable[str]) -> None:
+        """The same of several resources."""
+        for name in names:
+            self.require(operation, kind, name)
+
+    def topic_name(self, topic_id: UUID) -> str | None:
+        """The name of a topic that a request has only the id of; None if there is none."""
+        return self._state.topic_name(topic_id)
+
+    def has_topic(self, name: str) -> bool:
+        """Whether a topic exists."""
+        return self._state.has_topic(name)
+
+    def operations(self, kind: ResourceType, name: str = CLUSTER_NAME) -> int:
+        """What the client may do with a resource, as the bits that Kafka's answers carry."""
+        return sum(1 << operation for operation in OPERATIONS[kind] if self.allows(operation, kind, name))

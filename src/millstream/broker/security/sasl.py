@@ -1,0 +1,261 @@
+"""The server's side of SASL: PLAIN, SCRAM and OAUTHBEARER, and what failed attempts cost.
+
+A password is checked beside the event loop, since that takes milliseconds on purpose, and what was verified is
+remembered. An unknown user goes through the same steps as a known one, so that nobody learns who is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from millstream.broker.security.state import SecurityState
+from millstream.core.credential import ITERATIONS, SCRAM_MECHANISMS, ScramCredential, digest, is_same, mac
+from millstream.core.errors import AuthenticationFailed
+from millstream.protocol.wire.credentials import OAUTHBEARER, PLAIN, scram_fields
+
+if TYPE_CHECKING:
+    from millstream.broker.security.oauth import TokenChecker
+
+MECHANISMS: Final = (*SCRAM_MECHANISMS, PLAIN, OAUTHBEARER)
+_CHECKS_AT_ONCE: Final = 2
+_CHECKS_WAITING_MAX: Final = 256
+_VERIFIED_MAX: Final = 1024
+_VERIFIED_S: Final = 300.0
+_NONCE_BYTES: Final = 24
+_SALT_BYTES: Final = 24
+_FAILED: Final = "authentication failed: the user or the password is wrong"
+_ATTEMPTS_MAX: Final = 10_000
+_PAUSE_S_FIRST, _PAUSE_S_MAX = 0.1, 5.0
+_FORGIVEN_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Who has authenticated, by what, and for how long that holds."""
+
+    principal: str
+    expires_at: float | None = None
+    """On the wall clock."""
+    credential: ScramCredential | None = None
+    """The password that was proved; the session ends when it is changed or deleted."""
+    user: str = ""
+
+
+class Mechanism(Protocol):
+    """One dialogue of one mechanism."""
+
+    user: str
+    """Who the client says it is; empty while that is not known."""
+
+    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+        """Answer a message of the client; the last answer comes with who it is."""
+
+
+class Passwords:
+    """Checks passwords beside the loop, a few at a time, and remembers those that were right."""
+
+    def __init__(self, state: SecurityState) -> None:
+        self.state = state
+        self._key = secrets.token_bytes(32)
+        self._executor = ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="password")
+        self._waiting = 0
+        self._verified: OrderedDict[bytes, float] = OrderedDict()
+
+    def close(self) -> None:
+        """Check no more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def stand_in(self, user: str, mechanism: str) -> ScramCredential:
+        """A credential for a user that is not known: always the same for a name, and proved by nothing."""
+        salt = hmac.digest(self._key, f"{mechanism}:{user}".encode(), "sha256")[:_SALT_BYTES]
+        size = len(digest(mechanism, b""))
+        return ScramCredential(
+            user=user,
+            mechanism=mechanism,
+            salt=salt,
+            iterations=ITERATIONS,
+            stored_key=secrets.token_bytes(size),
+            server_key=secrets.token_bytes(size),
+        )
+
+    async def check(self, user: str, password: str) -> Verified:
+        """Say who a user is, or raise `AuthenticationFailed`."""
+        credential = self.state.credential(user, SCRAM_MECHANISMS)
+        mark = b""
+        if credential is not None:
+            mark = hmac.digest(self._key, credential.stored_key + password.encode(), "sha256")
+            if self._verified.get(mark, 0.0) > time.monotonic():
+                return Verified(principal=f"User:{user}", credential=credential, user=user)
+        checked = credential or self.stand_in(user, SCRAM_MECHANISMS[0])
+        if self._waiting >= _CHECKS_WAITING_MAX:
+            raise AuthenticationFailed("too many passwords are being checked; try again")
+        self._waiting += 1
+        try:
+            is_right = await asyncio.get_running_loop().run_in_executor(self._executor, checked.proves, password)
+        finally:
+            self._waiting -= 1
+        if credential is None or not is_right:
+            raise AuthenticationFailed(_FAILED)
+        self._verified[mark] = time.monotonic() + _VERIFIED_S
+        if len(self._verified) > _VERIFIED_MAX:
+            self._verified.popitem(last=False)
+        return Verified(principal=f"User:{user}", credential=credential, user=user)
+
+
+class _Plain:
+    """PLAIN (RFC 4616): the password itself."""
+
+    def __init__(self, passwords: Passwords) -> None:
+        self._passwords = passwords
+        self.user = ""
+
+    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+        """Check the only message there is."""
+        try:
+            authorized, user, password = message.decode().split("\0")
+        except ValueError:
+            raise AuthenticationFailed("a message of PLAIN cannot be read") from None
+        if not user or not password or authorized not in ("", user):
+            raise AuthenticationFailed(_FAILED)
+        self.user = user
+        return b"", await self._passwords.check(user, password)
+
+
+class _Scram:
+    """SCRAM (RFC 5802) without channel binding, as Kafka has it."""
+
+    def __init__(self, mechanism: str, passwords: Passwords) -> None:
+        self._mechanism = mechanism
+        self._passwords = passwords
+        self.user = ""
+        self._header = self._first = self._challenge = self._nonce = ""
+        self._credential: ScramCredential | None = None
+        self._is_known = False
+
+    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+        """Answer the first message with a challenge, and the second with a verdict."""
+        try:
+            text = message.decode()
+        except UnicodeDecodeError:
+            raise AuthenticationFailed("a message of SCRAM cannot be read") from None
+        return self._challenged(text) if self._credential is None else self._judged(text, self._credential)
+
+    def _challenged(self, message: str) -> bytes:
+        flag, _, rest = message.partition(",")
+        authorized, comma, first = rest.partition(",")
+        if flag not in ("n", "y") or not comma:
+            raise AuthenticationFailed("SCRAM with channel binding is not served")
+        # What comes behind the nonce are extensions, whose names are longer.
+        named = scram_fields(",".join(first.split(",", 2)[:2]))
+        name, nonce = _decode_name(named.get("n", "")), named.get("r", "")
+        if not name or not nonce or len(nonce) > 256 or authorized not in ("", f"a={named['n']}"):
+            raise AuthenticationFailed("a message of SCRAM cannot be read")
+        self.user = name
+        known = self._passwords.state.credential(name, (self._mechanism,))
+        self._is_known = known is not None
+        self._credential = credential = known or self._passwords.stand_in(name, self._mechanism)
+        self._header, self._first = f"{flag},{authorized},", first
+        self._nonce = nonce + base64.b64encode(os.urandom(_NONCE_BYTES)).decode()
+        salt = base64.b64encode(credential.salt).decode()
+        self._challenge = f"r={self._nonce},s={salt},i={credential.iterations}"
+        return self._challenge.encode()
+
+    def _judged(self, message: str, credential: ScramCredential) -> tuple[bytes, Verified]:
+        without_proof, comma, encoded = message.rpartition(",p=")
+        fields = scram_fields(without_proof)
+        channel = base64.b64encode(self._header.encode()).decode()
+        try:
+            proof = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            proof = b""
+        signed = f"{self._first},{self._challenge},{without_proof}".encode()
+        signature = mac(self._mechanism, credential.stored_key, signed)
+        is_same_dialogue = fields.get("c") == channel and fields.get("r") == self._nonce and bool(comma)
+        if not is_same_dialogue or len(proof) != len(signature) or not self._is_known:
+            raise AuthenticationFailed(_FAILED)
+        client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
+        if not is_same(digest(self._mechanism, client_key), credential.stored_key):
+            raise AuthenticationFailed(_FAILED)
+        verdict = base64.b64encode(mac(self._mechanism, credential.server_key, signed))
+        who = Verified(principal=f"User:{self.user}", credential=credential, user=self.user)
+        return b"v=" + verdict, who
+
+
+class _Bearer:
+    """OAUTHBEARER (RFC 7628): a token."""
+
+    def __init__(self, tokens: TokenChecker) -> None:
+        self._tokens = tokens
+        self.user = ""
+
+    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+        """Check the only message there is."""
+        try:
+            header, *pairs = message.decode().split("\x01")
+        except UnicodeDecodeError:
+            raise AuthenticationFailed("a message of OAUTHBEARER cannot be read") from None
+        values = dict(pair.partition("=")[::2] for pair in pairs if pair)
+        scheme, _, token = values.get("auth", "").partition(" ")
+        if not header.startswith(("n,", "y,")) or scheme.lower() != "bearer" or not token:
+            raise AuthenticationFailed("a message of OAUTHBEARER cannot be read")
+        bearer = await self._tokens.check(token.strip())
+        return b"", Verified(principal=bearer.principal, expires_at=bearer.expires_at)
+
+
+class Mechanisms:
+    """Every mechanism that a node can serve."""
+
+    def __init__(self, passwords: Passwords, tokens: TokenChecker | None) -> None:
+        self._passwords = passwords
+        self._tokens = tokens
+
+    def offered(self, *, in_clear: bool) -> Sequence[str]:
+        """The mechanisms of a listener; what hands over a secret is not for one that everybody can listen in on."""
+        if in_clear:
+            return SCRAM_MECHANISMS
+        return MECHANISMS if self._tokens is not None else (*SCRAM_MECHANISMS, PLAIN)
+
+    def begin(self, mechanism: str) -> Mechanism:
+        """Begin a dialogue."""
+        if mechanism == OAUTHBEARER and self._tokens is not None:
+            return _Bearer(self._tokens)
+        if mechanism == PLAIN:
+            return _Plain(self._passwords)
+        return _Scram(mechanism, self._passwords)
+
+
+class FailedAttempts:
+    """How long a failure is held back: longer with each one of the same address or for the same user."""
+
+    def __init__(self) -> None:
+        self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self.total = 0
+
+    def pause_s(self, host: str, user: str) -> float:
+        """Note a failure, and say how long to wait before it is answered."""
+        self.total += 1
+        now = time.monotonic()
+        worst = 0
+        for key in (f"h{host}", f"u{user}"):
+            count, since = self._failures.pop(key, (0, now))
+            count = count + 1 if now - since < _FORGIVEN_S else 1
+            self._failures[key] = (count, now)
+            worst = max(worst, count)
+        while len(self._failures) > _ATTEMPTS_MAX:
+            self._failures.popitem(last=False)
+        return float(min(_PAUSE_S_FIRST * 2 ** min(worst - 1, 10), _PAUSE_S_MAX))
+
+
+def _decode_name(name: str) -> str:
+    return name.replace("=2C", ",").replace("=3D", "=")

@@ -1,0 +1,121 @@
+"""Users and access rules as the catalog declares them, held in memory as one immutable snapshot.
+
+With the catalog away the last snapshot holds. Before the first one nobody is known and nothing is allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.security.authorizer import AclSnapshot
+from millstream.core.acl import Acl, AclFilter, check_principal
+from millstream.core.credential import DeclaredSecurity, ScramCredential, SecurityChange
+from millstream.core.errors import InvalidRequest, InvalidSetting
+from millstream.core.tasks import finish
+
+_logger = logging.getLogger(__name__)
+
+ACLS_MAX: Final = 100_000
+CREDENTIALS_MAX: Final = 100_000
+
+
+def parse_super_users(text: str) -> frozenset[str]:
+    """Read `alice,bob` or `alice;User:CN=ops,O=x`; a plain name is that of a user with a password."""
+    principals = set()
+    # Names in certificates have commas of their own.
+    separator = ";" if ";" in text or "=" in text else ","
+    for part in filter(None, map(str.strip, text.split(separator))):
+        principals.add(part if ":" in part else f"User:{part}")
+    try:
+        for principal in principals:
+            check_principal(principal)
+    except InvalidRequest as error:
+        raise InvalidSetting(f"super-users: {error}") from error
+    return frozenset(principals)
+
+
+class SecurityState:
+    """Every user and every access rule."""
+
+    def __init__(self, declarations: Declarations, super_users: Iterable[str]) -> None:
+        self._declarations = declarations
+        self._super_users = frozenset(super_users)
+        self._credentials: dict[tuple[str, str], ScramCredential] = {}
+        self._listeners: list[Callable[[], None]] = []
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+        self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
+        """Finds the name of a topic by its id, for requests that know only that."""
+        self.has_topic: Callable[[str], bool] = lambda _name: False
+        self.snapshot = AclSnapshot(super_users=self._super_users)
+        """The rules that hold now; another object after each change."""
+
+    async def load(self) -> None:
+        """Read what the catalog holds."""
+        async with self._changing:
+            self._hold(await self._declarations.security())
+
+    @property
+    def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
+        """Every credential, by user and mechanism."""
+        return self._credentials
+
+    def credential(self, user: str, mechanisms: Iterable[str]) -> ScramCredential | None:
+        """The first credential that a user has of some mechanisms."""
+        found = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
+        return next((one for one in found if one is not None), None)
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change."""
+        self._listeners.append(listener)
+
+    async def change_users(self, put: Iterable[ScramCredential] = (), delete: Iterable[tuple[str, str]] = ()) -> None:
+        """Store and remove credentials, durably."""
+        change = SecurityChange(put_credentials=tuple(put), delete_credentials=tuple(delete))
+        if len(self._credentials) + len(change.put_credentials) > CREDENTIALS_MAX:
+            raise InvalidRequest(f"there are {CREDENTIALS_MAX} credentials at most; delete some first")
+        await self._change(change)
+
+    async def add_acls(self, acls: Iterable[Acl]) -> None:
+        """Add rules, durably; those that are there already stay as they are."""
+        added = frozenset(acls) - self.snapshot.acls
+        if len(self.snapshot.acls) + len(added) > ACLS_MAX:
+            raise InvalidRequest(f"there are {ACLS_MAX} access rules at most; remove some first")
+        if added:
+            await self._change(SecurityChange(add_acls=added))
+
+    async def delete_acls(self, selected: AclFilter) -> frozenset[Acl]:
+        """Remove the rules that a filter selects, durably; returns them."""
+        gone = frozenset(acl for acl in self.snapshot.acls if selected.matches(acl))
+        if gone:
+            await self._change(SecurityChange(delete_acls=gone))
+        return gone
+
+    async def _change(self, change: SecurityChange) -> None:
+        # What the catalog has must hold here too, also if the client that asked for it has left.
+        await finish(self._store(change))
+
+    async def _store(self, change: SecurityChange) -> None:
+        async with self._changing:
+            await self._declarations.change_security(change)
+            self._hold(await self._declarations.security())
+        _logger.info(
+            "users or access rules changed",
+            extra={
+                "users": sorted({one.user for one in change.put_credentials}),
+                "users_without": sorted({user for user, _ in change.delete_credentials}),
+                "acls_added": sorted(map(str, change.add_acls)),
+                "acls_removed": sorted(map(str, change.delete_acls)),
+            },
+        )
+
+    def _hold(self, declared: DeclaredSecurity) -> None:
+        self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
+        self.snapshot = AclSnapshot(declared.acls, self._super_users)
+        for listener in self._listeners:
+            listener()

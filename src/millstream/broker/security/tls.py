@@ -1,0 +1,159 @@
+"""TLS of the listeners and between nodes: contexts that follow their files, and who a certificate names.
+
+Files are looked at when a client begins a handshake, so a renewed certificate is used from the next connection on, and
+connections that are open go on. Files that do not fit together are refused, and the last ones that did stay in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import re2
+from cryptography import x509
+
+from millstream.core.errors import AuthenticationFailed, InvalidSetting
+
+_logger = logging.getLogger(__name__)
+
+_RULE: Final = re2.compile(r"\s*(?:(DEFAULT)|RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\/])*)/([LU]?))\s*(?:,|\n|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Where a listener's certificate, its key and the authority of its clients are."""
+
+    certificate: str
+    key: str
+    client_ca: str = ""
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """What changes with the files."""
+        found = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
+        return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
+
+    def load(self, *, is_server: bool) -> ssl.SSLContext:
+        """Make a context of the files as they are now."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.certificate, self.key)
+        # A session that is resumed would skip the look at a client's certificate, which may have been replaced.
+        context.options |= ssl.OP_NO_TICKET
+        if is_server:
+            context.num_tickets = 0
+        if self.client_ca:
+            context.load_verify_locations(self.client_ca)
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_OPTIONAL if is_server else ssl.CERT_REQUIRED
+        return context
+
+
+class FollowedTls:
+    """A context for servers that is always that of the files as they are now."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._stamp = self._refused = ()  # type: tuple[tuple[int, int, int], ...]
+        try:
+            self._stamp = files.stamp()
+            self._current = files.load(is_server=True)
+            self.context = files.load(is_server=True)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidSetting(f"TLS cannot be set up with {files.certificate}: {error}") from error
+        self.context.sni_callback = self._choose
+
+    def _choose(self, connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called at the beginning of each handshake, whether the client names a server or not."""
+        self._follow()
+        connection.context = self._current
+
+    def _follow(self) -> None:
+        try:
+            stamp = self._files.stamp()
+            if stamp in (self._stamp, self._refused):
+                return
+            self._refused = stamp
+            self._current = self._files.load(is_server=True)
+        except (OSError, ssl.SSLError) as error:
+            _logger.warning(
+                "a changed certificate cannot be used; the one before stays in use",
+                extra={"certificate": self._files.certificate, "error": str(error)},
+            )
+            return
+        self._stamp = stamp
+        _logger.info("certificate changed", extra={"certificate": self._files.certificate})
+
+
+def uris_of(certificate: x509.Certificate) -> Sequence[str]:
+    """The URIs among the alternative names of a certificate."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+def peer_certificate(connection: ssl.SSLObject | None) -> x509.Certificate | None:
+    """The certificate that the other end has shown, which the handshake has verified."""
+    encoded = None if connection is None else connection.getpeercert(binary_form=True)
+    if not encoded:
+        return None
+    try:
+        return x509.load_der_x509_certificate(encoded)
+    except ValueError as error:
+        raise AuthenticationFailed(f"the client's certificate cannot be read: {error}") from error
+
+
+class _Rule:
+    """One rule of `ssl.principal.mapping.rules`."""
+
+    def __init__(self, pattern: str, replacement: str, case: str) -> None:
+        try:
+            self._pattern = re2.compile(pattern.replace("\\/", "/"))
+        except re2.error as error:
+            raise InvalidSetting(f"the rule for {pattern!r} is no regular expression: {error}") from error
+        # Java writes a group as $1, and a plain character behind a backslash.
+        self._replacement = re2.sub(r"\$(\d)", r"\\\1", replacement.replace("\\/", "/"))
+        self._case = case
+
+    def map(self, name: str) -> str | None:
+        """The name that a distinguished name becomes; None if it does not match as a whole."""
+        match = self._pattern.fullmatch(name)
+        if match is None:
+            return None
+        mapped = str(match.expand(self._replacement))
+        if self._case == "L":
+            return mapped.lower()
+        return mapped.upper() if self._case == "U" else mapped
+
+
+class PrincipalRules:
+    """Maps the name in a certificate to a principal's, in the syntax of Kafka's `ssl.principal.mapping.rules`."""
+
+    def __init__(self, text: str) -> None:
+        self._rules: list[_Rule | None] = []
+        at = 0
+        text = text.strip() or "DEFAULT"
+        while at < len(text):
+            found = _RULE.match(text, at)
+            if found is None or found.end() == at:
+                raise InvalidSetting(
+                    "tls-principal-rules takes DEFAULT and RULE:pattern/replacement/[LU] with commas between, "
+                    f"not {text[at:]!r}"
+                )
+            default, pattern, replacement, case = found.groups()
+            self._rules.append(None if default else _Rule(pattern, replacement, case or ""))
+            at = found.end()
+
+    def principal(self, certificate: x509.Certificate) -> str:
+        """The principal that a client's certificate stands for."""
+        name = certificate.subject.rfc4514_string()
+        for rule in self._rules:
+            mapped = name if rule is None else rule.map(name)
+            if mapped:
+                return f"User:{mapped}"
+        raise AuthenticationFailed(f"no rule of tls-principal-rules maps the certificate of {name!r}")

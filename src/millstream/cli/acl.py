@@ -1,0 +1,227 @@
+"""`millstream acl`: allow and deny, list, remove and explain access rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
+from millstream.core.acl import (
+    CLUSTER_NAME,
+    WILDCARD,
+    Acl,
+    AclFilter,
+    Operation,
+    PatternType,
+    Permission,
+    ResourceType,
+    check_principal,
+    name_of,
+    parse_name,
+)
+from millstream.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from millstream.protocol.wire.client import Client
+
+app = typer.Typer(help="Allow, deny, list, remove and explain access rules.", no_args_is_help=True)
+
+
+Principal = Annotated[
+    str, typer.Argument(help="Whom it is for: User:alice, or User:* for everybody.", show_default=False)
+]
+Operations = Annotated[
+    str,
+    typer.Argument(
+        help="What, separated by commas: read, write, create, delete, alter, describe, describe_configs, "
+        "alter_configs, cluster_action, idempotent_write, or all.",
+        show_default=False,
+    ),
+]
+Resource = Annotated[
+    str,
+    typer.Argument(
+        metavar="TYPE:NAME",
+        help="On what: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster. "
+        "The name * stands for all.",
+        show_default=False,
+    ),
+]
+Prefixed = Annotated[bool, typer.Option("--prefixed", help="All resources whose names begin with NAME.")]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Only for clients at this address.")]
+
+
+@app.command("allow")
+def allow(
+    principal: Principal,
+    operations: Operations,
+    resource: Resource,
+    prefixed: Prefixed = False,
+    host: Host = WILDCARD,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Allow a principal some operations on a resource."""
+    _add(_rules(Permission.ALLOW, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+
+
+@app.command("deny")
+def deny(
+    principal: Principal,
+    operations: Operations,
+    resource: Resource,
+    prefixed: Prefixed = False,
+    host: Host = WILDCARD,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Deny a principal some operations on a resource, whatever other rules allow."""
+    _add(_rules(Permission.DENY, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+
+
+@app.command("list")
+def list_(
+    principal: Annotated[str | None, typer.Option("--principal", help="Only the rules for this one.")] = None,
+    resource: Annotated[
+        str | None,
+        typer.Option("--resource", metavar="TYPE:NAME", help="Only the rules that cover this resource."),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List access rules."""
+    from millstream.client.admin.security import list_acls
+
+    selected = AclFilter(principal=principal)
+    if resource is not None:
+        kind, name = _resource(resource)
+        selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
+    rules = sorted(ask(brokers, timeout, lambda client: list_acls(client, selected)))
+    if as_json:
+        print_json({"acls": [_document(acl) for acl in rules]})
+    elif rules:
+        keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
+        print_table(keys, [[_document(acl)[key] for key in keys] for acl in rules])
+    else:
+        print_line("No rules; only super users may do anything.")
+
+
+@app.command("remove")
+def remove(
+    principal: Principal,
+    operations: Operations,
+    resource: Resource,
+    prefixed: Prefixed = False,
+    host: Host = WILDCARD,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Remove the rules that allow or deny exactly this."""
+    from millstream.client.admin.security import remove_acls
+
+    rules = _rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
+    filters = [
+        AclFilter(
+            resource_type=acl.resource_type,
+            resource_name=acl.resource_name,
+            pattern=acl.pattern,
+            principal=acl.principal,
+            host=acl.host,
+            operation=acl.operation,
+        )
+        for acl in rules
+    ]
+    removed = ask(brokers, timeout, lambda client: remove_acls(client, filters))
+    if not removed:
+        raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
+    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=as_json)
+
+
+@app.command("explain")
+def explain(
+    principal: Principal,
+    operation: Annotated[str, typer.Argument(help="One operation.", show_default=False)],
+    resource: Resource,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where the client is.")] = "127.0.0.1",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Say whether a principal may do something, and which rule decides."""
+    from millstream.broker.security.authorizer import AclSnapshot
+    from millstream.client.admin.security import list_acls
+
+    kind, name = _resource(resource)
+    wanted = parse_name(Operation, operation)
+    check_principal(principal)
+
+    async def question(client: Client) -> AclSnapshot:
+        return AclSnapshot(await list_acls(client, AclFilter(resource_type=kind)))
+
+    decision = ask(brokers, timeout, question).decide(principal, host, wanted, kind, name)
+    verdict = "allowed" if decision else "denied"
+    why = "no rule allows it" if decision.rule is None else str(decision.rule)
+    document = {
+        "allowed": bool(decision),
+        "rule": None if decision.rule is None else _document(decision.rule),
+    }
+    print_answer(document, f"{verdict}: {why} (super users may do everything)", as_json=as_json)
+
+
+def _add(rules: list[Acl], brokers: str, timeout: float, as_json: bool) -> None:
+    from millstream.client.admin.security import add_acls
+
+    ask(brokers, timeout, lambda client: add_acls(client, rules))
+    if as_json:
+        print_json({"acls": [_document(acl) for acl in rules]})
+        return
+    for acl in rules:
+        print_line(str(acl))
+
+
+def _rules(
+    permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
+) -> list[Acl]:
+    kind, name = _resource(resource)
+    return [
+        Acl(
+            resource_type=kind,
+            resource_name=name,
+            pattern=PatternType.PREFIXED if prefixed else PatternType.LITERAL,
+            principal=principal,
+            host=host,
+            operation=parse_name(Operation, operation),
+            permission=permission,
+        ).check()
+        for operation in operations.split(",")
+    ]
+
+
+def _resource(text: str) -> tuple[ResourceType, str]:
+    kind_text, colon, name = text.partition(":")
+    kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
+    if kind is ResourceType.CLUSTER:
+        return kind, name or CLUSTER_NAME
+    if not colon or not name:
+        raise InvalidRequest(f"a resource is written as in topic:orders, not {text!r}")
+    return kind, name
+
+
+def _document(acl: Acl) -> dict[str, str]:
+    return {
+        "permission": name_of(acl.permission),
+        "principal": acl.principal,
+        "operation": name_of(acl.operation),
+        "type": name_of(acl.resource_type),
+        "name": acl.resource_name,
+        "pattern": name_of(acl.pattern),
+        "host": acl.host,
+    }

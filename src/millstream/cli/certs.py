@@ -1,0 +1,182 @@
+"""`millstream certs`: certificates to try TLS with."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import AsJson
+from millstream.cli.output import print_answer
+from millstream.core.ids import NodeId
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+app = typer.Typer(help="Make certificates to try TLS with.", no_args_is_help=True)
+
+_AUTHORITY_DAYS: Final = 3650
+_CERTIFICATE_DAYS: Final = 825
+
+Folder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where the files go.", show_default=False)]
+
+
+@app.command("init")
+def init(
+    dir: Folder,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="A name or an address of the node; may be repeated."),
+    ] = None,
+    cluster: Annotated[str, typer.Option("--cluster", help="The name of the node's cluster.")] = "millstream",
+    node_id: Annotated[int, typer.Option("--node-id", min=0, help="The number of the node in its cluster.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Make an authority (ca.pem, ca.key), if there is none yet, and a certificate for a node (node.pem, node.key).
+
+    With another --node-id than 1 the files are called node-ID.pem and node-ID.key. Use them for trials; where
+    others rely on them, have an authority of your own sign the certificates.
+    """
+    from millstream.protocol.wire.credentials import NodeName
+
+    dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    stem = "node" if node_id == 1 else f"node-{node_id}"
+    certificate, key = dir / f"{stem}.pem", dir / f"{stem}.key"
+    if certificate.exists() or key.exists():
+        raise CommandFailed(f"{certificate} exists already; remove it first, or give another --dir", ExitCode.CONFLICT)
+    authority = _authority(dir / "ca.pem", dir / "ca.key")
+    uri = NodeName(cluster=cluster, node_id=NodeId(node_id)).uri
+    _issue(
+        authority, f"node {node_id} of {cluster}", [*(host or ["localhost", "127.0.0.1", "::1"])], uri, certificate, key
+    )
+    files = {"ca": str(dir / "ca.pem"), "certificate": str(certificate), "key": str(key)}
+    text = f"{files['certificate']} and {files['key']}, signed by {files['ca']}"
+    print_answer(
+        files, f"Made {text}.\nTry: millstream serve --tls-cert {certificate} --tls-key {key}", as_json=as_json
+    )
+
+
+@app.command("client")
+def client(
+    name: Annotated[str, typer.Argument(help="The common name (CN) in the certificate.", show_default=False)],
+    dir: Folder,
+    as_json: AsJson = False,
+) -> None:
+    """Make a certificate for a client (NAME.pem, NAME.key), signed by the authority in DIR."""
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith((".", "node", "ca")):
+        raise CommandFailed(f"{name!r} cannot be the name of a client's files", ExitCode.USAGE)
+    certificate, key = dir / f"{name}.pem", dir / f"{name}.key"
+    if not (dir / "ca.key").exists():
+        raise CommandFailed(f"{dir} has no ca.key; make an authority with `millstream certs init`", ExitCode.NOT_FOUND)
+    if certificate.exists() or key.exists():
+        raise CommandFailed(f"{certificate} exists already; remove it first", ExitCode.CONFLICT)
+    _issue(_authority(dir / "ca.pem", dir / "ca.key"), name, [], None, certificate, key)
+    files = {"certificate": str(certificate), "key": str(key), "principal": f"User:CN={name}"}
+    print_answer(files, f"Made {certificate} and {key}; its principal is User:CN={name}.", as_json=as_json)
+
+
+_Authority = tuple["x509.Certificate", "EllipticCurvePrivateKey"]
+
+
+def _authority(certificate_file: Path, key_file: Path) -> _Authority:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    if key_file.exists():
+        key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise CommandFailed(f"{key_file} was not made by `millstream certs init`", ExitCode.USAGE)
+        return x509.load_pem_x509_certificate(certificate_file.read_bytes()), key
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "Millstream trial authority")])
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        _builder(name, name, key, _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write_pair(certificate, key, certificate_file, key_file)
+    return certificate, key
+
+
+def _issue(
+    authority: _Authority, common_name: str, hosts: list[str], uri: str | None, certificate_file: Path, key_file: Path
+) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    signer, signing_key = authority
+    key = ec.generate_private_key(ec.SECP256R1())
+    names: list[x509.GeneralName] = [_host_name(host) for host in hosts]
+    if uri is not None:
+        names.append(x509.UniformResourceIdentifier(uri))
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if uri is not None else [])]
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+    builder = (
+        _builder(subject, signer.subject, key, _CERTIFICATE_DAYS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    _write_pair(builder.sign(signing_key, hashes.SHA256()), key, certificate_file, key_file)
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clocks of other machines may be a little behind.
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _write_pair(
+    certificate: x509.Certificate, key: EllipticCurvePrivateKey, certificate_file: Path, key_file: Path
+) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    encoded = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with open(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(encoded)
+    certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -1,0 +1,166 @@
+"""`millstream user`: create, list and delete users, and give them other passwords.
+
+The first user of a cluster is created while its node is stopped, straight in the catalog: `--data DIR`, or `--catalog`
+for the nodes of a cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
+from millstream.cli.output import print_answer, print_json, print_line, print_table
+from millstream.core.credential import SecurityChange, new_credentials
+
+if TYPE_CHECKING:
+    from millstream.protocol.wire.client import Client
+
+app = typer.Typer(help="Create, list and delete users, and change their passwords.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The name of the user.", show_default=False)]
+FromStdin = Annotated[
+    bool, typer.Option("--password-stdin", help="Read the password from the standard input, without asking.")
+]
+PasswordFile = Annotated[
+    Path | None, typer.Option("--password-file", metavar="FILE", help="Read the password from a file.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="The data folder of a node that is stopped, instead of a broker."),
+]
+CatalogUrl = Annotated[
+    str, typer.Option("--catalog", metavar="URL", help="The catalog of a cluster, instead of a broker.")
+]
+
+
+@app.command("create")
+def create(
+    name: Name,
+    password_stdin: FromStdin = False,
+    password_file: PasswordFile = None,
+    data: Data = None,
+    catalog: CatalogUrl = "",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Create a user with a password."""
+    _put(name, _password(password_stdin, password_file), data, catalog, brokers, timeout, is_new=True)
+    print_answer({"user": name, "created": True}, f"User {name} is created.", as_json=as_json)
+
+
+@app.command("password")
+def password(
+    name: Name,
+    password_stdin: FromStdin = False,
+    password_file: PasswordFile = None,
+    data: Data = None,
+    catalog: CatalogUrl = "",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Give a user another password; connections that were opened with the old one are closed."""
+    _put(name, _password(password_stdin, password_file), data, catalog, brokers, timeout, is_new=False)
+    print_answer({"user": name, "changed": True}, f"User {name} has another password.", as_json=as_json)
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """List all users."""
+    from millstream.client.admin.security import list_users
+
+    users = ask(brokers, timeout, list_users)
+    if as_json:
+        print_json({"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]})
+    elif users:
+        print_table(("user", "mechanisms"), [[name, ", ".join(found)] for name, found in users.items()])
+    else:
+        print_line("No users yet; see millstream user create --help.")
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a user; its connections are closed, and its access rules stay."""
+    from millstream.client.admin.security import delete_user
+
+    ask_person(f"Delete user {name}?", unless=yes)
+    ask(brokers, timeout, lambda client: delete_user(client, name))
+    print_answer({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=as_json)
+
+
+def _put(
+    name: str, secret: str, data: Path | None, catalog: str, brokers: str, timeout: float, *, is_new: bool
+) -> None:
+    if data is not None or catalog:
+        _put_in_catalog(name, secret, data, catalog, is_new=is_new)
+        return
+
+    async def question(client: Client) -> None:
+        from millstream.client.admin.security import list_users, put_user
+
+        _check_new(name, name in await list_users(client), is_new=is_new)
+        await put_user(client, name, secret)
+
+    ask(brokers, timeout, question)
+
+
+def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, *, is_new: bool) -> None:
+    from contextlib import ExitStack
+
+    from millstream.broker.catalog.catalog import Catalog
+    from millstream.broker.log.files import DiskFiles
+    from millstream.broker.log.folder import DataFolder, make_private
+
+    credentials = new_credentials(name, secret)
+    with ExitStack() as stack:
+        if data is not None:
+            # Locked, since a node that runs would not learn of the user.
+            stack.callback(DataFolder(data, DiskFiles()).release)
+            make_private(data)
+            opened = Catalog.open_folder(data)
+        else:
+            opened = Catalog.open_shared(url)
+        stack.callback(opened.close)
+        known = {one.user for one in opened.security().credentials}
+        _check_new(name, name in known, is_new=is_new)
+        opened.change_security(SecurityChange(put_credentials=credentials))
+
+
+def _check_new(name: str, is_known: bool, *, is_new: bool) -> None:
+    if is_new and is_known:
+        raise CommandFailed(
+            f"user {name!r} exists already; `millstream user password {name}` gives it another password",
+            ExitCode.CONFLICT,
+        )
+    if not is_new and not is_known:
+        raise CommandFailed(f"there is no user {name!r}; see `millstream user create`", ExitCode.NOT_FOUND)
+
+
+def _password(from_stdin: bool, file: Path | None) -> str:
+    if from_stdin and file is not None:
+        raise CommandFailed("give --password-stdin or --password-file, not both", ExitCode.USAGE)
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandFailed(f"--password-file {file} cannot be read: {error}", ExitCode.USAGE) from None
+    if from_stdin:
+        return sys.stdin.readline().rstrip("\r\n")
+    if not sys.stdin.isatty():
+        raise CommandFailed("there is nobody to ask for a password; pass --password-stdin", ExitCode.USAGE)
+    return str(typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True))

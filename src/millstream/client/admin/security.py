@@ -1,0 +1,152 @@
+"""Users and access rules, over the requests that Kafka has for them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
+from millstream.core.credential import (
+    ITERATIONS,
+    SCRAM_MECHANISMS,
+    check_password,
+    check_user_name,
+    hash_password,
+)
+from millstream.core.errors import NotFound
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+_SALT_BYTES = 24
+
+
+async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
+    """Every user that has a password, with the mechanisms it has one for."""
+    from kio.schema.describe_user_scram_credentials.v0.request import DescribeUserScramCredentialsRequest
+
+    answer = await client.send(None, DescribeUserScramCredentialsRequest(users=None))
+    if answer.error_code:
+        raise error_from_code(answer.error_code, answer.error_message, about="list users")
+    return {one.user: [SCRAM_MECHANISMS[info.mechanism - 1] for info in one.credential_infos] for one in answer.results}
+
+
+async def put_user(client: Client, name: str, password: str) -> None:
+    """Give a user a password; one that does not exist is created. The password itself does not leave this process."""
+    from kio.schema.alter_user_scram_credentials.v0.request import (
+        AlterUserScramCredentialsRequest,
+        ScramCredentialUpsertion,
+    )
+    from kio.static.primitive import i8, i32
+
+    check_user_name(name)
+    check_password(password)
+    upsertions = []
+    for number, mechanism in enumerate(SCRAM_MECHANISMS, start=1):
+        salt = secrets.token_bytes(_SALT_BYTES)
+        upsertions.append(
+            ScramCredentialUpsertion(
+                name=name,
+                mechanism=i8(number),
+                iterations=i32(ITERATIONS),
+                salt=salt,
+                salted_password=hash_password(mechanism, password, salt, ITERATIONS),
+            )
+        )
+    await _alter(client, AlterUserScramCredentialsRequest(deletions=(), upsertions=tuple(upsertions)))
+
+
+async def delete_user(client: Client, name: str) -> None:
+    """Delete a user; its connections are closed."""
+    from kio.schema.alter_user_scram_credentials.v0.request import (
+        AlterUserScramCredentialsRequest,
+        ScramCredentialDeletion,
+    )
+    from kio.static.primitive import i8
+
+    mechanisms = (await list_users(client)).get(name)
+    if not mechanisms:
+        raise NotFound(f"there is no user {name!r}; see `millstream user list`")
+    deletions = tuple(
+        ScramCredentialDeletion(name=name, mechanism=i8(SCRAM_MECHANISMS.index(one) + 1)) for one in mechanisms
+    )
+    await _alter(client, AlterUserScramCredentialsRequest(deletions=deletions, upsertions=()))
+
+
+async def _alter(client: Client, request: object) -> None:
+    for result in (await client.send(None, request)).results:
+        if result.error_code:
+            raise error_from_code(result.error_code, result.error_message, about=f"user {result.user!r}")
+
+
+async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:
+    """The access rules that a filter selects."""
+    from kio.schema.describe_acls.v3.request import DescribeAclsRequest
+
+    answer = await client.send(None, DescribeAclsRequest(**_filter_fields(selected)))
+    if answer.error_code:
+        raise error_from_code(answer.error_code, answer.error_message, about="list access rules")
+    return [
+        Acl(
+            resource_type=ResourceType(resource.resource_type),
+            resource_name=resource.resource_name,
+            pattern=PatternType(resource.pattern_type),
+            principal=one.principal,
+            host=one.host,
+            operation=Operation(one.operation),
+            permission=Permission(one.permission_type),
+        )
+        for resource in answer.resources
+        for one in resource.acls
+    ]
+
+
+async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
+    """Add access rules."""
+    from kio.schema.create_acls.v3.request import AclCreation, CreateAclsRequest
+    from kio.static.primitive import i8
+
+    wanted = list(acls)
+    creations = tuple(
+        AclCreation(
+            resource_type=i8(acl.resource_type),
+            resource_name=acl.resource_name,
+            resource_pattern_type=i8(acl.pattern),
+            principal=acl.principal,
+            host=acl.host,
+            operation=i8(acl.operation),
+            permission_type=i8(acl.permission),
+        )
+        for acl in wanted
+    )
+    answer = await client.send(None, CreateAclsRequest(creations=creations))
+    for acl, result in zip(wanted, answer.results, strict=True):
+        if result.error_code:
+            raise error_from_code(result.error_code, result.error_message, about=str(acl))
+
+
+async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
+    """Remove the access rules that filters select; returns how many there were."""
+    from kio.schema.delete_acls.v3.request import DeleteAclsFilter, DeleteAclsRequest
+
+    wanted = tuple(DeleteAclsFilter(**_filter_fields(one)) for one in filters)
+    removed = 0
+    for result in (await client.send(None, DeleteAclsRequest(filters=wanted))).filter_results:
+        if result.error_code:
+            raise error_from_code(result.error_code, result.error_message, about="remove access rules")
+        removed += len(result.matching_acls)
+    return removed
+
+
+def _filter_fields(selected: AclFilter) -> dict[str, Any]:
+    from kio.static.primitive import i8
+
+    return {
+        "resource_type_filter": i8(selected.resource_type),
+        "resource_name_filter": selected.resource_name,
+        "pattern_type_filter": i8(selected.pattern),
+        "principal_filter": selected.principal,
+        "host_filter": selected.host,
+        "operation": i8(selected.operation),
+        "permission_type": i8(selected.permission),
+    }

@@ -1,0 +1,206 @@
+"""Access rules as Kafka defines them: who may, or may not, do which operation on which resources, from where."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Final, Self, TypeVar
+
+from millstream.core.errors import InvalidRequest
+
+WILDCARD: Final = "*"
+EVERYONE: Final = "User:*"
+CLUSTER_NAME: Final = "kafka-cluster"
+NAME_CHARACTERS_MAX: Final = 1024
+"""Of principals and resources, so that a rule fits into every catalog."""
+
+
+class ResourceType(enum.IntEnum):
+    """What a rule is about; the numbers are Kafka's."""
+
+    ANY = 1
+    TOPIC = 2
+    GROUP = 3
+    CLUSTER = 4
+    TRANSACTIONAL_ID = 5
+    DELEGATION_TOKEN = 6
+    USER = 7
+
+
+class PatternType(enum.IntEnum):
+    """How a rule names resources. `ANY` and `MATCH` exist in filters only."""
+
+    ANY = 1
+    MATCH = 2
+    LITERAL = 3
+    PREFIXED = 4
+
+
+class Operation(enum.IntEnum):
+    """What a principal does with a resource; the numbers are Kafka's."""
+
+    ANY = 1
+    ALL = 2
+    READ = 3
+    WRITE = 4
+    CREATE = 5
+    DELETE = 6
+    ALTER = 7
+    DESCRIBE = 8
+    CLUSTER_ACTION = 9
+    DESCRIBE_CONFIGS = 10
+    ALTER_CONFIGS = 11
+    IDEMPOTENT_WRITE = 12
+    CREATE_TOKENS = 13
+    DESCRIBE_TOKENS = 14
+    TWO_PHASE_COMMIT = 15
+
+
+class Permission(enum.IntEnum):
+    """What a rule says; the numbers are Kafka's."""
+
+    ANY = 1
+    DENY = 2
+    ALLOW = 3
+
+
+OPERATIONS: Final = {
+    ResourceType.TOPIC: (
+        Operation.READ,
+        Operation.WRITE,
+        Operation.CREATE,
+        Operation.DELETE,
+        Operation.ALTER,
+        Operation.DESCRIBE,
+        Operation.DESCRIBE_CONFIGS,
+        Operation.ALTER_CONFIGS,
+    ),
+    ResourceType.GROUP: (
+        Operation.READ,
+        Operation.DELETE,
+        Operation.DESCRIBE,
+        Operation.DESCRIBE_CONFIGS,
+        Operation.ALTER_CONFIGS,
+    ),
+    ResourceType.CLUSTER: (
+        Operation.CREATE,
+        Operation.ALTER,
+        Operation.DESCRIBE,
+        Operation.CLUSTER_ACTION,
+        Operation.DESCRIBE_CONFIGS,
+        Operation.ALTER_CONFIGS,
+        Operation.IDEMPOTENT_WRITE,
+    ),
+    ResourceType.TRANSACTIONAL_ID: (Operation.WRITE, Operation.DESCRIBE, Operation.TWO_PHASE_COMMIT),
+    ResourceType.DELEGATION_TOKEN: (Operation.DESCRIBE,),
+    ResourceType.USER: (Operation.CREATE_TOKENS, Operation.DESCRIBE_TOKENS),
+}
+"""The operations that each type of resource has."""
+
+EnumT = TypeVar("EnumT", bound=enum.IntEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Acl:
+    """One access rule."""
+
+    resource_type: ResourceType
+    resource_name: str
+    pattern: PatternType = PatternType.LITERAL
+    principal: str
+    host: str = WILDCARD
+    operation: Operation
+    permission: Permission = Permission.ALLOW
+
+    def check(self) -> Self:
+        """Raise `InvalidRequest` unless the rule could ever hold."""
+        if self.resource_type not in OPERATIONS:
+            raise InvalidRequest("a rule needs a type of resource, such as topic or group")
+        if self.pattern not in (PatternType.LITERAL, PatternType.PREFIXED):
+            raise InvalidRequest("a rule names its resource literally or by a prefix")
+        if not 0 < len(self.resource_name) <= NAME_CHARACTERS_MAX:
+            raise InvalidRequest(f"the name of a resource has 1 to {NAME_CHARACTERS_MAX} characters")
+        if self.resource_type is ResourceType.CLUSTER and self.resource_name not in (CLUSTER_NAME, WILDCARD):
+            raise InvalidRequest(f"the only cluster to set rules for is {CLUSTER_NAME!r}, not {self.resource_name!r}")
+        check_principal(self.principal)
+        if len(self.principal) > NAME_CHARACTERS_MAX or not 0 < len(self.host) <= NAME_CHARACTERS_MAX:
+            raise InvalidRequest(f"a principal and a host have 1 to {NAME_CHARACTERS_MAX} characters")
+        if self.permission not in (Permission.ALLOW, Permission.DENY):
+            raise InvalidRequest("a rule either allows or denies")
+        if self.operation is not Operation.ALL and self.operation not in OPERATIONS[self.resource_type]:
+            raise InvalidRequest(
+                f"{name_of(self.operation)} is no operation of a {name_of(self.resource_type)}; "
+                f"those are {', '.join(map(name_of, OPERATIONS[self.resource_type]))}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        star = "*" if self.pattern is PatternType.PREFIXED else ""
+        where = "" if self.host == WILDCARD else f" from {self.host}"
+        what = f"{name_of(self.resource_type)}:{self.resource_name}{star}"
+        return f"{name_of(self.permission)} {self.principal} {name_of(self.operation)} {what}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AclFilter:
+    """Which rules a request is about; None and `ANY` match everything."""
+
+    resource_type: ResourceType = ResourceType.ANY
+    resource_name: str | None = None
+    pattern: PatternType = PatternType.ANY
+    principal: str | None = None
+    host: str | None = None
+    operation: Operation = Operation.ANY
+    permission: Permission = Permission.ANY
+
+    def matches(self, acl: Acl) -> bool:
+        """Whether the filter selects a rule."""
+        return (
+            self.resource_type in (ResourceType.ANY, acl.resource_type)
+            and self.operation in (Operation.ANY, acl.operation)
+            and self.permission in (Permission.ANY, acl.permission)
+            and self.principal in (None, acl.principal)
+            and self.host in (None, acl.host)
+            and self._matches_pattern(acl)
+        )
+
+    def _matches_pattern(self, acl: Acl) -> bool:
+        if self.pattern not in (PatternType.ANY, PatternType.MATCH, acl.pattern):
+            return False
+        if self.resource_name is None or self.resource_name == acl.resource_name:
+            return True
+        if self.pattern is not PatternType.MATCH:
+            return False
+        if acl.pattern is PatternType.PREFIXED:
+            return self.resource_name.startswith(acl.resource_name)
+        return acl.resource_name == WILDCARD
+
+
+def check_principal(principal: str) -> None:
+    """Raise `InvalidRequest` unless the text is a principal, such as `User:alice`."""
+    kind, colon, name = principal.partition(":")
+    if not (kind and colon and name):
+        raise InvalidRequest(f"a principal is written as in User:alice, not {principal!r}")
+
+
+def name_of(value: enum.IntEnum) -> str:
+    """How people write an operation, a type or a permission: `describe_configs`."""
+    return value.name.lower()
+
+
+def parse_name(kind: type[EnumT], text: str) -> EnumT:
+    """Read what `name_of` writes; dashes and capitals are taken too."""
+    try:
+        return kind[text.strip().upper().replace("-", "_")]
+    except KeyError:
+        known = ", ".join(map(name_of, kind))
+        raise InvalidRequest(f"{text!r} is none of {known}") from None
+
+
+def canonical_host(text: str) -> str:
+    """One spelling for each address, since IPv6 has many; anything else stays as it is."""
+    try:
+        return str(ip_address(text))
+    except ValueError:
+        return text

@@ -1,0 +1,147 @@
+"""Passwords as SCRAM keeps them (RFC 5802): what proves them, never they themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from millstream.core.acl import Acl
+from millstream.core.errors import InvalidRequest
+
+SHA_256: Final = "SCRAM-SHA-256"
+SHA_512: Final = "SCRAM-SHA-512"
+SCRAM_MECHANISMS: Final = (SHA_256, SHA_512)
+ITERATIONS: Final = 8192
+ITERATIONS_MIN, ITERATIONS_MAX = 4096, 16384
+"""Kafka's bounds."""
+PASSWORD_CHARACTERS_MIN: Final = 8
+NAME_CHARACTERS_MAX: Final = 128
+_SALT_BYTES: Final = 24
+_HASHES: Final = {SHA_256: "sha256", SHA_512: "sha512"}
+_KEY_BYTES: Final = {SHA_256: 32, SHA_512: 64}
+# No colon, comma or equals sign: names of certificates and of tokens have those, so none of them is a user's name.
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScramCredential:
+    """What a broker keeps of one user's password for one mechanism."""
+
+    user: str
+    mechanism: str
+    salt: bytes = field(repr=False)
+    iterations: int
+    stored_key: bytes = field(repr=False)
+    server_key: bytes = field(repr=False)
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` unless the credential can be used."""
+        check_user_name(self.user)
+        if self.mechanism not in SCRAM_MECHANISMS:
+            raise InvalidRequest(f"{self.mechanism!r} is none of {', '.join(SCRAM_MECHANISMS)}")
+        if not ITERATIONS_MIN <= self.iterations <= ITERATIONS_MAX:
+            raise InvalidRequest(f"a password is hashed {ITERATIONS_MIN} to {ITERATIONS_MAX} times")
+        if not 8 <= len(self.salt) <= 128:
+            raise InvalidRequest("a salt has 8 to 128 bytes")
+        if len(self.stored_key) != _KEY_BYTES[self.mechanism] or len(self.server_key) != len(self.stored_key):
+            raise InvalidRequest(f"the keys of {self.mechanism} have {_KEY_BYTES[self.mechanism]} bytes")
+
+    def proves(self, password: str) -> bool:
+        """Whether this is the password. Takes milliseconds, on purpose."""
+        return is_same(self.stored_key, derive(self.user, self.mechanism, salted(self, password)).stored_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityChange:
+    """A change of users and rules that is stored as a whole or not at all."""
+
+    put_credentials: tuple[ScramCredential, ...] = ()
+    delete_credentials: tuple[tuple[str, str], ...] = ()
+    """Users with mechanisms."""
+    add_acls: frozenset[Acl] = frozenset()
+    delete_acls: frozenset[Acl] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredSecurity:
+    """Every user and every rule of a catalog."""
+
+    credentials: tuple[ScramCredential, ...] = ()
+    acls: frozenset[Acl] = frozenset()
+
+
+def check_user_name(name: str) -> None:
+    """Raise `InvalidRequest` unless a user may have this name."""
+    if len(name) > NAME_CHARACTERS_MAX or _NAME.fullmatch(name) is None or name == "ANONYMOUS":
+        raise InvalidRequest(
+            f"the name of a user has up to {NAME_CHARACTERS_MAX} letters, digits and the characters _ . @ + -, "
+            f"and is not ANONYMOUS; {name[:200]!r} cannot be one"
+        )
+
+
+def check_password(password: str) -> None:
+    """Raise `InvalidRequest` for a password that is too short to be one."""
+    if len(password) < PASSWORD_CHARACTERS_MIN:
+        raise InvalidRequest(f"a password has at least {PASSWORD_CHARACTERS_MIN} characters")
+
+
+def new_credentials(
+    user: str, password: str, mechanisms: Iterable[str] = SCRAM_MECHANISMS
+) -> tuple[ScramCredential, ...]:
+    """Hash a new password for each mechanism."""
+    check_user_name(user)
+    check_password(password)
+    return tuple(
+        derive(
+            user,
+            mechanism,
+            hash_password(mechanism, password, salt := secrets.token_bytes(_SALT_BYTES), ITERATIONS),
+            salt=salt,
+            iterations=ITERATIONS,
+        )
+        for mechanism in mechanisms
+    )
+
+
+def hash_password(mechanism: str, password: str, salt: bytes, iterations: int) -> bytes:
+    """SCRAM's `Hi`: the salted password."""
+    return hashlib.pbkdf2_hmac(_HASHES[mechanism], password.encode(), salt, iterations)
+
+
+def salted(credential: ScramCredential, password: str) -> bytes:
+    """A password, salted as a credential says."""
+    return hash_password(credential.mechanism, password, credential.salt, credential.iterations)
+
+
+def derive(
+    user: str, mechanism: str, salted_password: bytes, *, salt: bytes = b"", iterations: int = ITERATIONS
+) -> ScramCredential:
+    """The keys of a salted password."""
+    return ScramCredential(
+        user=user,
+        mechanism=mechanism,
+        salt=salt,
+        iterations=iterations,
+        stored_key=digest(mechanism, mac(mechanism, salted_password, b"Client Key")),
+        server_key=mac(mechanism, salted_password, b"Server Key"),
+    )
+
+
+def mac(mechanism: str, key: bytes, message: bytes) -> bytes:
+    """The HMAC of a mechanism."""
+    return hmac.digest(key, message, _HASHES[mechanism])
+
+
+def digest(mechanism: str, message: bytes) -> bytes:
+    """The hash of a mechanism."""
+    return hashlib.new(_HASHES[mechanism], message).digest()
+
+
+def is_same(one: bytes, other: bytes) -> bool:
+    """Compare without telling by the time it takes where they differ."""
+    return hmac.compare_digest(one, other)

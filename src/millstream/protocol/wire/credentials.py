@@ -1,0 +1,222 @@
+"""How a client proves who it is: TLS, and SASL with a password or a token.
+
+A connection that is opened without credentials of its own takes those of the node it works for, if it works for one:
+`NODE_CREDENTIALS` holds them for every task that a node or one of its child processes starts. Programs and commands
+always give theirs, so that they never act as the node they run beside.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import ssl
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from millstream.core.credential import (
+    ITERATIONS_MAX,
+    ITERATIONS_MIN,
+    SCRAM_MECHANISMS,
+    SHA_512,
+    derive,
+    digest,
+    hash_password,
+    is_same,
+    mac,
+)
+from millstream.core.errors import AuthenticationFailed, InvalidRequest
+from millstream.core.ids import NodeId
+
+PLAIN: Final = "PLAIN"
+OAUTHBEARER: Final = "OAUTHBEARER"
+_GS2_HEADER: Final = "n,,"
+_NONCE_BYTES: Final = 24
+_NODE_URI: Final = "millstream://"
+NODE_USER: Final = "__node"
+"""The name by which a node's own processes sign in; it is one of no listener that others reach."""
+_CHILD_VARIABLE: Final = "_MILLSTREAM_NODE_CREDENTIALS"
+
+Exchange = Generator[bytes, bytes, None]
+"""Yields what is sent, and is sent what the broker answers; ends when the client is content."""
+
+CheckPeer = Callable[[ssl.SSLObject | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a client connects with; without anything, in plain text and as nobody."""
+
+    tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
+    """How connections are encrypted; a function is asked for each of them, since certificates are renewed."""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    token: Callable[[], str] | None = field(default=None, repr=False)
+    """Gives a bearer token; asked again for each connection, since tokens are short-lived."""
+    mechanism: str = ""
+    check_peer: CheckPeer | None = field(default=None, repr=False)
+    """Looks at who answers, where that is not checked by the name that was connected to."""
+
+    exported: Mapping[str, str] | None = field(default=None, repr=False)
+    """What a child process needs to make the same of; None where it gets nothing."""
+
+    @property
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The TLS of a new connection; None for plain text."""
+        return self.tls() if callable(self.tls) else self.tls
+
+    @property
+    def sasl_mechanism(self) -> str:
+        """The SASL mechanism to use; empty for none."""
+        if self.token is not None:
+            return self.mechanism or OAUTHBEARER
+        return self.mechanism or (SHA_512 if self.user else "")
+
+    def begin(self) -> Exchange:
+        """Begin the dialogue of the mechanism."""
+        mechanism = self.sasl_mechanism
+        if mechanism == OAUTHBEARER:
+            return _send_token(self.token() if self.token is not None else self.password)
+        if mechanism == PLAIN:
+            return _send_password(self.user, self.password)
+        if mechanism in SCRAM_MECHANISMS:
+            return _prove_password(mechanism, self.user, self.password)
+        raise InvalidRequest(f"this client does not know the SASL mechanism {mechanism!r}")
+
+
+NO_CREDENTIALS: Final = Credentials()
+NODE_CREDENTIALS: ContextVar[Credentials] = ContextVar("node_credentials", default=NO_CREDENTIALS)
+
+
+def client_tls(
+    ca: str | Path | None = None, *, certificate: str | Path | None = None, key: str | Path | None = None
+) -> ssl.SSLContext:
+    """TLS that trusts an authority, or those that the machine trusts, and shows a certificate if it is given one."""
+    try:
+        context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if certificate is not None:
+            context.load_cert_chain(str(certificate), None if key is None else str(key))
+    except (OSError, ssl.SSLError) as error:
+        files = ", ".join(str(one) for one in (ca, certificate, key) if one is not None)
+        raise InvalidRequest(f"TLS cannot be set up with {files}: {error}") from error
+    return context
+
+
+# -- nodes and their child processes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeName:
+    """A node as its certificate names it."""
+
+    cluster: str
+    node_id: NodeId
+
+    @property
+    def uri(self) -> str:
+        """The alternative name of the certificate."""
+        return f"{_NODE_URI}{quote(self.cluster, safe='')}/node/{self.node_id}"
+
+    @classmethod
+    def of(cls, uris: Iterable[str]) -> NodeName | None:
+        """The node that the alternative names of a certificate name; None for one of a client."""
+        for uri in uris:
+            if uri.startswith(_NODE_URI):
+                cluster, slash, number = uri.removeprefix(_NODE_URI).partition("/node/")
+                if slash and number.isdecimal() and len(number) <= 10:
+                    return cls(cluster=unquote(cluster), node_id=NodeId(int(number)))
+                raise AuthenticationFailed("the certificate names a node in a way that cannot be read")
+        return None
+
+
+def node_by_secret(secret: str) -> Credentials:
+    """How the processes of a node that is alone sign in at it."""
+    return Credentials(user=NODE_USER, password=secret, mechanism=PLAIN, exported={"secret": secret})
+
+
+def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Credentials:
+    """How the nodes of a cluster, and their processes, sign in at each other."""
+
+    def load() -> ssl.SSLContext:
+        context = client_tls(ca, certificate=certificate, key=key)
+        # Nodes are known by what their certificates say of the cluster, whatever they are reached by.
+        context.check_hostname = False
+        return context
+
+    def check_peer(connection: ssl.SSLObject | None) -> None:
+        shown: Any = {} if connection is None else connection.getpeercert() or {}
+        name = NodeName.of(value for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
+        if name is None or name.cluster != cluster:
+            raise AuthenticationFailed(f"what answers does not say by its certificate that it is a node of {cluster!r}")
+
+    exported = {"certificate": certificate, "key": key, "ca": ca, "cluster": cluster}
+    return Credentials(tls=load, check_peer=check_peer, exported=exported)
+
+
+def child_environment() -> dict[str, str] | None:
+    """The environment of a process that works for this node; None when it is that of this process."""
+    exported = NODE_CREDENTIALS.get().exported
+    return None if exported is None else {**os.environ, _CHILD_VARIABLE: json.dumps(exported)}
+
+
+def adopt_node_credentials() -> None:
+    """Take over, in a process that a node has started, what it signs in by."""
+    text = os.environ.pop(_CHILD_VARIABLE, None)
+    if text is None:
+        return
+    exported: dict[str, str] = json.loads(text)
+    is_alone = "secret" in exported
+    NODE_CREDENTIALS.set(node_by_secret(**exported) if is_alone else node_by_certificate(**exported))
+
+
+# -- the dialogues ------------------------------------------------------------------------------------------------
+
+
+def _send_token(token: str) -> Exchange:
+    yield f"n,,\x01auth=Bearer {token}\x01\x01".encode()
+
+
+def _send_password(user: str, password: str) -> Exchange:
+    yield f"\0{user}\0{password}".encode()
+
+
+def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
+    nonce = secrets.token_urlsafe(_NONCE_BYTES)
+    name = user.replace("=", "=3D").replace(",", "=2C")
+    first = f"n={name},r={nonce}"
+    challenge = (yield (_GS2_HEADER + first).encode()).decode()
+    fields = scram_fields(challenge)
+    try:
+        full_nonce, salt, iterations = fields["r"], base64.b64decode(fields["s"], validate=True), int(fields["i"])
+    except (KeyError, ValueError):
+        raise AuthenticationFailed("the broker's answer to SCRAM cannot be read") from None
+    if not full_nonce.startswith(nonce) or not ITERATIONS_MIN <= iterations <= 4 * ITERATIONS_MAX:
+        raise AuthenticationFailed("the broker's answer to SCRAM is not an answer to this client")
+    channel = base64.b64encode(_GS2_HEADER.encode()).decode()
+    final = f"c={channel},r={full_nonce}"
+    salted = hash_password(mechanism, password, salt, iterations)
+    signed = f"{first},{challenge},{final}".encode()
+    client_key = mac(mechanism, salted, b"Client Key")
+    signature = mac(mechanism, digest(mechanism, client_key), signed)
+    proof = base64.b64encode(bytes(a ^ b for a, b in zip(client_key, signature, strict=True))).decode()
+    verdict = scram_fields((yield f"{final},p={proof}".encode()).decode())
+    expected = mac(mechanism, derive(user, mechanism, salted).server_key, signed)
+    if not is_same(verdict.get("v", "").encode(), base64.b64encode(expected)):
+        raise AuthenticationFailed("the broker does not know this user's password: it is not the one it claims to be")
+
+
+def scram_fields(message: str) -> dict[str, str]:
+    """The `name=value` fields of a SCRAM message, each of which is there once."""
+    fields: dict[str, str] = {}
+    for part in message.split(","):
+        name, equals, value = part.partition("=")
+        if len(name) != 1 or not equals or name in fields:
+            raise AuthenticationFailed("a message of SCRAM cannot be read")
+        fields[name] = value
+    return fields

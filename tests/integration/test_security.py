@@ -1,0 +1,471 @@
+"""Authentication and access rules with real clients, unmodified, against a real server process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.abc import AbstractTokenProvider
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialDeletion,
+    UserScramCredentialUpsertion,
+)
+from kafka import KafkaConsumer, KafkaProducer
+from kafka.net.sasl.oauth import AbstractTokenProvider as KafkaPythonTokens
+
+import millstream
+from millstream.core import acl
+from millstream.core.errors import AuthenticationFailed, MillstreamError
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
+from millstream_testing.server import Server
+
+WAIT_S = 60.0
+ADMIN, ALICE, MALLORY = ("admin", "admin-password"), ("alice", "alice-password"), ("mallory", "mallory-password")
+MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+
+
+class Locked(NamedTuple):
+    server: Server
+    certificates: Certificates
+    issuer: Issuer
+    clear: str
+    """Another listener, without TLS."""
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    """A server with TLS and authentication; alice may use topics whose names begin with her own, by any identity."""
+    folder = tmp_path_factory.mktemp("locked")
+    certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
+    rules = frozenset(
+        acl.Acl(
+            resource_type=kind,
+            resource_name="alice",
+            pattern=acl.PatternType.PREFIXED,
+            principal=principal,
+            operation=acl.Operation.ALL,
+        )
+        for kind in (acl.ResourceType.TOPIC, acl.ResourceType.GROUP)
+        for principal in ("User:alice", "User:CN=alice", "User:oauth:alice")
+    )
+    declare_security(folder / "data", dict((ADMIN, ALICE, MALLORY)), rules)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        clear = f"127.0.0.1:{probe.getsockname()[1]}"
+    (folder / "node.toml").write_text(
+        f'[[listeners]]\nname = "clear"\naddress = "{clear}"\nauth = "required"\n', encoding="utf-8"
+    )
+    settings = {
+        "config": folder / "node.toml",
+        "auth": "required",
+        "tls-cert": certificates.node,
+        "tls-key": certificates.node_key,
+        "tls-client-ca": certificates.ca,
+        "super-users": "admin",
+        "oauth-jwks": issuer.jwks,
+        "oauth-issuer": ISSUER,
+        "oauth-audience": AUDIENCE,
+    }
+    with Server(folder / "data", settings=settings) as server:
+        yield Locked(server, certificates, issuer, clear)
+
+
+def confluent(locked: Locked, who: tuple[str, str], mechanism: str = "SCRAM-SHA-512", **more: Any) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": locked.server.kafka,
+        "log_level": 0,
+        "security.protocol": "SASL_SSL",
+        "ssl.ca.location": str(locked.certificates.ca),
+        "sasl.mechanism": mechanism,
+        "sasl.username": who[0],
+        "sasl.password": who[1],
+        **more,
+    }
+
+
+def send(settings: dict[str, Any], topic: str, value: bytes) -> KafkaError | None:
+    """Produce one message; returns what the broker says against it."""
+    errors: list[KafkaError | None] = []
+    producer = Producer({**settings, "message.timeout.ms": 20_000})
+    producer.produce(topic, value, on_delivery=lambda error, _message: errors.append(error))
+    assert producer.flush(WAIT_S) == 0
+    return errors[0]
+
+
+def first(settings: dict[str, Any], topic: str, group: str) -> bytes:
+    consumer = Consumer({**settings, "group.id": group})
+    try:
+        consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            assert time.monotonic() < deadline
+            message = consumer.poll(1.0)
+            if message is not None:
+                if message.error() is not None:
+                    raise KafkaException(message.error())
+                return message.value() or b""
+    finally:
+        consumer.close()
+
+
+# -- clients and mechanisms -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_confluent_kafka_with_passwords(locked: Locked, mechanism: str) -> None:
+    topic = f"alice-confluent-{mechanism}"
+    settings = confluent(locked, ALICE, mechanism)
+    assert send(settings, topic, b"x") is None
+    assert first(settings, topic, "alice-group") == b"x"
+
+
+def test_confluent_kafka_with_tokens(locked: Locked) -> None:
+    def token(_config: str) -> tuple[str, float]:
+        return locked.issuer.token("alice"), time.time() + 300
+
+    settings = confluent(locked, ALICE, "OAUTHBEARER", oauth_cb=token)
+    del settings["sasl.username"], settings["sasl.password"]
+    assert send(settings, "alice-tokens", b"x") is None
+
+
+def test_confluent_kafka_with_a_certificate(locked: Locked) -> None:
+    certificate, key = locked.certificates.client("alice")
+    settings = {
+        "bootstrap.servers": locked.server.kafka,
+        "log_level": 0,
+        "security.protocol": "SSL",
+        "ssl.ca.location": str(locked.certificates.ca),
+        "ssl.certificate.location": str(certificate),
+        "ssl.key.location": str(key),
+    }
+    assert send(settings, "alice-certificate", b"x") is None
+    error = send(settings, "another", b"x")
+    assert error is not None
+    assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+
+
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, "OAUTHBEARER"])
+async def test_aiokafka(locked: Locked, mechanism: str) -> None:
+    class Tokens(AbstractTokenProvider):  # type: ignore[misc]
+        async def token(self) -> str:
+            return locked.issuer.token("alice")
+
+    settings: dict[str, Any] = {
+        "bootstrap_servers": locked.server.kafka,
+        "security_protocol": "SASL_SSL",
+        "ssl_context": ssl.create_default_context(cafile=str(locked.certificates.ca)),
+        "sasl_mechanism": mechanism,
+        "sasl_plain_username": ALICE[0],
+        "sasl_plain_password": ALICE[1],
+        "sasl_oauth_token_provider": Tokens() if mechanism == "OAUTHBEARER" else None,
+    }
+    topic = f"alice-aiokafka-{mechanism}"
+    async with AIOKafkaProducer(**settings) as producer:
+        await producer.send_and_wait(topic, b"x")
+    async with AIOKafkaConsumer(
+        topic, group_id=f"alice-{mechanism}", auto_offset_reset="earliest", **settings
+    ) as consumer:
+        async with asyncio.timeout(WAIT_S):
+            message = await consumer.getone()
+    assert message.value == b"x"
+
+
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, "OAUTHBEARER"])
+def test_kafka_python(locked: Locked, mechanism: str) -> None:
+    class Tokens(KafkaPythonTokens):  # type: ignore[misc]
+        def token(self) -> str:
+            return locked.issuer.token("alice")
+
+    settings: dict[str, Any] = {
+        "bootstrap_servers": locked.server.kafka,
+        "security_protocol": "SASL_SSL",
+        "ssl_cafile": str(locked.certificates.ca),
+        "sasl_mechanism": mechanism,
+    }
+    if mechanism == "OAUTHBEARER":
+        settings["sasl_oauth_token_provider"] = Tokens()
+    else:
+        settings |= {"sasl_plain_username": ALICE[0], "sasl_plain_password": ALICE[1]}
+    topic = f"alice-kafka-python-{mechanism}"
+    producer = KafkaProducer(**settings)
+    producer.send(topic, b"x").get(WAIT_S)
+    producer.close()
+    consumer = KafkaConsumer(topic, auto_offset_reset="earliest", consumer_timeout_ms=int(WAIT_S * 1000), **settings)
+    assert next(consumer).value == b"x"
+    consumer.close()
+
+
+async def test_the_sdk_and_a_subscription(locked: Locked) -> None:
+    ca = locked.certificates.ca
+    got: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async with millstream.connect(locked.server.kafka, tls=ca, user=ALICE[0], password=ALICE[1]) as ms:
+        await ms.publish("alice-sdk", {"n": 1})
+
+        async def handle(message: Any) -> None:
+            if not got.done():
+                got.set_result(message.value)
+
+        await ms.subscribe("alice-sdk", handle, name="alice-worker", start="earliest")
+        async with asyncio.timeout(WAIT_S):
+            await got
+    async with millstream.connect(locked.server.kafka, tls=ca, token=lambda: locked.issuer.token("alice")) as ms:
+        await ms.publish("alice-sdk", {"n": 2})
+    async with millstream.connect(locked.server.kafka, tls=ca, user=MALLORY[0], password=MALLORY[1]) as ms:
+        with pytest.raises(MillstreamError, match="alice-sdk"):
+            await ms.publish("alice-sdk", {"n": 3})
+        with pytest.raises(MillstreamError):
+            await ms.subscribe("alice-sdk", handle, name="alice-worker")
+
+
+def test_answers_carry_the_address_of_the_listener_that_was_asked(locked: Locked) -> None:
+    async def addresses(brokers: str, credentials: Credentials) -> set[str]:
+        async with Client.connect(brokers, credentials=credentials) as client:
+            return {f"{node.host}:{node.port}" for node in (await client.metadata()).nodes.values()}
+
+    user, password = ALICE
+    tls = client_tls(locked.certificates.ca)
+    told = asyncio.run(addresses(locked.server.kafka, Credentials(tls=tls, user=user, password=password)))
+    assert told == {locked.server.kafka}
+    told = asyncio.run(addresses(locked.clear, Credentials(user=user, password=password)))
+    assert told == {locked.clear}
+
+
+# -- who may not ----------------------------------------------------------------------------------------------------
+
+
+def test_what_no_rule_allows_is_denied_and_hidden(locked: Locked) -> None:
+    assert send(confluent(locked, ADMIN), "alice-secret", b"x") is None
+    error = send(confluent(locked, MALLORY), "alice-secret", b"x")
+    assert error is not None
+    assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    with pytest.raises(KafkaException) as caught:
+        first(confluent(locked, MALLORY), "alice-secret", "mallory")
+    denied = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED)
+    assert caught.value.args[0].code() in denied
+    admin = AdminClient(confluent(locked, MALLORY))
+    assert "alice-secret" not in admin.list_topics(timeout=WAIT_S).topics
+    assert "alice-secret" in AdminClient(confluent(locked, ALICE)).list_topics(timeout=WAIT_S).topics
+
+
+def test_rules_are_managed_by_an_admin_client_and_hold_at_once(locked: Locked) -> None:
+    binding = AclBinding(
+        ResourceType.TOPIC,
+        "shared",
+        ResourcePatternType.LITERAL,
+        "User:mallory",
+        "*",
+        AclOperation.WRITE,
+        AclPermissionType.ALLOW,
+    )
+    admin = AdminClient(confluent(locked, ADMIN))
+    assert send(confluent(locked, ADMIN), "shared", b"x") is None
+    assert send(confluent(locked, MALLORY), "shared", b"x") is not None
+    for created in admin.create_acls([binding]).values():
+        created.result(WAIT_S)
+    assert send(confluent(locked, MALLORY), "shared", b"x") is None
+    everything = AclBindingFilter(
+        ResourceType.TOPIC,
+        "shared",
+        ResourcePatternType.LITERAL,
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        AclOperation.ANY,
+        AclPermissionType.ANY,
+    )
+    assert admin.describe_acls(everything).result(WAIT_S) == [binding]
+    for deleted in admin.delete_acls([everything]).values():
+        assert deleted.result(WAIT_S) == [binding]
+    assert send(confluent(locked, MALLORY), "shared", b"x") is not None
+    alice = AdminClient(confluent(locked, ALICE))
+    refused = alice.create_acls([binding])
+    with pytest.raises(KafkaException) as caught:
+        refused[binding].result(WAIT_S)
+    assert caught.value.args[0].code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED
+
+
+async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(locked: Locked) -> None:
+    admin = AdminClient(confluent(locked, ADMIN))
+    info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 8192)
+    upsertion = UserScramCredentialUpsertion("carol", info, b"carol-password")
+    for changed in admin.alter_user_scram_credentials([upsertion]).values():
+        changed.result(WAIT_S)
+    asked: Any = admin.describe_user_scram_credentials(["carol"])
+    described = asked["carol"].result(WAIT_S)
+    assert [one.mechanism for one in described.scram_credential_infos] == [ScramMechanism.SCRAM_SHA_512]
+    who = Credentials(tls=client_tls(locked.certificates.ca), user="carol", password="carol-password")
+    async with Client.connect(locked.server.kafka, credentials=who) as client:
+        channel = await (await client.pool_for(None)).shared()
+        assert channel.is_open
+        deletion = UserScramCredentialDeletion("carol", ScramMechanism.SCRAM_SHA_512)
+        for changed in admin.alter_user_scram_credentials([deletion]).values():
+            await asyncio.to_thread(changed.result, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.shield(channel._lost)
+    with pytest.raises(AuthenticationFailed):
+        async with Client.connect(locked.server.kafka, credentials=who):
+            pass
+
+
+def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:
+    failures: list[KafkaError] = []
+    settings = confluent(locked, ("alice", "not her password"), error_cb=failures.append)
+    producer = Producer(settings)
+    deadline = time.monotonic() + WAIT_S
+    while not any(error.code() == KafkaError._AUTHENTICATION for error in failures):
+        assert time.monotonic() < deadline
+        producer.poll(0.2)
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [
+        lambda locked: Credentials(tls=client_tls(locked.certificates.ca)),
+        lambda locked: Credentials(tls=client_tls(locked.certificates.ca), user="nobody", password="nobody-password"),
+        lambda locked: Credentials(tls=client_tls(locked.certificates.ca), token=lambda: "no.such.token"),
+        lambda locked: Credentials(tls=client_tls(locked.certificates.ca), user="__node", password="x"),
+        lambda locked: Credentials(tls=client_tls(), user=ALICE[0], password=ALICE[1]),
+        lambda _locked: Credentials(user=ALICE[0], password=ALICE[1]),
+    ],
+    ids=["nobody", "unknown", "token", "node", "untrusted", "in clear"],
+)
+async def test_who_is_not_known_gets_nothing(locked: Locked, credentials: Callable[[Locked], Credentials]) -> None:
+    with pytest.raises(MillstreamError):
+        async with Client.connect(locked.server.kafka, timeout_s=10, credentials=credentials(locked)) as client:
+            await client.metadata()
+
+
+def test_http_tells_how_the_node_is_and_nothing_else(locked: Locked) -> None:
+    base = f"http://{locked.server.http}"
+    deadline = time.monotonic() + WAIT_S
+    while httpx.get(f"{base}/readyz", timeout=WAIT_S).status_code != 200:
+        assert time.monotonic() < deadline
+    for path in ("/v1/topics", "/metrics", "/openapi.json", "/v1/../metrics"):
+        assert httpx.get(base + path, timeout=WAIT_S).status_code == 401
+
+
+# -- on the wire ----------------------------------------------------------------------------------------------------
+
+
+def ask_raw(address: str, *frames: bytes) -> bytes:
+    """Send frames in clear and read until the broker hangs up."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        for frame in frames:
+            connection.sendall(struct.pack(">i", len(frame)) + frame)
+        answer = b""
+        # What it has not read when it hangs up makes the end a reset.
+        with suppress(ConnectionError):
+            while piece := connection.recv(65536):
+                answer += piece
+        return answer
+
+
+def request(key: int, version: int, body: bytes = b"") -> bytes:
+    return struct.pack(">hhih", key, version, 1, 1) + b"c" + body
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([request(3, 1, struct.pack(">i", -1))], id="metadata"),
+        pytest.param([request(17, 1, b"\0\x05PLAIN"), request(3, 1, struct.pack(">i", -1))], id="in between"),
+        pytest.param([request(32000, 0)], id="private"),
+    ],
+)
+def test_requests_before_authentication_end_the_connection(locked: Locked, frames: list[bytes]) -> None:
+    answered = ask_raw(locked.clear, *frames)
+    assert b"alice" not in answered
+    assert len(answered) < 200
+
+
+def test_a_large_frame_before_authentication_ends_the_connection(locked: Locked) -> None:
+    host, port = locked.clear.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(struct.pack(">i", 1024 * 1024))
+        assert connection.recv(1) == b""
+
+
+def test_many_requests_before_authentication_end_the_connection(locked: Locked) -> None:
+    answered = ask_raw(locked.clear, *[request(17, 1, b"\0\x05PLAIN")] * 40)
+    assert answered.count(b"SCRAM-SHA-256") <= 16
+
+
+def test_bare_tokens_after_the_first_version_of_the_handshake(locked: Locked) -> None:
+    host, port = locked.clear.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        handshake = request(17, 0, b"\0\x05PLAIN")
+        connection.sendall(struct.pack(">i", len(handshake)) + handshake)
+        (size,) = struct.unpack(">i", connection.recv(4))
+        assert connection.recv(size)[4:6] == b"\0\0"
+        token = b"\0alice\0alice-password"
+        connection.sendall(struct.pack(">i", len(token)) + token)
+        assert connection.recv(4) == struct.pack(">i", 0)
+        versions = request(18, 0)
+        connection.sendall(struct.pack(">i", len(versions)) + versions)
+        assert len(connection.recv(4)) == 4
+
+
+# -- certificates change --------------------------------------------------------------------------------------------
+
+
+async def test_a_renewed_certificate_is_used_and_no_connection_is_dropped(locked: Locked) -> None:
+    host, port = locked.server.kafka.rsplit(":", 1)
+
+    def serial() -> str:
+        context = ssl.create_default_context(cafile=str(locked.certificates.ca))
+        with (
+            socket.create_connection((host, int(port)), timeout=WAIT_S) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            shown: Any = connection.getpeercert()
+            return str(shown["serialNumber"])
+
+    who = Credentials(tls=client_tls(locked.certificates.ca), user=ALICE[0], password=ALICE[1])
+    async with Client.connect(locked.server.kafka, credentials=who) as client:
+        channel = await (await client.pool_for(None)).shared()
+        before = await asyncio.to_thread(serial)
+        locked.certificates.renew_node()
+        assert await asyncio.to_thread(serial) != before
+        await client.metadata()
+        assert channel is await (await client.pool_for(None)).shared()
+
+
+async def test_a_session_is_renewed_over_another_connection(tmp_path: Path) -> None:
+    declare_security(tmp_path / "data", dict((ADMIN,)))
+    settings = {"auth": "required", "super-users": "admin", "session-max-ms": 1000}
+    with Server(tmp_path / "data", settings=settings) as server:
+        who = Credentials(user=ADMIN[0], password=ADMIN[1])
+        async with Client.connect(server.kafka, credentials=who) as client:
+            channel = await (await client.pool_for(None)).shared()
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.shield(channel._lost)
+            assert await client.metadata()

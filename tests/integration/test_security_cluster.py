@@ -1,0 +1,166 @@
+"""A locked cluster: nodes know each other by certificates, and what is declared at one holds at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import millstream
+from millstream.broker.catalog.catalog import Catalog
+from millstream.cli import certs
+from millstream.client.admin.security import add_acls, delete_user, put_user
+from millstream.core.acl import Acl, Operation, PatternType, ResourceType
+from millstream.core.credential import SecurityChange, new_credentials
+from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.core.ids import NodeId
+from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials, client_tls, node_by_certificate
+from millstream.protocol.wire.replica_fetch import FETCH_KEY, VERSION, ReplicaFetch, write_replica_fetch
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+
+WAIT_S = 60.0
+CLUSTER = "locked"
+ADMIN, ALICE = ("admin", "admin-password"), ("alice", "alice-password")
+
+
+class Locked(NamedTuple):
+    nodes: list[Server]
+    certificates: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.certificates / "ca.pem"
+
+    def credentials(self, who: tuple[str, str]) -> Credentials:
+        return Credentials(tls=client_tls(self.ca), user=who[0], password=who[1])
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer) -> Iterator[Locked]:
+    folder = tmp_path_factory.mktemp("cluster")
+    url = postgres.new_database()
+    catalog = Catalog.open_shared(url)
+    catalog.change_security(SecurityChange(put_credentials=new_credentials(*ADMIN)))
+    catalog.close()
+    nodes = []
+    for number in (1, 2):
+        certs.init(folder / "certs", ["127.0.0.1"], CLUSTER, number, as_json=True)
+        stem = folder / "certs" / ("node" if number == 1 else f"node-{number}")
+        settings = {
+            "node-id": number,
+            "cluster": CLUSTER,
+            "etcd": etcd.url,
+            "catalog": url,
+            "auth": "required",
+            "super-users": "admin",
+            "tls-cert": f"{stem}.pem",
+            "tls-key": f"{stem}.key",
+            "tls-client-ca": folder / "certs" / "ca.pem",
+            "pipelines-enabled": "false",
+            "group-initial-delay-ms": 100,
+            "rack": f"rack-{number}",
+        }
+        nodes.append(Server(folder / f"node-{number}", settings=settings))
+    try:
+        for node in nodes:
+            node.start()
+        yield Locked(nodes, folder / "certs")
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+async def until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
+    admin = locked.credentials(ADMIN)
+    async with Client.connect(locked.nodes[0].kafka, credentials=admin) as client:
+        await client.metadata(["orders"], create=True)
+
+        async def in_sync() -> bool:
+            described = (await client.metadata(["orders"])).topics["orders"].partitions.values()
+            return all(len(partition.in_sync) == 2 for partition in described)
+
+        await until(in_sync)
+        nodes = (await client.metadata()).nodes.values()
+        assert {f"{node.host}:{node.port}" for node in nodes} == {node.kafka for node in locked.nodes}
+    handled: asyncio.Queue[Any] = asyncio.Queue()
+    connection = millstream.connect(locked.nodes[1].kafka, tls=locked.ca, user=ADMIN[0], password=ADMIN[1])
+    async with connection as ms:
+        await ms.publish("orders", {"n": 1})
+        await ms.subscribe("orders", handled.put, name="worker", start="earliest")
+        async with asyncio.timeout(WAIT_S):
+            assert (await handled.get()).value == b'{"n":1}'
+
+
+async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -> None:
+    rule = Acl(
+        resource_type=ResourceType.TOPIC,
+        resource_name="alice",
+        pattern=PatternType.PREFIXED,
+        principal="User:alice",
+        operation=Operation.ALL,
+    )
+
+    async def publishes() -> bool:
+        connection = millstream.connect(
+            locked.nodes[1].kafka, tls=locked.ca, user=ALICE[0], password=ALICE[1], connect_timeout=0.1
+        )
+        try:
+            async with connection as ms:
+                await ms.publish("alice-orders", {"n": 1})
+        except MillstreamError:
+            return False
+        return True
+
+    async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as client:
+        await put_user(client, *ALICE)
+        assert not await publishes()
+        await add_acls(client, [rule])
+        await until(publishes)
+        await delete_user(client, ALICE[0])
+
+        async def is_out() -> bool:
+            return not await publishes()
+
+        await until(is_out)
+
+
+@pytest.mark.parametrize("who", ["client", "another node", "another cluster"])
+async def test_a_certificate_of_the_same_authority_does_not_make_a_follower(locked: Locked, who: str) -> None:
+    folder = locked.certificates
+    if who == "client":
+        certs.client("eve", folder, as_json=True)
+        tls = client_tls(locked.ca, certificate=folder / "eve.pem", key=folder / "eve.key")
+        credentials = Credentials(tls=tls)
+    elif who == "another node":
+        credentials = node_by_certificate(str(folder / "node.pem"), str(folder / "node.key"), str(locked.ca), CLUSTER)
+    else:
+        certs.init(folder, ["127.0.0.1"], "elsewhere", 3, as_json=True)
+        tls = client_tls(locked.ca, certificate=folder / "node-3.pem", key=folder / "node-3.key")
+        credentials = Credentials(tls=tls)
+    fetch = ReplicaFetch(NodeId(2), 1, 0, 1000, {})
+    host, port = locked.nodes[0].kafka.rsplit(":", 1)
+
+    async def ask() -> None:
+        channel = await Channel.open(host, int(port), client_id="x", timeout_s=10, credentials=credentials)
+        try:
+            await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=10)
+        finally:
+            await channel.close()
+
+    with pytest.raises(BrokerUnreachable):
+        await ask()

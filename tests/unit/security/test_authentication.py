@@ -1,0 +1,321 @@
+"""Mechanisms, tokens, certificates' names and user names, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from hypothesis import given
+from hypothesis import strategies as st
+from joserfc import jwt
+from joserfc.jwk import RSAKey
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.security.oauth import OAuthSettings, TokenChecker
+from millstream.broker.security.sasl import FailedAttempts, Mechanisms, Passwords, Verified
+from millstream.broker.security.state import SecurityState, parse_super_users
+from millstream.broker.security.tls import PrincipalRules
+from millstream.core.credential import SCRAM_MECHANISMS, SHA_256, check_user_name, new_credentials
+from millstream.core.errors import AuthenticationFailed, InvalidRequest, InvalidSetting
+from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
+from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
+
+USER, PASSWORD = "alice", "alice-password"
+
+
+@pytest.fixture
+async def passwords(tmp_path: Path) -> Any:
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    await state.change_users(new_credentials(USER, PASSWORD))
+    checker = Passwords(state)
+    yield checker
+    checker.close()
+    catalog.close()
+
+
+async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper: Any = None) -> Verified:
+    """Have the client's side and the broker's talk to each other."""
+    server = Mechanisms(passwords, None).begin(credentials.sasl_mechanism)
+    client = credentials.begin()
+    message = next(client)
+    verified: Verified | None = None
+    while True:
+        answer = await server.step(message if tamper is None else tamper(message))
+        said, verified = answer if isinstance(answer, tuple) else (answer, verified)
+        try:
+            message = client.send(said)
+        except StopIteration:
+            assert verified is not None, "the client is content before the broker is"
+            return verified
+
+
+# -- passwords ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", [*SCRAM_MECHANISMS, PLAIN])
+async def test_both_sides_agree_on_who_it_is(passwords: Passwords, mechanism: str) -> None:
+    right = Credentials(user=USER, password=PASSWORD, mechanism=mechanism)
+    assert (await authenticate(passwords, right)).principal == "User:alice"
+    for user, password in ((USER, "another-password"), ("nobody", PASSWORD), (USER, PASSWORD + " ")):
+        wrong = Credentials(user=user, password=password, mechanism=mechanism)
+        with pytest.raises(AuthenticationFailed):
+            await authenticate(passwords, wrong)
+
+
+async def test_a_proof_is_of_no_use_in_another_dialogue(passwords: Passwords) -> None:
+    sent: list[bytes] = []
+
+    def note(message: bytes) -> bytes:
+        sent.append(message)
+        return message
+
+    credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
+    await authenticate(passwords, credentials, tamper=note)
+    replay = Mechanisms(passwords, None).begin(SHA_256)
+    await replay.step(sent[0])
+    with pytest.raises(AuthenticationFailed):
+        await replay.step(sent[1])
+
+
+@pytest.mark.parametrize("cut", [1, 4, 20, 43])
+async def test_a_truncated_proof_is_none(passwords: Passwords, cut: int) -> None:
+    def truncate(message: bytes) -> bytes:
+        head, separator, proof = message.rpartition(b",p=")
+        return head + separator + proof[:-cut] if separator else message
+
+    credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
+    with pytest.raises(AuthenticationFailed):
+        await authenticate(passwords, credentials, tamper=truncate)
+
+
+async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwords) -> None:
+    for message in (b"c=biws,r=x,p=AAAA", b"", b"\xff\xfe", b"p=tls-unique,,n=alice,r=x", b"n,,n=alice", b"n,,r=x,n="):
+        with pytest.raises(AuthenticationFailed):
+            await Mechanisms(passwords, None).begin(SHA_256).step(message)
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
+    class NoUsers:
+        def credential(self, user: str, mechanisms: object) -> None:
+            return None
+
+    async def talk() -> None:
+        checker = Passwords(NoUsers())  # type: ignore[arg-type]
+        for mechanism in SCRAM_MECHANISMS:
+            server = Mechanisms(checker, None).begin(mechanism)
+            await server.step(first)
+            await server.step(second)
+        checker.close()
+
+    with pytest.raises(AuthenticationFailed):
+        asyncio.run(talk())
+
+
+async def test_an_unknown_user_looks_like_a_known_one(passwords: Passwords) -> None:
+    async def challenge(user: str) -> dict[str, str]:
+        answer = await Mechanisms(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
+        assert isinstance(answer, bytes)
+        return dict(part.split("=", 1) for part in answer.decode().split(","))
+
+    known, unknown, again = [await challenge(user) for user in (USER, "nobody", "nobody")]
+    assert known["i"] == unknown["i"]
+    assert len(base64.b64decode(known["s"])) == len(base64.b64decode(unknown["s"]))
+    assert unknown["s"] == again["s"]
+
+
+async def test_a_verified_password_is_remembered_until_it_changes(
+    passwords: Passwords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await passwords.check(USER, PASSWORD)
+    monkeypatch.setattr("millstream.core.credential.hash_password", None)
+    assert (await passwords.check(USER, PASSWORD)).principal == "User:alice"
+    monkeypatch.undo()
+    await passwords.state.change_users(new_credentials(USER, "another-password"))
+    with pytest.raises(AuthenticationFailed):
+        await passwords.check(USER, PASSWORD)
+
+
+def test_failures_cost_more_and_more_but_not_without_end() -> None:
+    attempts = FailedAttempts()
+    pauses = [attempts.pause_s("10.0.0.1", "alice") for _ in range(12)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < pauses[3] < pauses[-1] == pauses[-2]
+    assert attempts.pause_s("10.0.0.2", "bob") == pauses[0]
+    assert attempts.pause_s("10.0.0.3", "alice") == pauses[-1], "from another address, too"
+
+
+@pytest.mark.parametrize("name", ["CN=alice", "oauth:alice", "a,b", "", "ANONYMOUS", "a b", "-x", "x" * 200])
+def test_no_user_has_the_name_of_another_kind_of_principal(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        check_user_name(name)
+
+
+def test_secrets_are_not_shown() -> None:
+    (credential, *_) = new_credentials(USER, PASSWORD)
+    shown = repr(credential) + repr(Credentials(user=USER, password=PASSWORD, token=lambda: "token"))
+    assert PASSWORD not in shown
+    assert credential.stored_key.hex() not in shown
+    assert repr(credential.stored_key) not in shown
+
+
+def test_super_users() -> None:
+    assert parse_super_users("alice, bob") == {"User:alice", "User:bob"}
+    assert parse_super_users("User:CN=ops,O=x;alice") == {"User:CN=ops,O=x", "User:alice"}
+    assert parse_super_users("") == frozenset()
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def issuer(tmp_path: Path) -> Issuer:
+    return Issuer(tmp_path / "jwks.json")
+
+
+@pytest.fixture
+def tokens(issuer: Issuer) -> TokenChecker:
+    return TokenChecker(OAuthSettings(jwks=str(issuer.jwks), issuer=ISSUER, audience=AUDIENCE))
+
+
+async def test_a_token_names_a_principal_of_its_own_kind(issuer: Issuer, tokens: TokenChecker) -> None:
+    bearer = await tokens.check(issuer.token("alice"))
+    assert bearer.principal == "User:oauth:alice"
+    assert bearer.expires_at > time.time()
+    assert (await tokens.check(issuer.token("alice", aud=["other", AUDIENCE]))).principal == "User:oauth:alice"
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"iss": "https://another.example"},
+        {"iss": None},
+        {"aud": "another"},
+        {"aud": None},
+        {"exp": int(time.time()) - 3600},
+        {"exp": None},
+        {"exp": "tomorrow"},
+        {"nbf": int(time.time()) + 3600},
+        {"iat": int(time.time()) + 3600},
+        {"sub": None},
+        {"sub": ""},
+        {"sub": ["alice"]},
+        {"sub": "a\nb"},
+    ],
+    ids=str,
+)
+async def test_a_token_that_is_not_for_here_is_refused(
+    issuer: Issuer, tokens: TokenChecker, claims: dict[str, Any]
+) -> None:
+    with pytest.raises(AuthenticationFailed):
+        await tokens.check(issuer.token("alice", **claims))
+
+
+async def test_a_token_of_another_algorithm_or_key_is_refused(issuer: Issuer, tokens: TokenChecker) -> None:
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 300}
+
+    def encoded(part: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode()
+
+    valid = issuer.token("alice")
+    unsigned = f"{encoded({'alg': 'HS256', 'kid': 'one'})}.{encoded(claims)}"
+    by_public_key = hmac.digest(issuer.key.as_pem(private=False), unsigned.encode(), "sha256")
+    forged = [
+        f"{encoded({'alg': 'none'})}.{encoded(claims)}.",
+        f"{encoded({'alg': 'none', 'kid': 'one'})}.{encoded(claims)}.{valid.rsplit('.', 1)[1]}",
+        f"{unsigned}.{base64.urlsafe_b64encode(by_public_key).rstrip(b'=').decode()}",
+        jwt.encode({"alg": "RS256", "kid": "one"}, claims, RSAKey.generate_key(2048)),
+        jwt.encode({"alg": "RS256", "kid": "two"}, claims, RSAKey.generate_key(2048)),
+        valid[:-8] + "AAAAAAAA",
+        valid.rsplit(".", 1)[0] + ".",
+        "x" * 100_000,
+        "",
+        "a.b.c",
+    ]
+    for token in forged:
+        with pytest.raises(AuthenticationFailed):
+            await tokens.check(token)
+    assert await tokens.check(valid)
+
+
+async def test_keys_rotate_without_a_restart(issuer: Issuer, tokens: TokenChecker) -> None:
+    old = issuer.token("alice")
+    assert await tokens.check(old)
+    key = RSAKey.generate_key(2048, {"kid": "two"})
+    issuer.publish(issuer.key, key)
+    issuer.key, former = key, issuer.key
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "bob", "exp": int(time.time()) + 300}
+    new = jwt.encode({"alg": "RS256", "kid": "two"}, claims, key)
+    assert (await tokens.check(new)).principal == "User:oauth:bob"
+    assert await tokens.check(old), former
+    issuer.publish(key)
+    with pytest.raises(AuthenticationFailed):
+        await tokens.check(old)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"issuer": "", "audience": AUDIENCE},
+        {"issuer": ISSUER, "audience": ""},
+        {"issuer": ISSUER, "audience": AUDIENCE, "jwks": "http://keys.example/jwks"},
+    ],
+    ids=str,
+)
+def test_settings_that_would_take_too_many_tokens_are_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(InvalidSetting):
+        OAuthSettings(**{"jwks": "keys.json", **settings}).check()
+
+
+# -- certificates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> x509.Certificate:
+    file, _ = Certificates(tmp_path_factory.mktemp("certs")).client("Alice")
+    return x509.load_pem_x509_certificate(file.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("rules", "principal"),
+    [
+        ("", "User:CN=Alice"),
+        ("DEFAULT", "User:CN=Alice"),
+        ("RULE:^CN=(.*?)$/$1/", "User:Alice"),
+        ("RULE:^CN=(.*?)$/$1/L", "User:alice"),
+        ("RULE:^CN=(.*?)$/$1/U,DEFAULT", "User:ALICE"),
+        ("RULE:^OU=(.*?)$/$1/, RULE:^CN=(.*)$/$1@example/", "User:Alice@example"),
+        ("RULE:^OU=(.*?)$/$1/,DEFAULT", "User:CN=Alice"),
+    ],
+)
+def test_rules_map_certificates_as_kafkas_do(certificate: x509.Certificate, rules: str, principal: str) -> None:
+    assert PrincipalRules(rules).principal(certificate) == principal
+
+
+def test_a_certificate_that_no_rule_maps_is_nobodys(certificate: x509.Certificate) -> None:
+    with pytest.raises(AuthenticationFailed):
+        PrincipalRules("RULE:^OU=(.*?)$/$1/").principal(certificate)
+
+
+@pytest.mark.parametrize("rules", ["RULE:", "RULE:a/b", "default", "RULE:^CN=(.*$/$1/", "DEFAULT;DEFAULT"])
+def test_rules_that_cannot_be_read_are_refused(rules: str) -> None:
+    with pytest.raises(InvalidSetting):
+        PrincipalRules(rules)
+
+
+def test_a_node_is_named_by_its_certificate() -> None:
+    name = NodeName(cluster="a/b c", node_id=7)  # type: ignore[arg-type]
+    assert NodeName.of(["https://other", name.uri]) == name
+    assert NodeName.of(["https://other"]) is None
+    for uri in ("millstream://x", "millstream://x/node/", "millstream://x/node/-1", "millstream://x/node/1/2"):
+        with pytest.raises(AuthenticationFailed):
+            NodeName.of([uri])

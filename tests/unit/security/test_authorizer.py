@@ -1,0 +1,131 @@
+from conformance.authorizer.compare import RECORDED, differences
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.broker.security.authorizer import AclSnapshot
+from millstream.core.acl import (
+    OPERATIONS,
+    Acl,
+    AclFilter,
+    Operation,
+    PatternType,
+    Permission,
+    ResourceType,
+)
+
+ALICE, BOB, HOST = "User:alice", "User:bob", "10.0.0.1"
+TOPIC = ResourceType.TOPIC
+
+acls = st.builds(
+    Acl,
+    resource_type=st.just(TOPIC),
+    resource_name=st.sampled_from(["*", "a", "ab", "abc", "b"]),
+    pattern=st.sampled_from([PatternType.LITERAL, PatternType.PREFIXED]),
+    principal=st.sampled_from([ALICE, BOB, "User:*"]),
+    host=st.sampled_from(["*", HOST, "10.0.0.2"]),
+    operation=st.sampled_from([*OPERATIONS[TOPIC], Operation.ALL]),
+    permission=st.sampled_from([Permission.ALLOW, Permission.DENY]),
+)
+questions = st.tuples(
+    st.sampled_from([ALICE, BOB]),
+    st.just(HOST),
+    st.sampled_from(OPERATIONS[TOPIC]),
+    st.just(TOPIC),
+    st.sampled_from(["a", "ab", "abc", "b", "c"]),
+)
+
+
+def rule(**changes: object) -> Acl:
+    given: dict[str, object] = {
+        "resource_type": TOPIC,
+        "resource_name": "orders",
+        "principal": ALICE,
+        "operation": Operation.READ,
+        **changes,
+    }
+    return Acl(**given)  # type: ignore[arg-type]
+
+
+def test_it_decides_as_apache_kafka_does() -> None:
+    lines, decisions = [], []
+    for line in RECORDED.read_text(encoding="utf-8").splitlines():
+        question, _, answer = line.rpartition("\t")
+        is_question = line[0] in "QT"
+        lines.append(question if is_question else line)
+        decisions += [answer] if is_question else []
+    assert len(decisions) >= 2000
+    assert {"0", "1"} == set(decisions)
+    assert list(differences(lines, decisions)) == []
+
+
+@given(st.lists(acls, max_size=8), acls, questions)
+def test_one_more_rule_that_denies_never_allows_more(
+    some: list[Acl], more: Acl, asked: tuple[str, str, Operation, ResourceType, str]
+) -> None:
+    before = AclSnapshot(some).decide(*asked)
+    after = AclSnapshot([*some, more]).decide(*asked)
+    if more.permission is Permission.DENY:
+        assert bool(before) >= bool(after)
+    else:
+        assert bool(before) <= bool(after)
+
+
+@given(st.lists(acls, max_size=8), questions)
+def test_the_rule_that_decides_is_one_of_the_rules_and_says_so(
+    some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]
+) -> None:
+    decision = AclSnapshot(some).decide(*asked)
+    if decision.rule is None:
+        assert not decision
+    else:
+        assert decision.rule in some
+        assert bool(decision) is (decision.rule.permission is Permission.ALLOW)
+
+
+@given(st.lists(acls, max_size=8), questions)
+def test_no_rule_stops_a_super_user(some: list[Acl], asked: tuple[str, str, Operation, ResourceType, str]) -> None:
+    assert AclSnapshot(some, super_users=[asked[0]]).decide(*asked)
+
+
+def test_without_rules_everything_is_denied() -> None:
+    assert not AclSnapshot().decide(ALICE, HOST, Operation.DESCRIBE, TOPIC, "orders")
+    assert not AclSnapshot().decide_any(ALICE, HOST, Operation.WRITE, TOPIC)
+
+
+def test_a_wildcard_does_not_reach_internal_topics() -> None:
+    asked = (ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
+    wide = [
+        rule(resource_name="*"),
+        rule(resource_name="_", pattern=PatternType.PREFIXED),
+        rule(resource_name="*", operation=Operation.ALL, principal="User:*"),
+    ]
+    assert not AclSnapshot(wide).decide(*asked)
+    assert AclSnapshot([*wide, rule(resource_name="__consumer_offsets")]).decide(*asked)
+    assert AclSnapshot([*wide, rule(resource_name="__", pattern=PatternType.PREFIXED)]).decide(*asked)
+
+
+def test_a_wildcard_that_denies_does_reach_internal_topics() -> None:
+    named = rule(resource_name="__consumer_offsets")
+    denied = rule(resource_name="*", permission=Permission.DENY)
+    assert not AclSnapshot([named, denied]).decide(ALICE, HOST, Operation.READ, TOPIC, "__consumer_offsets")
+
+
+def test_an_address_may_be_written_in_several_ways() -> None:
+    snapshot = AclSnapshot([rule(host="0:0:0:0:0:0:0:1")])
+    assert snapshot.decide(ALICE, "::1", Operation.READ, TOPIC, "orders")
+
+
+def test_filters_select_rules_as_kafkas_do() -> None:
+    prefixed = rule(resource_name="ord", pattern=PatternType.PREFIXED)
+    wildcard = rule(resource_name="*")
+    every = [rule(), prefixed, wildcard, rule(resource_name="other")]
+
+    def selected(**fields: object) -> list[Acl]:
+        return [acl for acl in every if AclFilter(**fields).matches(acl)]  # type: ignore[arg-type]
+
+    assert selected() == every
+    assert selected(resource_name="orders", pattern=PatternType.MATCH) == [rule(), prefixed, wildcard]
+    assert selected(resource_name="orders", pattern=PatternType.LITERAL) == [rule()]
+    assert selected(resource_name="ord", pattern=PatternType.ANY) == [prefixed]
+    assert selected(resource_name="orders", pattern=PatternType.PREFIXED) == []
+    assert selected(principal=BOB) == []
