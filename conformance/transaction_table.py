@@ -340,7 +340,7 @@ def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
     node = EmbeddedBroker(folder)
     with (
         patch.object(PartitionMarkers, "write", write_unless_held),
-        patch.object(coordinator, "PATIENCE_S", 0.001),
+        patch.object(coordinator, "ENDING_WAIT_S", 0.001),
     ):
         node.start_and_wait()
         try:

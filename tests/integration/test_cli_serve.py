@@ -212,11 +212,15 @@ def test_an_address_that_nobody_can_connect_to_is_not_advertised(tmp_path: Path,
 
 
 @pytest.mark.parametrize("flag", ["--kafka", "--http"])
-def test_an_address_that_others_reach_needs_authentication(tmp_path: Path, flag: str) -> None:
-    refused = call_command(["serve", "--data", str(tmp_path), *FREE, flag, "0.0.0.0:0"])
-    assert refused.code == 2
-    assert "--auth required" in refused.err
-    assert "--insecure" in refused.err
+@pytest.mark.parametrize("insecure", [False, True])
+def test_an_open_address_is_warned_about_unless_that_is_accepted(tmp_path: Path, flag: str, insecure: bool) -> None:
+    given = ["--insecure"] if insecure else []
+    # Refused after the warning, so that no node is left running.
+    ended = call_command(
+        ["serve", "--data", str(tmp_path), *FREE, flag, "0.0.0.0:0", *given, "--advertise", "0.0.0.0:1"]
+    )
+    assert ended.code == 2
+    assert ("--auth required" in ended.err and "pass --insecure" in ended.err) is not insecure
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ class Config:
     auth: str = setting(
         "auth",
         NO_AUTHENTICATION,
-        "Whether Kafka clients have to authenticate, by SASL or a certificate. Required on every address that others "
-        "reach, unless `insecure` says otherwise.",
+        "Whether Kafka clients have to authenticate, by SASL or a certificate. Without it, the node warns about every "
+        "address that other machines reach, unless `insecure` accepts it.",
         choices=(NO_AUTHENTICATION, AUTHENTICATION_REQUIRED),
     )
     tls_cert: str = setting("tls-cert", "", "File with the certificate of this node, and the chain to its authority.")
@@ -131,7 +131,7 @@ class Config:
     insecure: bool = setting(
         "insecure",
         False,
-        "Whether to listen without authentication on addresses that other machines reach.",
+        "Whether to accept, without a warning, that addresses reachable by other machines require no authentication.",
     )
     node_listener: str = setting(
         "node-listener",

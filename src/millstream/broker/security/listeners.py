@@ -6,6 +6,7 @@ of a cluster and their processes meet at the listener that `node-listener` names
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from millstream.broker.security.sasl import Passwords
     from millstream.broker.security.tls import FollowedTls
 
+_logger = logging.getLogger(__name__)
+
 INTERNAL: Final = "internal"
 """The listener for the processes of a node that is alone."""
 _INTERNAL_ADDRESS: Final = "127.0.0.1:0"
@@ -69,23 +72,23 @@ class Listeners:
         self._passwords: Passwords | None = None
 
     def check(self) -> None:
-        """Raise `InvalidSetting` for what would let in whom nobody meant to."""
+        """Raise `InvalidSetting` for listeners that cannot work, and warn about those that let everyone in."""
         config = self._config
         if config.authorizes:
             from millstream.broker.security.tls import PrincipalRules
 
             PrincipalRules(config.tls_principal_rules)
+        if config.http and not (config.authorizes or is_loopback(config.http) or config.insecure):
+            _logger.warning(_exposed("--http", config.http))
         for listener in config.all_listeners:
             if not (listener.requires_authentication or listener.is_loopback or config.insecure):
                 flag = "--kafka" if listener.name == DEFAULT_LISTENER else f"listener {listener.name!r}"
-                raise InvalidSetting(_exposed(flag, listener.address))
+                _logger.warning(_exposed(flag, listener.address))
             if listener.advertise and is_any_address(parse_address(listener.advertise, name="advertise")[0]):
                 raise InvalidSetting(
                     f"--advertise {listener.advertise} names no address that a client could connect to; give a name or "
                     "an address of this machine"
                 )
-        if config.http and not (config.authorizes or is_loopback(config.http) or config.insecure):
-            raise InvalidSetting(_exposed("--http", config.http))
         if config.in_cluster:
             self._check_node_listener()
 
@@ -256,7 +259,7 @@ def address_of(bound: socket.socket) -> str:
 
 def _exposed(flag: str, address: str) -> str:
     return (
-        f"{flag} {address} is reached by other machines, and everybody who reaches it could read, write and delete "
-        "everything; have clients authenticate (--auth required, with --tls-cert and --tls-key), listen on a loopback "
-        "address, or pass --insecure"
+        f"{flag} {address} is reachable by other machines, and anyone who reaches it can read, write and delete "
+        "everything; require authentication (--auth required, with --tls-cert and --tls-key), listen on a loopback "
+        "address, or pass --insecure if the network is trusted"
     )
