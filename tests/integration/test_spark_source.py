@@ -183,7 +183,10 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
     ("options", "said"),
     [
         ({"subscribe": "nobody-made-this"}, "topic 'nobody-made-this' does not exist"),
-        ({"kafka.bootstrap.servers": "127.0.0.1:1"}, "check that it is running and that the option kafka.bootstrap.servers is right"),
+        (
+            {"kafka.bootstrap.servers": "127.0.0.1:1"},
+            "check that it is running and that the option kafka.bootstrap.servers is right",
+        ),
         ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
         ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol is not supported"),
     ],

@@ -147,7 +147,9 @@ def test_a_broker_without_the_batch_commit_gets_rows_at_least_once_and_the_log_s
 
 def test_what_cannot_be_written_to_is_said_before_there_is_a_task(server: Server, topic: str) -> None:
     nowhere = MillstreamSource({"kafka.bootstrap.servers": "127.0.0.1:1", "topic": topic})
-    with pytest.raises(BrokerUnreachable, match=r"check that it is running and that the option kafka\.bootstrap\.servers is right"):
+    with pytest.raises(
+        BrokerUnreachable, match=r"check that it is running and that the option kafka\.bootstrap\.servers is right"
+    ):
         nowhere.writer(SCHEMA, False)
 
 

@@ -16,9 +16,9 @@ from millstream.core.errors import (
     NotLeader,
     OutOfOrderSequence,
     PublishFailed,
-    RequestRefused,
     RequestTimedOut,
     StorageFailure,
+    TopicNotAuthorized,
     UnknownTopic,
 )
 from millstream.core.ids import NodeId
@@ -182,7 +182,7 @@ async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: Producer
         ledger.metadata_faults["orders"] = [ErrorCode.topic_authorization_failed]
         refused = asyncio.create_task(publisher.publish("orders", NewRecord(None, b"a"), partition=0))
         other = asyncio.create_task(publisher.publish("other", NewRecord(None, b"b"), partition=0))
-        with pytest.raises(RequestRefused, match="TOPIC_AUTHORIZATION_FAILED"):
+        with pytest.raises(TopicNotAuthorized, match="TOPIC_AUTHORIZATION_FAILED"):
             await refused
         assert (await other).offset == 1
         assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1

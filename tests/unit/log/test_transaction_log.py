@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.broker.log.compaction import is_due
 from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import InspectionPending
+from millstream.core.errors import InspectionPending, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.marker import Marker
 from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
@@ -236,6 +237,13 @@ async def test_transactions_before_a_cut_are_read_in_a_thread(monkeypatch: pytes
         trial.log.read(0, max_bytes=1000, up_to=2)
     trial.store.checkpoint_soon(trial.log)
     assert not trial.store.checkpoint_once()
+    # A write or another truncation would be lost with the state that is being read; compaction would take aborted
+    # records for committed ones.
+    with pytest.raises(StorageFailure):
+        trial.data(2)
+    with pytest.raises(StorageFailure):
+        trial.log.begin_truncation(1)
+    assert not is_due(trial.log, 2.0)
     await cutting
     assert read_on_loop == [False]
     assert [one.first_offset for one in trial.log.producers.open_transactions()] == [0]

@@ -80,7 +80,7 @@ def is_compacted(log: Log) -> bool:
 
 def roll_idle(log: Log, now_ms: int) -> None:
     """Seal an active segment that is old enough, so that an idle log is compacted too."""
-    if log.closed or log.health.broken or not log.segments or not log.segments[-1].size:
+    if log.closed or log.health.broken or log.is_replaying or not log.segments or not log.segments[-1].size:
         return
     settings = log.settings
     age_ms = now_ms - log.segments[-1].first_append_ms
@@ -126,7 +126,7 @@ def dirty_ratio(log: Log, now_ms: int) -> float:
 
 def next_due_ms(log: Log, now_ms: int) -> int | None:
     """Return when time alone may make a pass due: a segment is sealed, or old enough; None if nothing waits."""
-    if log.closed or log.health.broken or not log.segments:
+    if log.closed or log.health.broken or log.is_replaying or not log.segments:
         return None
     settings, times = log.settings, []
     active = log.segments[-1]
@@ -141,7 +141,8 @@ def next_due_ms(log: Log, now_ms: int) -> int | None:
 
 def is_due(log: Log, ratio: float) -> bool:
     """Whether a log with this ratio should be compacted."""
-    ready = not (log.closed or log.health.broken or log.health.repairing or log.segments.swaps)
+    # While producers are read from the log, it is not known which transactions are open or aborted.
+    ready = log.health.is_idle and not (log.is_replaying or log.segments.swaps)
     return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio
 
 

@@ -115,6 +115,11 @@ class LogHealth:
         """What the disk last failed at, until it does something right."""
         self.failed_at = 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is failing, being repaired or being truncated."""
+        return not (self.closed or self.broken or self.repairing or self.is_truncating)
+
     def fail(self, failure: str, now: float) -> None:
         """Remember what the disk failed at."""
         self.failure, self.failed_at = failure, now
@@ -380,7 +385,7 @@ class Log:
 
     def fail_write(self, doing: str, error: OSError) -> StorageFailure:
         """Return the error for a write that the disk refused, and remember the failure until a write succeeds."""
-        self._note_failure(f"{doing} failed: {error.strerror or error}")
+        self.note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
             f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
@@ -699,14 +704,15 @@ class Log:
         self.stored_offset = max(self.stored_offset, Offset(end_offset))
         self.advance_synced(end_offset)
 
-    def _note_failure(self, what: str) -> None:
+    def note_failure(self, what: str) -> None:
+        """Remember what the disk failed at; the next attempt waits a little."""
         self.health.fail(what, self.clock.monotonic())
 
     def mark_unsynced_segment(self, segment: Segment) -> None:
         """Refuse writes until the tail of a segment whose sync failed is safe in another file."""
         if not self.health.broken:
             self.health.break_off()
-            self._note_failure(f"{segment.path} could not be synced")
+            self.note_failure(f"{segment.path} could not be synced")
             _logger.error(
                 "a file could not be synced and is not trusted again",
                 extra={"partition": str(self.partition), "file": segment.path},
@@ -714,7 +720,7 @@ class Log:
 
     def fail_sync(self, error: OSError, doing: str) -> None:
         """Fail those who wait for a sync."""
-        self._note_failure(f"{doing} failed: {error.strerror or error}")
+        self.note_failure(f"{doing} failed: {error.strerror or error}")
         if not self.closed:
             _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
         if self._on_sync_failed is not None:
@@ -746,7 +752,7 @@ class Log:
     def swap_in(self, old: list[Segment], new: Segment, token: str) -> bool:
         """Continue with a new segment in place of old ones; False if the log is no longer as it was."""
         health = self.health
-        if health.closed or health.broken or health.repairing or not self.segments.swap_in(old, new, token):
+        if not health.is_idle or self.is_replaying or not self.segments.swap_in(old, new, token):
             return False
         self.mark_changed()
         self.void_journal()

@@ -111,7 +111,7 @@ class Inspection:
         """Tell the log what was found; called on the loop."""
         log, segment = self.log, self.segment
         log.open_files.unpin(segment)
-        if not self._is_current:
+        if not self.is_current:
             return
         if self.error is not None:
             _logger.error(
@@ -127,7 +127,7 @@ class Inspection:
         self._note()
 
     @property
-    def _is_current(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the segment is what was read: one that was cut off or compacted in the meantime is not damaged."""
         log = self.log
         return (
@@ -196,7 +196,7 @@ class ScrubStep(Inspection):
     def replay(self) -> ProducerReplay | None:
         """Return what to read before `finish`, if an intact range holds producers' batches."""
         found, log = self._found_again, self.log
-        if found is None or not self._is_current or not log.needs_replay(found, log.lost_beside(found)):
+        if found is None or not self.is_current or not log.needs_replay(found, log.lost_beside(found)):
             return None
         self._replay = ProducerReplay(log)
         return self._replay

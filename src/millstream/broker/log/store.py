@@ -364,13 +364,15 @@ class LogStore:
         return True
 
     def _end_inspection(self, inspection: Inspection) -> None:
-        inspection.finish()
-        if inspection.is_lost or self._closing:
-            # The log has failed those who wait.
-            del self._inspections[inspection.segment]
-        else:
-            # A disk that fails is not read again at once.
-            self._call_later(RETRY_S if inspection.error is not None else 0, self._look_again, inspection)
+        try:
+            inspection.finish()
+        finally:
+            if inspection.is_lost or self._closing:
+                # The log has failed those who wait.
+                del self._inspections[inspection.segment]
+            else:
+                # Not at once, unless the log has changed: the disk may fail, or a reader fail again at the same place.
+                self._call_later(RETRY_S if inspection.is_current else 0, self._look_again, inspection)
 
     def _look_again(self, inspection: Inspection) -> None:
         del self._inspections[inspection.segment]

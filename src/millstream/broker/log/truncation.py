@@ -55,6 +55,9 @@ class Truncation:
         """What has to be read first, before `take_producers`."""
         if self.replay is None:
             self._capture()
+        else:
+            # Under way: neither a write nor another truncation may repeat it while the producers are read.
+            log.health.truncation_captured()
 
     def take_producers(self) -> None:
         """Go on with what was read; called on the loop."""
@@ -107,6 +110,7 @@ class Truncation:
         is_done = log.closed or (self._error is None and self._failure is None)
         log.health.end_truncation(is_done=is_done)
         if self._failure is not None and not is_done:
+            log.note_failure(f"{self._doing} failed: {self._failure}")
             raise self._failure
         if self._error is not None and not is_done:
             raise log.fail_write(self._doing, self._error) from self._error

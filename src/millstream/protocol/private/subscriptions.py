@@ -446,7 +446,7 @@ def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Reco
         if header.is_control or at == len(leases) or leases[at].start > header.last_offset:
             continue
         check_crc(part.batches, header)
-        ranges = [OffsetRange(lease.start, lease.end) for lease in leases[at:]]
+        ranges = (OffsetRange(leases[index].start, leases[index].end) for index in range(at, len(leases)))
         for record in decode_batch(part.batches, header, ranges=ranges):
             while leases[at].end <= record.offset:
                 at += 1

@@ -92,7 +92,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
         if request.names is None:
             described = [{**one, "kept": []} for one in described]
-        if leases_max := min(request.leases, LEASES_MAX):
+        if leases_max := max(0, min(request.leases, LEASES_MAX)):
             for one, document in zip(wanted, described, strict=True):
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)
