@@ -27,6 +27,11 @@ QUANTUM_S: Final = 0.001
 QUANTUM_ALONE_S: Final = 0.010
 """The same while none waits."""
 CROWD: Final = 8
+READ_BYTES_MAX: Final = 32 * 1024
+READ_BYTES_MIN: Final = 4 * 1024
+READ_AHEAD_BYTES: Final = 32 * 1024 * 1024
+"""What a connection reads at a time while others wait, so that all that wait hold little of the memory of those who do
+not."""
 ROUND_S: Final = 0.005
 """How long one round of the loop should take; turns per round adapt to it."""
 ROUND_SPENT_MAX_S: Final = 2 * ROUND_S
@@ -133,6 +138,8 @@ class Turns:
         self.quantum_s = QUANTUM_ALONE_S
         """What a connection may use at once: less, the more of them wait."""
         self.is_crowded = False
+        self.read_bytes = READ_BYTES_MAX
+        """How much a connection reads at a time in a crowd."""
         """Whether so many wait that each should read and send in small steps."""
         self.given = 0
 
@@ -165,6 +172,8 @@ class Turns:
         self.waiting += change
         self.quantum_s = max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
         self.is_crowded = self.waiting >= CROWD
+        if self.is_crowded:
+            self.read_bytes = max(READ_BYTES_MIN, min(READ_BYTES_MAX, READ_AHEAD_BYTES // self.waiting))
 
     def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
         """Charge a connection; return whether it has to wait for its turn now."""
