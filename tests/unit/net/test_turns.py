@@ -276,6 +276,34 @@ def test_many_who_connect_at_once_are_accepted_in_few_rounds() -> None:
     assert uvloop.run(count_rounds(128)) <= 64
 
 
+@pytest.mark.parametrize("resets", [False, True])
+async def test_requests_of_clients_who_hang_up_are_hardly_served(resets: bool) -> None:
+    clock, budget, floods = Clock(), Budget(1 << 30), 50
+    service, turns = Costly(clock), Turns(clock)
+    listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600, turns=turns)
+    bound = bind("127.0.0.1", 0, flag="kafka")
+    await listener.start(bound)
+    clients = [socket.create_connection(bound.getsockname()) for _ in range(floods)]
+    for client in clients:
+        client.sendall((struct.pack(">i", 20) + bytes(20)) * 1000)
+    while turns.waiting < floods - 10:
+        await asyncio.sleep(0)
+    before = len(service.served)
+    for client in clients:
+        if resets:
+            client.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    try:
+        async with asyncio.timeout(30):
+            while listener.connections:
+                await asyncio.sleep(0)
+    finally:
+        await listener.drain(0)
+    # The first reply to one that only ended its side shows that it is gone.
+    assert len(service.served) - before <= 2 * floods
+    assert budget.used_bytes == 0
+
+
 class Promises:
     """Promises every answer."""
 

@@ -32,7 +32,7 @@ from millstream.broker.net.partial_frame import (
     invalid_size,
     release_buffer,
 )
-from millstream.broker.net.presence import Hangups, Presence
+from millstream.broker.net.presence import End, Hangups, Presence, find_end
 from millstream.broker.net.reply import PIECE_BYTES, Outgoing, Piece, Promise, Reply, Stored, Stream, promise_of
 from millstream.broker.net.reply import Buffers as Buffers
 from millstream.broker.net.turns import (
@@ -85,9 +85,6 @@ START_BYTES = 20 * 1024
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
 """A client that leaves more than this unread is not served until it has caught up; all of it then counts."""
 
-SHORT_READ_BYTES = 32 * 1024
-"""How much is read at a time while many wait for their turn."""
-
 SHORT_PIECE_BYTES = 256 * 1024
 """How much of a large response is sent at a time while many wait for their turn."""
 
@@ -102,7 +99,6 @@ _LENGTH = struct.Struct(">i")
 
 _scratch_view = memoryview(bytearray(SCRATCH_BYTES))
 _start_view = _scratch_view[:START_BYTES]
-_short_view = _scratch_view[:SHORT_READ_BYTES]
 
 
 class Service(Protocol):
@@ -137,6 +133,8 @@ class Connection(asyncio.BufferedProtocol):
         self._turns = turns
         self._flow: Flow
         self._awaits_turn = False
+        self._has_ended = False
+        """Whether the client sends nothing more, as far as its last turn showed."""
         self._began = 0.0
         """When serving began that is under way, less the time that was charged meanwhile."""
         self._serve_until = 0.0
@@ -241,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._expects_large:
             space = _start_view
         else:
-            space = _short_view if self._turns.is_crowded else _scratch_view
+            space = _scratch_view[: self._turns.read_bytes] if self._turns.is_crowded else _scratch_view
         self._read_bytes_max = len(space)
         return space
 
@@ -552,7 +550,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._has_unserved or self._is_blocked or self._transport is None:
             return
         self._began = began = self._turns.clock()
-        self._serve_until = began + self._turns.quantum_s
+        # One that has ended its side may be gone; then the first reply shows it.
+        self._serve_until = began + (0.0 if self._has_ended else self._turns.quantum_s)
         try:
             if self._whole is not None:
                 whole, self._whole = self._whole, None
@@ -597,8 +596,16 @@ class Connection(asyncio.BufferedProtocol):
             self._await_turn()
 
     def _take_turn(self) -> None:
-        """Continue after others had their turn."""
+        """Continue after others had their turn, unless the client has left meanwhile."""
+        # While nothing is read, the transport does not notice.
         self._awaits_turn = False
+        if self._transport is None:
+            return
+        end = find_end(self._transport.get_extra_info("socket").fileno())
+        if end is End.GONE:
+            self.abort()
+            return
+        self._has_ended = end is End.SENT_ALL
         self._resume_sending()
 
     # -- replies --------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ from millstream.broker.net.connection import Connection, ConnectionLimits, Servi
 from millstream.broker.net.presence import Hangups
 from millstream.broker.net.turns import Turns
 from millstream.core.errors import AddressTaken
+from millstream.core.heap import trim_after
 from millstream.core.metric import Metric, counter, gauge
 
 _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 BACKLOG = 1024
+TRIMMED_CONNECTIONS_MIN = 64
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
 node would keep new clients waiting behind those who connect and hang up all the time."""
@@ -71,6 +73,8 @@ class Listener:
         self._sweep: asyncio.TimerHandle | None = None
         self._hangups = Hangups()
         self._turns = turns or Turns()
+        self._connections_peak = 0
+        """The most that were open since memory was last returned to the system."""
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
@@ -151,6 +155,7 @@ class Listener:
     def _opened(self, connection: Connection) -> None:
         self._handshaking.discard(connection)
         self.connections.add(connection)
+        self._connections_peak = max(self._connections_peak, len(self.connections))
         self._all_closed.clear()
 
     def _closed(self, connection: Connection) -> None:
@@ -169,6 +174,10 @@ class Listener:
                 connection.fail(TimeoutError("a request or a reply made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()
+        if self._connections_peak > TRIMMED_CONNECTIONS_MIN and len(self.connections) < self._connections_peak // 2:
+            # What they held is free, but not returned to the system.
+            self._connections_peak = len(self.connections)
+            trim_after(0)
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
 

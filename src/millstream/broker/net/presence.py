@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 
 
 class Presence:
@@ -119,3 +120,29 @@ class Hangups:
             hung_up = self._watched.pop(descriptor, None)
             if hung_up is not None:
                 hung_up()
+
+
+class End(Enum):
+    """How far a client has left."""
+
+    NONE = 0
+    SENT_ALL = 1
+    """It has ended its side, and may be gone."""
+    GONE = 2
+    """It has reset the connection."""
+
+
+_RDHUP = getattr(select, "POLLRDHUP", 0)
+_poll = select.poll()
+
+
+def find_end(descriptor: int) -> End:
+    """Find out at once whether the client of a socket has left."""
+    _poll.register(descriptor, _RDHUP)
+    try:
+        polled = _poll.poll(0)
+    finally:
+        _poll.unregister(descriptor)
+    if not polled:
+        return End.NONE
+    return End.GONE if polled[0][1] & (select.POLLERR | select.POLLHUP) else End.SENT_ALL

@@ -27,10 +27,15 @@ QUANTUM_S: Final = 0.001
 QUANTUM_ALONE_S: Final = 0.010
 """The same while none waits."""
 CROWD: Final = 8
+READ_BYTES_MAX: Final = 32 * 1024
+READ_BYTES_MIN: Final = 4 * 1024
+READ_AHEAD_BYTES: Final = 32 * 1024 * 1024
+"""What a connection reads at a time while others wait, so that all that wait hold little of the memory of those who do
+not."""
 ROUND_S: Final = 0.005
 """How long one round of the loop should take; turns per round adapt to it."""
 ROUND_SPENT_MAX_S: Final = 2 * ROUND_S
-TURNS_MAX: Final = 64
+QUANTA_MAX: Final = 64
 CHARGE_QUANTA_MAX: Final = 2
 """The most that is charged at once: the time may have gone to a slow disk, another process, or the collector."""
 BYTE_S: Final = 4e-9
@@ -126,13 +131,15 @@ class Turns:
         self._round_at = 0.0
         self.spent_s = 0.0
         """What was used since the last round."""
-        self._turns = 8
+        self._quanta = 8
         self._flows_under_way = 0
         self.waiting = 0
         """How many connections wait for their turn."""
         self.quantum_s = QUANTUM_ALONE_S
         """What a connection may use at once: less, the more of them wait."""
         self.is_crowded = False
+        self.read_bytes = READ_BYTES_MAX
+        """How much a connection reads at a time in a crowd."""
         """Whether so many wait that each should read and send in small steps."""
         self.given = 0
 
@@ -165,6 +172,8 @@ class Turns:
         self.waiting += change
         self.quantum_s = max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
         self.is_crowded = self.waiting >= CROWD
+        if self.is_crowded:
+            self.read_bytes = max(READ_BYTES_MIN, min(READ_BYTES_MAX, READ_AHEAD_BYTES // self.waiting))
 
     def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
         """Charge a connection; return whether it has to wait for its turn now."""
@@ -214,14 +223,18 @@ class Turns:
         self._is_due = False
         self.spent_s = 0.0
         self._adapt(self.clock() - self._round_at)
-        left = min(self._turns, self.waiting)
+        left = self.waiting
+        until = self.clock() + self._quanta * QUANTUM_S
         try:
+            # By time, since the turn of one that has little to do, or has left, takes a fraction of a quantum.
             while left and self._queue:
                 flow = self._next()
                 if flow is not None:
                     left -= 1
                     self.given += 1
                     flow.resume()
+                    if self.clock() >= until:
+                        break
         finally:
             if self._queue:
                 self._run_soon()
@@ -248,9 +261,9 @@ class Turns:
     def _adapt(self, took_s: float) -> None:
         """Give fewer turns in a round after one that took too long, and more after a short one."""
         if took_s > 2 * ROUND_S:
-            self._turns = max(1, self._turns // 2)
-        elif took_s < ROUND_S and self._turns < TURNS_MAX:
-            self._turns += 1
+            self._quanta = max(1, self._quanta // 2)
+        elif took_s < ROUND_S and self._quanta < QUANTA_MAX:
+            self._quanta += 1
 
     # -- what is promised -----------------------------------------------------------------------------------
 
