@@ -177,7 +177,7 @@ class MemoryTopics:
     def add(self, name: str, *, partitions: int = 1, overrides: Mapping[str, str] | None = None) -> Topic:
         """Make a topic at once."""
         if name in self._topics:
-            raise TopicExists(f"topic {name!r} exists already")
+            raise TopicExists(f"topic {name!r} already exists")
         topic = Topic(
             name=name,
             topic_id=uuid.uuid4(),

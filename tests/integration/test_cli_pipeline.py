@@ -33,8 +33,8 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert [note[:31] for note in made.pop("notes")] == [f"There is no topic 'shown-{x}' yet" for x in "ab"]
     assert made == {"pipeline": "shown", "kind": "land", "created": True}
     again = millstream(*create)
-    assert (again.code, again.err) == (5, "millstream: pipeline 'shown' exists already\n")
-    assert millstream(*create, "--if-not-exists").out == "There is already a pipeline shown.\n"
+    assert (again.code, again.err) == (5, "millstream: pipeline 'shown' already exists\n")
+    assert millstream(*create, "--if-not-exists").out == "Pipeline shown already exists.\n"
     told = millstream("pipeline", "describe", "shown", "--json").document
     assert told["overrides"] == {
         "topics": "shown-a,shown-b",
@@ -133,7 +133,7 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
     assert millstream("pipeline", "rule", "delete", "director", "rule-7").code == 3
     rules.write_text('[{"name": "x", "where": "true"}]', encoding="utf-8")
     refused = millstream("pipeline", "rule", "load", "director", rules)
-    assert (refused.code, "is no JSON list of rules" in refused.err) == (2, True)
+    assert (refused.code, "is not a JSON list of rules" in refused.err) == (2, True)
     assert "998 rules; millstream pipeline rule list" in millstream("pipeline", "describe", "director").out
     assert millstream("pipeline", "delete", "director", "--yes").code == 0
 
@@ -157,7 +157,7 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     rule = ("pipeline", "rule", "put", f"route-{topic}", "all", "--topic", topic, "--to", "anywhere")
     assert millstream("pipeline", "create", "route", f"route-{topic}", "--stopped").code == millstream(*rule).code == 0
     assert millstream("group", "reset", f"pipeline-route-{topic}", "--topic", topic, "--to", "end").code == 0
-    assert millstream(*rule).out.endswith("; 1 message that it has behind it is not looked at again.\n")
+    assert millstream(*rule).out.endswith("; 1 message that it has already read is not routed again.\n")
     assert millstream(*rule, "--json").document["passed"] == 1
     waiting = f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet."
     shorter = http.patch(f"/topics/{topic}", json={"settings": {"retention.ms": 60000}}).json()

@@ -171,7 +171,7 @@ def test_tail_passes_a_batch_that_it_cannot_decompress(server: Server, millstrea
         told = millstream("tail", "garbled", "--raw", *position)
         assert (told.code, told.lines) == (1, ["before", "behind"])
         assert "garbled-0: the batch at offsets 1 to 2 cannot be read (" in told.err
-        assert "; going on at 3. To do: " in told.err
+        assert "; continuing at 3. To do: " in told.err
         assert "millstream: not everything could be shown: garbled-0: the batch at offsets 1 to 2" in told.err
 
 
@@ -212,7 +212,7 @@ def test_tail_begins_where_it_is_told(millstream: CommandLine) -> None:
     assert values(millstream, "positions", "--from", third)[-3:] == ["2", "3", "4"]
     beyond = millstream("tail", "positions", "--from", "99", "--raw")
     assert (beyond.code, beyond.out) == (0, "")
-    assert "does not reach to offset 99; beginning at 5" in beyond.err
+    assert "does not contain offset 99; starting at 5" in beyond.err
     assert millstream("tail", "positions", "--from", "noon").code == 2
 
 

@@ -57,7 +57,7 @@ def test_a_pull_of_what_is_delivered_at_most_once_holds_nothing(millstream: Comm
     assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
     assert millstream.process("publish", name, stdin=b"a\n").code == 0
     said = millstream("subscription", "pull", name, "--wait", 60).err
-    assert said == "1 message taken, at most once: they are not delivered again.\n"
+    assert said == "1 message received at most once: they are not delivered again.\n"
 
 
 def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name: str) -> None:
@@ -111,7 +111,7 @@ def _identity(lease: dict[str, Any]) -> tuple[object, ...]:
 
 
 def test_an_endpoint_to_which_no_node_pushes_is_told(millstream: CommandLine, name: str) -> None:
-    told = "is a private address, to which node 1 does not push; nodes that may have --push-private-addresses true.\n"
+    told = "is a private address, to which node 1 does not push; allow it with --push-private-addresses true.\n"
     push = ("--push", "http://127.0.0.1:1/hook")
     assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {told}"
     changed = millstream("subscription", "update", name, "--push", "http://[::1]:1/hook", "--json")

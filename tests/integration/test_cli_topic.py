@@ -74,7 +74,7 @@ def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: Comma
     millstream("topic", "create", "twice")
     again = millstream("topic", "create", "twice")
     assert (again.code, again.out) == (5, "")
-    assert "exists already" in again.err
+    assert "already exists" in again.err
     fine = millstream("topic", "create", "twice", "--if-not-exists", "--json")
     assert (fine.code, fine.document["created"]) == (0, False)
 

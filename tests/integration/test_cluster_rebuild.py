@@ -114,7 +114,7 @@ def test_a_node_that_lost_its_folder_with_etcd_gets_its_copies_back(tmp_path: Pa
         rebuild = ["cluster", "rebuild", *shared, *left]
         refused = call_command(rebuild)
         assert (refused.code, "--accept-loss" in refused.err) == (1, True)
-        assert "Without --accept-loss this is refused" in call_command([*rebuild, "--dry-run"]).out
+        assert "this is refused without --accept-loss" in call_command([*rebuild, "--dry-run"]).out
         done = call_command([*rebuild, "--accept-loss", "--json"])
         assert (done.code, done.document["nodes"], done.document["fewer"]) == (0, [1, 2], [])
         assert len(done.document["missing"]) == 1

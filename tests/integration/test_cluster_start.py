@@ -76,7 +76,7 @@ def test_a_node_id_that_is_taken_is_told_with_who_has_it(
     tmp_path: Path, cluster: ServerGroup, settings: dict[str, object]
 ) -> None:
     twin = serve(tmp_path / "data", settings | {"node-id": 1})
-    assert (twin.code, f"runs already, at {cluster[1].kafka}" in twin.err) == (5, True)
+    assert (twin.code, f"is already running at {cluster[1].kafka}" in twin.err) == (5, True)
 
 
 def test_a_folder_is_for_one_node_of_one_cluster(cluster: ServerGroup, settings: dict[str, object]) -> None:

@@ -54,7 +54,7 @@ def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartSer
     shown = millstream("tail", "harmed", "--from", "start", "--json")
     assert shown.code == 1
     assert [one["offset"] for one in shown.documents] == [*range(end_of_first, start_of_active), 9]
-    assert f"{lost[0]}; going on at {end_of_first}" in shown.err
+    assert f"{lost[0]}; continuing at {end_of_first}" in shown.err
     assert f"--to {end_of_first}" in shown.err
     assert "not everything could be shown" in shown.err
     one = millstream("message", "show", "harmed", 0, 0)

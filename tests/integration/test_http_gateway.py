@@ -326,7 +326,7 @@ def test_topics_over_http(http: httpx.Client, topic: str) -> None:
     assert http.post("/topics", json={"name": topic}).status_code == 409
     changed = http.patch(f"/topics/{topic}", json={"partitions": 3, "settings": {"retention.ms": "60000"}})
     described = http.get(f"/topics/{topic}").json()
-    moved = "New messages of a key may go to another partition than earlier ones."
+    moved = "New messages of a key may go to a different partition than earlier ones."
     assert changed.json() == {**described, "notes": [moved]}
     assert (len(described["partitions"]), described["owner"]) == (3, "shop")
     assert described["overrides"]["retention.ms"] == "60000"

@@ -302,7 +302,7 @@ class Broker:
                 )
         elif config.in_cluster and is_any_address(parse_address(config.kafka, name="kafka")[0]):
             raise InvalidSetting(
-                f"--kafka {config.kafka} listens on every address, but the other nodes need one to connect to; give it "
+                f"--kafka {config.kafka} listens on every address, but the other nodes need a specific one; set it "
                 "with --advertise HOST:PORT"
             )
 
@@ -352,7 +352,7 @@ class Broker:
             )
             coordination = EtcdStore(address, config.cluster, self._clock)
         except (ValueError, OSError) as error:
-            raise InvalidSetting(f"etcd cannot be asked: {error}") from error
+            raise InvalidSetting(f"etcd cannot be queried: {error}") from error
         self._undo.push_async_callback(coordination.close)
         try:
             catalog = Catalog(config.catalog, cluster=config.cluster)

@@ -159,14 +159,14 @@ class FailureLog:
             self._kinds.pop(next(iter(self._kinds)))
         self._kinds[kind] = [now, 0]
         more = f" (and {known[1]:.0f} times before, not logged)" if known is not None and known[1] else ""
-        _logger.warning("the handler of %r failed at message %s%s", self._name, message.id, more, exc_info=error)
+        _logger.warning("the handler of %r failed on message %s%s", self._name, message.id, more, exc_info=error)
 
     def close(self) -> None:
         """Log how many failures were not logged."""
         count = sum(count for _, count in self._kinds.values())
         self._kinds.clear()
         if count:
-            _logger.warning("the handler of %r failed %.0f times more, not logged", self._name, count)
+            _logger.warning("the handler of %r failed %.0f more times, not logged", self._name, count)
 
 
 def _kind(error: BaseException) -> object:
@@ -369,7 +369,7 @@ class Subscriber:
             self._settle_failed(message, error)
         except Exception:
             # An error that cannot be converted to text must not keep the message here.
-            _logger.exception("the handler of %r failed at message %s", self.name, message.id)
+            _logger.exception("the handler of %r failed on message %s", self.name, message.id)
             self._source.settle_nowait(message, Verb.RELEASE)
 
     def _settle_failed(self, message: Message, error: BaseException) -> None:

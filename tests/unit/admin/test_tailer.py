@@ -129,4 +129,4 @@ async def test_a_partition_that_moves_is_followed_where_it_is_led_now(monkeypatc
         seen = [await first, await anext(messages)]
     assert sorted(message.record.value or b"" for message in seen) == [b"b", b"c"]
     assert len(notes) == 1
-    assert "Lost the broker" in notes[0]
+    assert "Lost the connection to the broker" in notes[0]

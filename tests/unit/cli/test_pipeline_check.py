@@ -41,7 +41,7 @@ def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], message: str)
 def test_what_passes_by_itself_is_none() -> None:
     well = [told("running", last_error="it was away", counts={"quarantined": 1}), told("stopped"), told("starting")]
     (found,) = findings_of([*well, told("retrying", failing_ms=since(1))], now_ms=NOW_MS)
-    assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, none of them in trouble")
+    assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, all healthy")
 
 
 async def test_nobody_is_asked_where_no_pipeline_is_declared() -> None:

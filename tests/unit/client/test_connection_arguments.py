@@ -34,9 +34,9 @@ from millstream_testing.producer_ledger import ProducerLedger
         ({"connect_timeout": None}, "connect_timeout must be"),
         ({"buffer_bytes": 0}, "buffer_bytes must be"),
         ({"batch_bytes": 1.5}, "batch_bytes must be a whole number"),
-        ({"client_id": 5}, "client_id must be a text"),
+        ({"client_id": 5}, "client_id must be a string"),
         ({"acks": True}, "acks must be"),
-        ({"receipts": 5}, "receipts must be the name of a file"),
+        ({"receipts": 5}, "receipts must be a file name"),
     ],
 )
 def test_options_are_checked_when_they_are_given(options: dict[str, Any], told: str) -> None:
@@ -172,7 +172,7 @@ def test_a_beginning_that_is_none_is_refused_by_name(start: Any) -> None:
         ({"partition": True}, "partition must be"),
         ({"partition": -1}, "partition must be"),
         ({"partition": [0]}, "partition must be"),
-        ({"correlation_id": 5}, "correlation_id must be a text, not 5"),
+        ({"correlation_id": 5}, "correlation_id must be a string, not 5"),
         ({"deduplicate": "no", "id": "a"}, "deduplicate must be True or False, not 'no'"),
     ],
 )
@@ -193,23 +193,23 @@ async def test_a_publish_is_refused_by_the_name_of_what_is_wrong(given: dict[str
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"name": b"billing"}, "name must be a text"),
+        ({"name": b"billing"}, "name must be a string"),
         ({"concurrency": "3"}, "concurrency must be a whole number of at least 1, not '3'"),
         ({"concurrency": 1.5}, "concurrency must be"),
         ({"in_flight": None}, "in_flight must be"),
-        ({"filter": 5}, "filter must be a text"),
+        ({"filter": 5}, "filter must be a string"),
         ({"ordered": "yes"}, "ordered must be True or False"),
         ({"lease": "5"}, "lease must be a number of at least 0, not '5'"),
         ({"lease": math.nan}, "lease must be"),
         ({"expires": math.inf}, "expires must be"),
         ({"attempts": "3"}, "attempts must be a whole number"),
         ({"backoff": True}, "backoff must be a number of at least 0, not True"),
-        ({"backoff": (1,)}, "backoff must be a number of seconds, or two"),
+        ({"backoff": (1,)}, "backoff must be a number of seconds, or a pair"),
         ({"backoff": ("1", "2")}, "backoff must be a number of at least 0, not '1'"),
-        ({"dead_letter": 5}, "dead_letter must be a text"),
+        ({"dead_letter": 5}, "dead_letter must be a string"),
         ({"update": "yes"}, "update must be True or False"),
         ({"live": "no"}, "live must be True or False"),
-        ({"leese": 5}, "no 'leese'; what can be asked for: filter, delivery"),
+        ({"leese": 5}, "no 'leese'; the settings are: filter, delivery"),
     ],
 )
 async def test_a_subscription_is_refused_by_the_name_of_what_is_wrong(
@@ -226,9 +226,9 @@ async def test_a_subscription_is_refused_by_the_name_of_what_is_wrong(
 async def test_a_receipt_is_what_a_publish_has_returned(ms: Any) -> None:
     receipt = millstream.Receipt("orders", 0, 0, 0, "")
     for given in (("orders", 0, 0), None):
-        with pytest.raises(InvalidRequest, match="receipt must be what publish has returned"):
+        with pytest.raises(InvalidRequest, match="receipt must be a receipt that publish returned"):
             await ms.delivery(given, subscription="billing")
-    with pytest.raises(InvalidRequest, match="subscription must be a text"):
+    with pytest.raises(InvalidRequest, match="subscription must be a string"):
         await ms.delivery(receipt, subscription=5)
     for wait in ("5", math.inf):
         with pytest.raises(InvalidRequest, match="wait must be a number"):

@@ -48,7 +48,7 @@ def test_what_cannot_be_said_is_refused() -> None:
         key_bytes(7)  # type: ignore[arg-type]
     given: list[Any] = [object(), 5, 1.5, True]
     for value in given:
-        with pytest.raises(InvalidRequest, match="header 'a' must be a text, bytes or None, not"):
+        with pytest.raises(InvalidRequest, match="header 'a' must be a string, bytes or None, not"):
             headers_of({"a": value}, ())
     with pytest.raises(InvalidRequest, match="empty"):
         headers_of((), (), message_id="")

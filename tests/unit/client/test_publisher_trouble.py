@@ -69,7 +69,7 @@ async def test_a_topic_made_anew_while_many_are_published_takes_nothing_more_of_
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
         ledger.faults = ["", "recreated", *["not leader"] * 5]
-        with pytest.raises(PublishFailed, match="another one has its name now") as failed:
+        with pytest.raises(PublishFailed, match="another topic has its name now") as failed:
             await publisher.publish_many("orders", records(1000), partition=0)
         outcomes = failed.value.outcomes
         stored = [type(one) for one in outcomes].index(UnknownTopic)

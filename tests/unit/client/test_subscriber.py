@@ -358,7 +358,7 @@ async def test_failures_of_a_kind_are_logged_once_and_counted(
     await settled_by(12, handle)
     said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
     assert [is_traceback for _, is_traceback in said] == [True, True, False]
-    assert said[-1][0] == "the handler of 'billing' failed 7 times more, not logged"
+    assert said[-1][0] == "the handler of 'billing' failed 7 more times, not logged"
     caplog.clear()
     log = module.FailureLog("billing")
     message = Given(1).messages[0]

@@ -147,10 +147,10 @@ async def test_two_pipelines_do_not_land_into_one_table(
     pipelines = make(catalog)
     await pipelines.create("one", LAND, first)
     for validate_only in (True, False):
-        with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+        with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
             await pipelines.create("two", LAND, second, validate_only=validate_only)
     await pipelines.create("two", LAND, {**second, "lake": "/elsewhere"})
-    with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+    with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
         await pipelines.alter("two", {"lake": first.get("lake")})
     # What it has itself is in nobody's way.
     await pipelines.alter("one", {"every.ms": "1000"})

@@ -236,7 +236,7 @@ class TestIncrementalAlterConfigs:
         for way in (
             "num.partitions: set default-partitions in the node's flags",
             "default-retention-ms: set log.retention.ms instead",
-            "log.cleaner.threads: compaction runs in one process",
+            "log.cleaner.threads: compaction runs in one separate process",
             "no.such: a node has no such setting",
         ):
             assert way in node.error_message
@@ -273,7 +273,7 @@ class TestIncrementalAlterConfigs:
             ("", ("log.segment.bytes", SET, "1"), ErrorCode.invalid_config, "log.segment.bytes must be at least"),
             ("", ("max.connections", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
             ("6", ("log.retention.ms", SET, "1"), ErrorCode.invalid_request, "the nodes are 5"),
-            ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "holds for the whole cluster"),
+            ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "applies to the whole cluster"),
         ],
     )
     async def test_what_a_node_cannot_have_is_told(

@@ -279,7 +279,7 @@ async def test_what_its_owner_should_know_is_told_and_no_reason_to_refuse(client
         "There is no topic 'ordres' yet; the pipeline waits for it; did you mean 'orders'?"
     ]
     many = ",".join(f"x{number}" for number in range(9))
-    assert (await client.alter("few", {"topics": many}))[-1] == "Nor are 4 more of its topics there yet."
+    assert (await client.alter("few", {"topics": many}))[-1] == "4 more of its topics do not exist yet either."
     sql = {"sql": "SELECT * FROM orders JOIN c", "into": "copies", "tables": '{"c": "/lake/c"}'}
     more = {"schemas": '{"order": "id long"}', "watermarks": '{"orders": "at 1 hour"}'}
     assert (await client.create("copying", "transform", {**sql, **more})).notes == [
@@ -297,7 +297,7 @@ async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nod
     made = await client.create("return", "route", {}, rules=[back])
     expected = (
         "Messages may loop forever: copies to orders to audit to copies, through the pipelines director, on, return. "
-        "Have a condition end that."
+        "Add a condition that ends the loop."
     )
     assert made.notes == [expected]
     assert (await client.alter("return", {"batch.max.messages": "5"})) == [expected]
@@ -322,7 +322,7 @@ async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineCl
 
 async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:
     await client.create("land-orders", "land", ORDERS)
-    with pytest.raises(PipelineExists, match="exists already"):
+    with pytest.raises(PipelineExists, match="already exists"):
         await client.create("land-orders", "land", ORDERS)
     with pytest.raises(InvalidRequest, match="the kinds are: land, transform, route"):
         await client.create("other", "wash", {})

@@ -124,7 +124,7 @@ def test_the_group_of_a_pipeline_goes_with_its_declaration_while_it_is_run(link:
     assert link.call(describe_group(link.client, group)).members == ()
     claim.take()
     link.call(pipelines.delete(topic))
-    with pytest.raises(GroupNotEmpty, match="is still being run"):
+    with pytest.raises(GroupNotEmpty, match="is still running"):
         link.call(pipelines.create(topic, "land", {"topics": topic}))
     claim.leave()
     with pytest.raises(UnknownGroup):
@@ -144,7 +144,7 @@ def test_consumers_and_pipelines_leave_each_others_groups_alone(
     consumer = Claim(link, f"pipeline-{topic}")
     consumer.take()
     consumer.leave()
-    with pytest.raises(GroupNotEmpty, match="is one of consumers, who have offsets in it; choose another name"):
+    with pytest.raises(GroupNotEmpty, match="is used by consumers and has offsets; choose another name"):
         link.call(pipelines.create(topic, "land", {"topics": topic}))
     link.call(pipelines.create(f"{topic}-2", "land", {"topics": topic}, is_wanted=False))
     with pytest.raises(InvalidGroupId):

@@ -168,7 +168,7 @@ def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
         for _ in range(3):
             scene.now_s += 0.01
             scene.watch.look()
-        assert scene.replaced[0] == ("", "Java has not answered for 0 s")
+        assert scene.replaced[0] == ("", "the Java process has not answered for 0 s")
 
 
 def test_nobody_is_blamed_while_java_does_not_answer() -> None:

@@ -438,7 +438,7 @@ async def test_a_failure_that_nobody_has_thought_of_closes_the_queue(
     bench.publish("a")
     assert await waiting == []
     assert delivery.is_closed
-    assert "a queue stopped because of a defect; it restarts from its stored state" in caplog.text
+    assert "a queue stopped because of a bug; it restarts from its stored state" in caplog.text
     monkeypatch.undo()
     again = await bench.open(lease_ms=100)
     again.try_receive(wanted())

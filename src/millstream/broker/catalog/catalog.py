@@ -401,7 +401,7 @@ class Catalog:
                     )
                 )
         except IntegrityError as error:
-            raise TopicExists(f"topic {topic.name!r} exists already") from error
+            raise TopicExists(f"topic {topic.name!r} already exists") from error
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
@@ -556,7 +556,7 @@ class Catalog:
                     )
                 )
         except IntegrityError as error:
-            raise SubscriptionExists(f"subscription {subscription.name!r} exists already") from error
+            raise SubscriptionExists(f"subscription {subscription.name!r} already exists") from error
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
         """Store the topics and overrides that `change` computes from a subscription as it is declared now."""
@@ -616,7 +616,7 @@ class Catalog:
             with self._change() as connection:
                 insert_pipeline(connection, pipeline)
         except IntegrityError as error:
-            raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
+            raise PipelineExists(f"pipeline {pipeline.name!r} already exists") from error
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""

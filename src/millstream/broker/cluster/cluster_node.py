@@ -222,7 +222,7 @@ class ClusterNode:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
                 _logger.log(
                     level,
-                    "quotas, subscriptions and pipelines could not be read; trying again",
+                    "quotas, subscriptions and pipelines could not be read; retrying",
                     extra={"error": str(error)},
                 )
                 await backoff.pause()
@@ -233,7 +233,7 @@ class ClusterNode:
     def troubles(self) -> Iterable[str]:
         """Yield why this node should get no traffic."""
         if self._registration is None or self._registration.is_fenced:
-            yield "this node is not an admitted member of the cluster now"
+            yield "this node is not currently admitted to the cluster"
 
     def warnings(self) -> Iterable[str]:
         """Yield what is wrong in the cluster although this node works."""
@@ -257,10 +257,10 @@ class ClusterNode:
         registration = self._registration
         fenced = registration is None or registration.is_fenced or not registration.is_certain
         losses = 0 if registration is None else registration.losses
-        yield gauge("millstream_nodes", "Nodes that are alive, as this one sees it.", len(self.view.live))
-        yield gauge("millstream_node_fenced", "1 while the cluster may not count on this node.", int(fenced))
-        yield counter("millstream_node_losses_total", "Times that the cluster gave this node up while it ran.", losses)
-        yield gauge("millstream_coordination_available", "1 while the store answers.", int(self._store.available))
+        yield gauge("millstream_nodes", "Live nodes, as seen by this node.", len(self.view.live))
+        yield gauge("millstream_node_fenced", "1 while this node is fenced.", int(fenced))
+        yield counter("millstream_node_losses_total", "Times that this node was fenced while it ran.", losses)
+        yield gauge("millstream_coordination_available", "1 while etcd answers.", int(self._store.available))
         yield from self.replicas.metrics()
         if self._controller is not None:
             yield from self._controller.metrics()

@@ -197,7 +197,7 @@ class Controller:
                 await backoff.pause()
             except Exception:
                 # Whatever it was, a cluster without a controller is worse than one that retries.
-                _logger.exception("the controller failed; it starts again")
+                _logger.exception("the controller failed; restarting it")
                 await backoff.pause()
             finally:
                 self._stop_term()

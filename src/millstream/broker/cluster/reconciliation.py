@@ -150,7 +150,7 @@ class Reconciliation:
             except MillstreamError as error:
                 # The catalog or the store may be unavailable, which is reported elsewhere; elections continue.
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
-                _logger.log(level, "topics could not be reconciled; trying again", extra={"error": str(error)})
+                _logger.log(level, "topics could not be reconciled; retrying", extra={"error": str(error)})
                 self._wanted.set()
                 await self._backoff.pause()
 

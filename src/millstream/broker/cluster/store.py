@@ -195,7 +195,7 @@ class StoreHealth:
         if self._answered_once:
             # Before that, the task that waits for the first answer reports it.
             _logger.warning(
-                "etcd is unavailable; data flows with the current leaders, changes of the cluster wait",
+                "etcd is unavailable; data flows with the current leaders, cluster changes wait",
                 extra={"reason": reason},
             )
         self._notify()

@@ -251,7 +251,7 @@ class Topics:
             overrides = await self._declarations.change_broker_settings(scope, changes, replace=replace)
             await self._broker_declared()
         await self._broker_agreed(scope, overrides, timeout_s)
-        _logger.info("settings of nodes changed", extra={"node": scope or "all", "settings": str(overrides)})
+        _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
 
     def _node_ids(self) -> Iterable[NodeId]:
         return (self._me,)
@@ -393,9 +393,14 @@ class Topics:
         for name, text, attribute in totals:
             yield Metric(name, "counter", text, self._by_topic(attribute))
         yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
-        yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
+        yield Metric(
+            "millstream_high_watermark",
+            "gauge",
+            "The high watermark: the end of the acknowledged records.",
+            self._by_partition("high_watermark"),
+        )
         yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
-        text = "Bytes past their retention that stay, since they are not delivered or not landed yet."
+        text = "Bytes past their retention that are kept because they are not delivered or not landed yet."
         yield Metric("millstream_log_held_bytes", "gauge", text, self._held_samples())
 
     def _by_topic(self, attribute: str) -> Iterable[Sample]:
@@ -453,7 +458,7 @@ class Topics:
     ) -> Topic:
         check_topic_name(name)
         if name in self._by_name:
-            raise TopicExists(f"topic {name!r} exists already")
+            raise TopicExists(f"topic {name!r} already exists")
         twin = self._by_metric_name.get(_metric_name(name))
         if twin is not None:
             raise InvalidTopicName(

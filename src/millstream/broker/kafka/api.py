@@ -56,7 +56,7 @@ CLUSTER_OPERATIONS: Final = _bits(
 GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
 
-SECURITY_DISABLED: Final = "there is no authorization here: every client may do everything, and no rule can change that"
+SECURITY_DISABLED: Final = "authorization is not supported: every client may do everything"
 
 
 RequestT = TypeVar("RequestT")

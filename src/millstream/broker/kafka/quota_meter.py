@@ -144,6 +144,6 @@ class QuotaMeters:
         yield Metric(
             "millstream_throttled_seconds_total",
             "counter",
-            "Time for which clients were throttled.",
+            "Total time that clients were throttled.",
             tuple(Sample(meter.throttled_ms / 1000, (("quota", meter.key),)) for meter in meters),
         )

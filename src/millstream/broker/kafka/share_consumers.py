@@ -296,7 +296,7 @@ def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> N
         raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
     known = _KINDS if renews else _WITHOUT_RENEW
     if not known.issuperset(types):
-        raise InvalidRequest(f"an acknowledgement is one of {sorted(known)} here")
+        raise InvalidRequest(f"an acknowledgement type is one of {sorted(known)}")
 
 
 def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:

@@ -95,8 +95,10 @@ class TransactionService:
             "Transactional ids that this node coordinates, by state.",
             tuple(Sample(number, (("state", state),)) for state, number in sorted(states.items()) if number),
         )
-        yield gauge("millstream_transactions_ending", "Transactions whose markers are written.", self.sender.in_flight)
-        yield counter("millstream_marker_retries_total", "Times that markers were written again.", self.sender.retries)
+        yield gauge(
+            "millstream_transactions_ending", "Transactions whose markers are being written.", self.sender.in_flight
+        )
+        yield counter("millstream_marker_retries_total", "Retries of writing markers.", self.sender.retries)
 
     async def start(self) -> None:
         """Start loading transactions from the log, and writing markers that a crash left out."""

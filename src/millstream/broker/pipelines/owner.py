@@ -120,7 +120,7 @@ class ElectedOwner:
             await self._store.change([Delete(keys.PIPELINES_OWNER)], [Expect(keys.PIPELINES_OWNER, revision)])
         except StoreUnavailable as error:
             # The key expires with this node's session.
-            _logger.debug("the place could not be given up", extra={"error": str(error)})
+            _logger.debug("the ownership of pipelines could not be released", extra={"error": str(error)})
 
     async def _win(self) -> int:
         """Wait until the key is free and create it; return its revision."""

@@ -792,7 +792,7 @@ class Delivery:
 
     def _restart_after_defect(self, error: Exception) -> None:
         """Close the queue after an unexpected error; it is restored from its stored state."""
-        self._log_restart(logging.ERROR, "a queue stopped because of a defect", str(error), error)
+        self._log_restart(logging.ERROR, "a queue stopped because of a bug", str(error), error)
         self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
 
     def _log_restart(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:

@@ -80,7 +80,7 @@ class CoordinatorGate:
 
 def _client_error(error: MillstreamError | None) -> MillstreamError | None:
     if isinstance(error, _UNREACHABLE):
-        return NotEnoughReplicas(f"the coordinator of the transaction could not say yes: {error}")
+        return NotEnoughReplicas(f"the coordinator of the transaction could not confirm it: {error}")
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))
     return error

@@ -313,7 +313,7 @@ class PipelineChild(SupervisedChild):
                     _logger.debug("a pipeline was deleted before it was parked", extra={"pipeline": name})
                 except MillstreamError as error:
                     _logger.warning(
-                        "a pipeline could not be parked in the catalog yet",
+                        "a pipeline could not be marked as parked in the catalog yet",
                         extra={"pipeline": name, "error": str(error)},
                     )
                     await asyncio.sleep(PARK_PAUSE_S)

@@ -102,7 +102,7 @@ def _next_position(position: Position, goal: Goal, owned: Assignment | None, *, 
         return _advance(position, goal, owned)
     if position.state is MemberState.UNKNOWN:
         if owned is None or owned:
-            raise FencedMemberEpoch("the state of the member is not known here; it has to join again")
+            raise FencedMemberEpoch("the state of the member is unknown; it has to rejoin")
         return _advance(position.at(goal.epoch), goal, owned)
     if position.epoch != goal.epoch:
         return _advance(position, goal, owned)

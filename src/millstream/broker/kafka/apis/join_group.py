@@ -1,4 +1,4 @@
-"""JoinGroup (key 11), versions 0 to 9: a consumer becomes a member, or takes part in the next generation.
+"""JoinGroup (key 11), versions 0 to 9: adds a consumer to its group, or to the next generation of it.
 
 The answer waits until the generation is complete. Version notes: 0 has no rebalance timeout, the session's stands for
 both; from 4 on a new member is first given an id (MEMBER_ID_REQUIRED) and joins again with it; 5 adds static members;

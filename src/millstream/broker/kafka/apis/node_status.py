@@ -1,4 +1,4 @@
-"""NodeStatus (key 32000), version 0: Millstream's private request for a node's health and numbers.
+"""NodeStatus (key 32000), version 0: returns a node's health and metrics.
 
 The HTTP gateway and `millstream doctor` use it. The response holds:
 

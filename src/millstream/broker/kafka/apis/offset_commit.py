@@ -1,4 +1,4 @@
-"""OffsetCommit (key 8), versions 2 to 10: a group notes how far it has come, durably.
+"""OffsetCommit (key 8), versions 2 to 10: commits the offsets of a group, durably.
 
 Without generation and member id it comes from a consumer outside any group, and is taken if the group has no members.
 A partition that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, or UNKNOWN_TOPIC_ID from 10 on, where topics are

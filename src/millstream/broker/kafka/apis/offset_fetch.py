@@ -1,4 +1,4 @@
-"""OffsetFetch (key 9), versions 1 to 10: how far groups have come.
+"""OffsetFetch (key 9), versions 1 to 10: returns the committed offsets of groups.
 
 An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on), which
 includes a partition whose committed offset is -1. Every

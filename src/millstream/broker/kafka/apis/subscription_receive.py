@@ -1,4 +1,4 @@
-"""SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
+"""SubscriptionReceive (key 32030), version 0: leases messages of a subscription to a worker.
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
     whether the first batch may exceed max bytes, address of the worker or "" for that of the connection]

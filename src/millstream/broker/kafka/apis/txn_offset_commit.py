@@ -1,4 +1,4 @@
-"""TxnOffsetCommit (key 28), versions 0 to 5: offsets that count when the producer's transaction is committed.
+"""TxnOffsetCommit (key 28), versions 0 to 5: commits offsets as part of a producer's transaction.
 
 Before they are kept, the coordinator of the transaction is asked whether the group's partition of `__consumer_offsets`
 belongs to it. Until the transaction ends, consumers that ask for stable offsets get UNSTABLE_OFFSET_COMMIT.

@@ -1,4 +1,4 @@
-"""WriteTxnMarkers (key 27), versions 1 to 2: a coordinator has the end of transactions written to partitions.
+"""WriteTxnMarkers (key 27), versions 1 to 2: writes the commit or abort markers of transactions to partitions.
 
 Sent by the coordinators of other nodes, and by tools that end a transaction which hangs. A marker that is there already
 is not written again. One of a coordinator that has been replaced gets TRANSACTION_COORDINATOR_FENCED, one of an epoch

@@ -152,7 +152,7 @@ async def _records(
                 await asyncio.sleep(RETRY_S)
                 continue
             if found.oversized:
-                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; left out")
+                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; skipped")
             yield found.records
             start = found.next_offset
             memory.resize(READ_BYTES)
