@@ -245,7 +245,7 @@ class Broker:
         def follow_settings() -> None:
             listener.connections_max = core.topics.broker_settings.connections_max
 
-        core.topics.broker_settings.when_changed(follow_settings)
+        core.topics.broker_settings.on_change(follow_settings)
         await listener.start(self._kafka_socket)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
@@ -493,7 +493,7 @@ class Broker:
             budget=budget,
             connections=listener.connections,
             sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
-            troubles=lambda: _unready_reasons(store, core.node),
+            unready_reasons=lambda: _unready_reasons(store, core.node),
             damage=store.damage,
             warnings=core.node.warnings if core.node is not None else tuple,
             node=node,
@@ -614,7 +614,7 @@ def _import_served() -> Any:
 def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
     """Yield why the node should get no traffic although it runs."""
     if node is not None:
-        yield from node.troubles()
+        yield from node.unready_reasons()
     for partition, reason in islice(store.failures.items(), _REASONS_MAX):
         yield f"{partition}: {reason}"
 

@@ -407,7 +407,7 @@ class _ByHand:
         from millstream.pipelines.source.link import Link
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
-        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
+        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
         with unwound_by_sigterm():
             try:
                 self._take(claim)
@@ -454,7 +454,7 @@ class _ByHand:
             self._pipeline,
             context,
             claim,
-            when_stepped=self._stepped,
+            on_step=self._stepped,
             cancel=lambda: spark.sparkContext.cancelJobGroup(name),
         )
 

@@ -321,7 +321,7 @@ class Subscriber:
                 else:
                     await self._call(message)
             except asyncio.CancelledError as error:
-                if cancelling() and not await self._goes_on():
+                if cancelling() and not await self._should_continue():
                     source.settle_nowait(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
                 # Something that the handler awaited was cancelled, or the handler itself.
@@ -335,7 +335,7 @@ class Subscriber:
                 accept(message)
                 if breaker.failures:
                     breaker.succeeded()
-            if cancelling() and not await self._goes_on():
+            if cancelling() and not await self._should_continue():
                 return
             handled += 1
             if handled == _TURN:
@@ -343,7 +343,7 @@ class Subscriber:
                 is_plain = self._is_async and not tracing.is_on()
                 await asyncio.sleep(0)
 
-    async def _goes_on(self) -> bool:
+    async def _should_continue(self) -> bool:
         """Return whether a worker is still wanted after a cancellation: if its handler caused it, it is undone."""
         task, bystander = asyncio.current_task(), self._bystander
         if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():

@@ -57,7 +57,7 @@ class Token(NamedTuple):
     end: int
 
     def says(self, *words: str) -> bool:
-        """Tell whether this is one of some keywords, given in capital letters."""
+        """Return whether this is one of the given keywords, given in capital letters."""
         return self.kind is Kind.WORD and self.text.upper() in words
 
     def marks(self, *signs: str) -> bool:

@@ -38,7 +38,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
     told: list[bool] = []
-    quotas.when_changed(lambda: told.append(quotas.has(PRODUCER_BYTE_RATE)))
+    quotas.on_change(lambda: told.append(quotas.has(PRODUCER_BYTE_RATE)))
     await quotas.load()
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 10.0, CONSUMER_BYTE_RATE: 20.0})
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: None, CONSUMER_BYTE_RATE: 30.0})

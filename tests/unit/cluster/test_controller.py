@@ -299,7 +299,7 @@ async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
         await group[1].cluster.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
         there = group[2].cluster.quotas
         told = asyncio.Event()
-        there.when_changed(told.set)
+        there.on_change(told.set)
         while there.find(PRODUCER_BYTE_RATE, "reports") is None:
             await asyncio.wait_for(told.wait(), 60)
             told.clear()
@@ -359,14 +359,14 @@ async def test_a_node_that_cannot_renew_its_session_is_told_as_fenced(tmp_path: 
         session._unanswered = 3  # type: ignore[attr-defined]
         assert number(node, "millstream_node_fenced") == 1
         # It still counts as ready: while the store is away as a whole, data flows.
-        assert list(node.cluster.troubles()) == []
+        assert list(node.cluster.unready_reasons()) == []
 
 
 async def test_health_tells_what_is_not_well(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         await group[1].topics.create("orders", replication=3, partitions=2)
         await group[1].topics.create("alone", replication=1, placement={0: (NodeId(3),)})
-        assert list(group[1].cluster.troubles()) == []
+        assert list(group[1].cluster.unready_reasons()) == []
         assert list(group[1].cluster.warnings()) == []
         await group[2].kill()
         await group[3].kill()

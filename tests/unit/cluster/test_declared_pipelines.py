@@ -39,7 +39,7 @@ def make(catalog: Catalog) -> Pipelines:
 async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
     pipelines = make(catalog)
     told: list[int] = []
-    pipelines.when_changed(lambda: told.append(len(pipelines.all())))
+    pipelines.on_change(lambda: told.append(len(pipelines.all())))
     made = await pipelines.create("land-orders", LAND, ORDERS)
     assert (made.group, made.is_due, made.settings.as_strings()["every.ms"]) == (
         "pipeline-land-orders",

@@ -48,7 +48,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     subscriptions = make(catalog)
     await subscriptions.load()
     told: list[int] = []
-    subscriptions.when_changed(lambda: told.append(len(subscriptions.all())))
+    subscriptions.on_change(lambda: told.append(len(subscriptions.all())))
     first, anew = UUID(int=1), UUID(int=2)
     orders, bills, others = (start_key(name, first) for name in ("orders", "bills", "others"))
     billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"}, starts={orders: (7, 8)})

@@ -88,7 +88,7 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
     nobodys = ReservedPort()
     store = connect(nobodys.address)
     heard: list[bool] = []
-    store.when_changed(lambda: heard.append(store.available))
+    store.on_change(lambda: heard.append(store.available))
     with pytest.raises(StoreRefused):
         await store.change([Put("a", "1")])
     with pytest.raises(StoreUnavailable):
@@ -281,7 +281,7 @@ async def test_a_restart_of_etcd_ends_neither_watch_nor_session(own_etcd: EtcdSe
             await store.read("")
         assert not store.available
         back = asyncio.Event()
-        store.when_changed(back.set)
+        store.on_change(back.set)
         own_etcd.start()
         await back.wait()
         assert "nodes/1" in (await store.read("")).entries

@@ -19,7 +19,7 @@ async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(t
         candidates = {number: node.cluster.pipeline_owner(stands=True) for number, node in group.nodes.items()}
         told: list[int] = []
         for number, one in candidates.items():
-            one.when_changed(lambda number=number: told.append(number))  # type: ignore[misc]
+            one.on_change(lambda number=number: told.append(number))  # type: ignore[misc]
         await group.until(lambda: len(owners(candidates)) == 1)
         (first,) = owners(candidates)
         others = [one for number, one in candidates.items() if number != first]
@@ -60,6 +60,6 @@ async def test_a_place_that_an_earlier_run_left_behind_is_taken_anew(tmp_path: P
 
 async def test_a_node_on_its_own_owns_them() -> None:
     owner = SoleOwner()
-    owner.when_changed(lambda: None)
+    owner.on_change(lambda: None)
     await owner.resign()
     assert (owner.is_mine, owner.is_elsewhere) == (True, False)

@@ -272,7 +272,7 @@ class Run:
             self.shelf.receive,
             self.ledger,
             sender(hook, timeout_s=timeout_s, is_once=declared.delivery == AT_MOST_ONCE),
-            when_changed=lambda: None,
+            on_change=lambda: None,
         )
         self.running = asyncio.ensure_future(self.pusher.run())
 

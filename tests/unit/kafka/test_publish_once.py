@@ -39,7 +39,7 @@ class Place:
         self.there = partition
         self.tell: list[Callable[[Topic], None]] = []
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         self.tell.append(listener)
 
     def partition(self, _topic: str, _index: int) -> Partition:

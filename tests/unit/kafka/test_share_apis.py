@@ -227,7 +227,7 @@ async def desk(
         budget=Budget(1 << 20),
         connections=(),
         sources=(),
-        troubles=tuple,
+        unready_reasons=tuple,
         node=node,
         supervise=lambda _name, work: asyncio.ensure_future(work),
     )

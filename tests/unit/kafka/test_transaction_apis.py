@@ -100,7 +100,7 @@ class Broker:
         self.peers = WirePeers(lambda _: None, me=NodeId(1))
         self.routes = MarkerRoutes(self.topics, self.local, self.peers, me=NodeId(1))
         self.sender = MarkerSender(lambda: self.coordinator.shards, self.routes, Random(1))
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, self.peers, me=NodeId(1))
         self.init = InitProducerId(ids, self.coordinator)
         self.add = AddPartitionsToTxn(self.coordinator, known)

@@ -52,7 +52,7 @@ class Polls:
             ended = asyncio.get_running_loop().create_future()
             self.polls += 1
             if not presence.has_left:
-                presence.when_left = lambda: ended.set_result(None)
+                presence.on_disconnect = lambda: ended.set_result(None)
                 await ended
             return [framed(b"what there is")]
 
@@ -61,7 +61,7 @@ class Polls:
     def _lease(self, presence: Presence, size: int) -> Coroutine[Any, Any, Buffers | None]:
         async def lease() -> Buffers:
             self.polls += 1
-            presence.when_undelivered(self._undo)
+            presence.on_undelivered(self._undo)
             return [framed(b"x" * size)]
 
         return lease()
@@ -73,7 +73,7 @@ class Polls:
         async def join() -> Buffers:
             task = asyncio.current_task()
             assert task is not None
-            presence.when_left = task.cancel
+            presence.on_disconnect = task.cancel
             self.polls += 1
             try:
                 await asyncio.get_running_loop().create_future()

@@ -42,7 +42,7 @@ class Owner(SoleOwner):
         self.has_resigned = False
         self._listener: Callable[[], None] = lambda: None
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         self._listener = listener
 
     def be(self, *, mine: bool) -> None:

@@ -60,7 +60,7 @@ def test_a_driver_that_is_started_anew_takes_the_place_of_the_one_before(
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
     lost = threading.Event()
-    before = Claim(link, topic, instance_id=DRIVER_INSTANCE, when_lost=lost.set)
+    before = Claim(link, topic, instance_id=DRIVER_INSTANCE, on_lost=lost.set)
     before.take()
     after = Claim(other_link, topic, instance_id=DRIVER_INSTANCE)
     after.take()

@@ -46,7 +46,7 @@ class Scene:
             OPTIONS,
             None,
             self._send,
-            lambda _group, _when_lost: FreeClaim(),
+            lambda _group, _on_lost: FreeClaim(),
             jobs={PipelineKind.LAND: self._make},
             report_s=0.0,
             backoff_s=0.001,

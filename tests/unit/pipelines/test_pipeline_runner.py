@@ -46,9 +46,9 @@ class Watched:
         with self._news:
             assert self._news.wait_for(lambda: state in self.told, HANG_S)
 
-    def _claimed(self, group: str, when_lost: Any) -> FreeClaim:
+    def _claimed(self, group: str, on_lost: Any) -> FreeClaim:
         assert group == "pipeline-landing"
-        self.claim.when_lost = when_lost
+        self.claim.on_lost = on_lost
         return self.claim
 
     def _changed(self) -> None:

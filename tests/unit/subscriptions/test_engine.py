@@ -62,10 +62,10 @@ class KnownTopics:
     def partitions_of(self, topic: Topic) -> list[Partition]:
         return self.by_name[topic.name][1]
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         self.deletions.append(listener)
 
-    def when_leadership_changes(self, name: str, listener: Callable[[int, object], None]) -> None:
+    def on_leadership_change(self, name: str, listener: Callable[[int, object], None]) -> None:
         self.leaderships.setdefault(name, []).append(listener)
 
     def show(self, *partitions: Partition) -> None:
@@ -102,7 +102,7 @@ class Declared:
     def is_deleted(self, subscription_id: UUID) -> bool:
         return False
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         self.listeners.append(listener)
 
     def declare(self, subscription: Subscription, **changes: object) -> Subscription:

@@ -93,7 +93,7 @@ class Node:
             latest_epoch=lambda: self.latest_epoch,
             pause_s=0.01,
         )
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
 
     async def begin(self, name: str = "tx", *partitions: TopicPartition, version: int = 0) -> ProducerRef:
         who = await self.coordinator.init(InitRequest(transactional_id=name, timeout_ms=60_000))

@@ -121,6 +121,6 @@ class BrokerSettings:
             for listener in self._listeners:
                 listener()
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)

@@ -123,8 +123,8 @@ class ClusterNode:
         self._start("removed files", self.topics.report_removed())
         self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
-        self.topics.when_roles_change(self.replicas.apply)
-        self.topics.when_dropped(self.replicas.forget)
+        self.topics.on_roles_change(self.replicas.apply)
+        self.topics.on_dropped(self.replicas.forget)
         await self.topics.load()
         self.view.listen(self._on_view_change)
         await self.replicas.start()
@@ -152,7 +152,7 @@ class ClusterNode:
             new_incarnation=self._new_text,
             backoff=self._backoff(),
         )
-        registration.when_admitted(self.topics.activate)
+        registration.on_admitted(self.topics.activate)
         self._controller = Controller(
             self._id,
             self._store,
@@ -230,7 +230,7 @@ class ClusterNode:
             await self._catalog_changed.wait()
             self._catalog_changed.clear()
 
-    def troubles(self) -> Iterable[str]:
+    def unready_reasons(self) -> Iterable[str]:
         """Yield why this node should get no traffic."""
         if self._registration is None or self._registration.is_fenced:
             yield "this node is not currently admitted to the cluster"

@@ -106,11 +106,11 @@ class ClusterTopics(Topics):
         self._active = True
         self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
 
-    def when_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+    def on_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
         """Call `listener` with the partitions here whose agreed state has changed."""
         self._role_listeners.append(listener)
 
-    def when_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+    def on_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
         """Call `listener` with partitions that are no longer hosted here."""
         self._drop_listeners.append(listener)
 

@@ -229,7 +229,7 @@ class Controller:
         _logger.info("this node is the controller", extra={"term": term.revision})
         self._term = term
         self._reconciliation = Reconciliation(
-            term, self._view, self._declarations, Backoff(self._random), when_placed=self._wake.set
+            term, self._view, self._declarations, Backoff(self._random), on_placed=self._wake.set
         )
         self._dirty = set(self._view.states)
         self._wake.set()

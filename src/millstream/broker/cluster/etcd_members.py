@@ -177,7 +177,7 @@ class EtcdMembers:
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
-    def when_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def on_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` when another member becomes the first, until the returned function is called."""
         self._moved.append(listener)
         return lambda: self._moved.remove(listener)

@@ -273,7 +273,7 @@ class EtcdWatch:
         """Yield the responses of one connection until it breaks."""
         moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         member = await self._members.connected()
-        stop = self._members.when_moved(lambda: None if moved.done() else moved.set_result(None))
+        stop = self._members.on_moved(lambda: None if moved.done() else moved.set_result(None))
         call = member.watches.Watch(metadata=self._members.metadata)
         try:
             await call.write(_watch_request(self._prefix, after=self._after))

@@ -61,7 +61,7 @@ class Registration:
         self._lost = asyncio.Event()
         self._admitted = asyncio.Event()
         self._leaving = False
-        self._when_admitted: list[Callable[[], None]] = []
+        self._on_admitted: list[Callable[[], None]] = []
         self.incarnation: str | None = None
         self.losses = 0
         """How often the cluster dropped this node although it ran."""
@@ -85,9 +85,9 @@ class Registration:
         """Whether the store has recently confirmed this node's session; otherwise others may have dropped it."""
         return self._session is not None and self._session.confirmed
 
-    def when_admitted(self, listener: Callable[[], None]) -> None:
+    def on_admitted(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the cluster admits this node for the first time."""
-        self._when_admitted.append(listener)
+        self._on_admitted.append(listener)
 
     async def admitted(self) -> None:
         """Wait until the cluster has admitted this node for the first time."""
@@ -193,7 +193,7 @@ class Registration:
             return
         _logger.info("admitted", extra={"node": self._me.node.node_id})
         self._record_admission()
-        for listener in self._when_admitted:
+        for listener in self._on_admitted:
             listener()
         self._admitted.set()
 

@@ -85,7 +85,7 @@ class Topics:
         self._is_minimum_set = False
         self.broker_settings = BrokerSettings(config)
         """What was set for nodes while they ran; it changes the defaults of topics."""
-        self.broker_settings.when_changed(self._defaults_changed)
+        self.broker_settings.on_change(self._defaults_changed)
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
@@ -194,7 +194,7 @@ class Topics:
         """Return every move under way."""
         return {}
 
-    def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
+    def on_leadership_change(self, name: str, listener: LeadershipListener) -> None:
         """Call `listener` with each partition of a topic that this node leads, now and whenever that changes."""
         self._leadership_listeners.setdefault(name, []).append(listener)
         for partition in self._partitions.get(name, ()):
@@ -311,7 +311,7 @@ class Topics:
         await self._await_deletion(topic, timeout_s)
         _logger.info("topic deleted", extra={"topic": name})
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         """Call `listener` after each deletion of a topic."""
         self._deletion_listeners.append(listener)
 

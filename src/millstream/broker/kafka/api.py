@@ -158,7 +158,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
         if self.waits_for_others:
-            client.presence.give_up_when_left()
+            client.presence.cancel_on_disconnect()
         response: Any
         try:
             request: RequestT = decode(body, self.request_type)

@@ -132,7 +132,7 @@ class ApiDependencies:
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
-    troubles: Callable[[], Iterable[str]]
+    unready_reasons: Callable[[], Iterable[str]]
     node: NodeState
     supervise: Supervise
     damage: Callable[[], Damaged] = tuple
@@ -203,7 +203,7 @@ class ServedApis:
         await self._transactions.start()
         await self._subscriptions.start()
         self._landed.start()
-        self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
+        self._parts.topics.on_deletion(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
     async def close(self) -> None:
@@ -326,7 +326,7 @@ class ServedApis:
             parts.node,
             sources,
             parts.clock,
-            troubles=parts.troubles,
+            unready_reasons=parts.unready_reasons,
             damage=parts.damage,
             behind=lambda: lagging_replicas(parts.topics.hosted()),
             warnings=parts.warnings,

@@ -83,7 +83,7 @@ class TransactionService:
             SystemRandom(),
             latest_epoch=self.coordinator.latest_epoch,
         )
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 
     def metrics(self) -> Iterable[Metric]:

@@ -34,7 +34,7 @@ class PipelineOwner(Protocol):
     def is_elsewhere(self) -> bool:
         """Whether another node does."""
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
 
     async def resign(self) -> None:
@@ -47,7 +47,7 @@ class SoleOwner:
     is_mine = True
     is_elsewhere = False
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Do nothing: it never changes."""
 
     async def resign(self) -> None:
@@ -88,7 +88,7 @@ class ElectedOwner:
         """Whether another node does."""
         return not self.is_mine and self._view.pipelines_owner not in (None, self._me)
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 

@@ -320,7 +320,7 @@ class TransactionShard:
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
         """Whether partitions are part of the producer's transaction."""
         transaction = self._known(who.transactional_id)
-        # Only open transactions are verified, so the epoch is checked first: it tells a late batch from a current one.
+        # Only open transactions are verified, so the epoch is checked first, to detect late batches.
         _check_producer(transaction, who)
         _check_not_ending(transaction)
         return [], {
@@ -587,7 +587,7 @@ def _check_not_ending(transaction: Transaction) -> None:
     """Refuse for now what comes while markers are written.
 
     As in Kafka this precedes what is said of the epoch, and mostly of the id: the client may have been answered the id
-    and epoch that count only once the markers are there, so neither tells a zombie from the producer itself.
+    and epoch that count only once the markers are there, so neither distinguishes a zombie from the producer itself.
     """
     if transaction.state in ENDING:
         raise _concurrent(transaction)

@@ -64,7 +64,7 @@ class DeltaTable:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.log = DeltaLog(storage)
-        self.quarantine = DeltaLog(storage.beside(QUARANTINE_SUFFIX))
+        self.quarantine = DeltaLog(storage.suffixed(QUARANTINE_SUFFIX))
         self._known: set[TopicPartition] = set()
         """The partitions seen in the table: one that has lost them is another table."""
 

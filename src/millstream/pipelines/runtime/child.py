@@ -110,8 +110,8 @@ class PipelineChild(SupervisedChild):
         """Parked pipelines that the catalog does not know of yet."""
         self._news = asyncio.Event()
         self._to_park = asyncio.Event()
-        declared.when_changed(self._look)
-        owner.when_changed(self._look)
+        declared.on_change(self._look)
+        owner.on_change(self._look)
         self._look()
 
     @property

@@ -70,7 +70,7 @@ class Goal:
 def next_position(
     position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool = False
 ) -> Position:
-    """The position after a heartbeat with which the member tells what it owns, or None if that has not changed.
+    """The position after a heartbeat in which the member reports what it owns, or None if that has not changed.
 
     `topics_changed` says that the member changed its topics just now: those it does not want any more go at once, even
     if the target is not new.

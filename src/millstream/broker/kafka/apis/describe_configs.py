@@ -1,6 +1,6 @@
 """DescribeConfigs (key 32), versions 1 to 4: returns the settings of topics, of this node, and of groups.
 
-Each setting tells its value, where that comes from (the topic, what was set for this node or for all nodes while they
+Each setting has its value, its source (the topic, what was set for this node or for all nodes while they
 ran, this node's configuration, or the built-in default), on request what it would be otherwise (synonyms) and its
 documentation. Settings of a node that need a restart to change are marked read-only; those that Kafka's brokers have
 too are shown under Kafka's names as well. The empty name asks for what was set for all nodes.

@@ -441,7 +441,7 @@ class Fetch:
                 found = self._read_all(context)
             while loop.time() < deadline and not self._is_complete(context, found):
                 is_short_of_memory = self._wait_for_memory(wait)
-                context.client.presence.when_left = wait.finish
+                context.client.presence.on_disconnect = wait.finish
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await wait.woken

@@ -59,7 +59,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         self.duplicates = 0
         self._forgotten = 0
         self._requests = 0
-        topics.when_deleted(self._topic_deleted)
+        topics.on_deletion(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the numbers of duplicates and of remembered ids."""
