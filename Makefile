@@ -129,7 +129,7 @@ chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while th
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; tells every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; prints every seed that breaks a rule
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

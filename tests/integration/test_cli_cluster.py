@@ -122,10 +122,10 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
         assert cluster.command("cluster", "status").code == 0
         assert cluster.stop() == 0
         assert cluster.all_gone()
-        told = cluster.log.read_text()
-        assert f"node 3 at {cluster.ready['nodes'][2]['kafka']} was started manually and is still running" in told
-        assert "node 1 at" not in told
-        assert "stopped with exit code" not in told
+        reported = cluster.log.read_text()
+        assert f"node 3 at {cluster.ready['nodes'][2]['kafka']} was started manually and is still running" in reported
+        assert "node 1 at" not in reported
+        assert "stopped with exit code" not in reported
         node.terminate()
         assert node.wait(STOP_S_MAX) == 0
 

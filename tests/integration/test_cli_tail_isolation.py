@@ -16,7 +16,7 @@ def millstream(server: Server) -> CommandLine:
     return CommandLine(server.kafka)
 
 
-def test_tail_shows_what_is_committed_unless_told_otherwise(millstream: CommandLine) -> None:
+def test_tail_shows_only_committed_records_by_default(millstream: CommandLine) -> None:
     millstream("topic", "create", "paid")
     producer = Producer({"bootstrap.servers": millstream.brokers, "transactional.id": "payments", "log_level": 0})
     producer.init_transactions(WAIT_S)

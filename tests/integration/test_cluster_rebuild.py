@@ -73,11 +73,11 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
             node.settings["etcd"] = empty.url
         with pytest.raises(ServerFailed, match="was part of a cluster"):
             cluster[2].start()
-        told = tmp_path / "node-3.json"
+        reported = tmp_path / "node-3.json"
         inventory = call_command(["cluster", "inventory", "--data", str(cluster[3].data), "--json"])
-        told.write_text(inventory.out)
+        reported.write_text(inventory.out)
         shared = ["--etcd", empty.url, "--catalog", catalog, "--cluster", str(cluster[1].settings["cluster"])]
-        rebuild = ["cluster", "rebuild", "--json", *shared, "--from", str(told)]
+        rebuild = ["cluster", "rebuild", "--json", *shared, "--from", str(reported)]
         some = call_command([*rebuild, "--data", str(cluster[1].data)])
         assert (some.code, "--accept-loss" in some.err) == (1, True)
         whole = [*rebuild, "--data", str(cluster[1].data), "--data", str(cluster[2].data)]

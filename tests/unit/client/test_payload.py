@@ -130,8 +130,8 @@ def test_a_message_has_one_id() -> None:
             headers_of(headers, (), "b")
     given = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
     written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
-    nobody: Any = None
-    lease = Lease("orders", UUID(int=7).bytes, 3, settler=nobody)
+    no_one: Any = None
+    lease = Lease("orders", UUID(int=7).bytes, 3, settler=no_one)
     (message,) = read_leased(bytes(written), [LeasedRange(0, 1, 1, 0)], lease)
     assert message.id == message_id(lease.topic_id, 3, 0, given) == "a"
     (message,) = read_leased(

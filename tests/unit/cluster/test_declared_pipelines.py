@@ -38,8 +38,8 @@ def make(catalog: Catalog) -> Pipelines:
 
 async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
     pipelines = make(catalog)
-    told: list[int] = []
-    pipelines.on_change(lambda: told.append(len(pipelines.all())))
+    reported: list[int] = []
+    pipelines.on_change(lambda: reported.append(len(pipelines.all())))
     made = await pipelines.create("land-orders", LAND, ORDERS)
     assert (made.group, made.is_due, made.settings.as_strings()["every.ms"]) == (
         "pipeline-land-orders",
@@ -54,10 +54,10 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     assert again.all() == [changed]
     await again.delete("land-orders")
     # Of what has not changed nobody is told.
-    assert told == [1, 1, 1]
+    assert reported == [1, 1, 1]
     await pipelines.load()
     await pipelines.load()
-    assert (pipelines.all(), told) == ([], [1, 1, 1, 0])
+    assert (pipelines.all(), reported) == ([], [1, 1, 1, 0])
 
 
 async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
@@ -71,8 +71,8 @@ async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
     assert not (await here.stop("land-orders")).is_wanted
     # And again under its name: what this node remembers is of no use.
     await there.delete("land-orders")
-    anew = await there.create("land-orders", LAND, {"topics": "others"})
-    assert (await here.start("land-orders")).pipeline_id == anew.pipeline_id
+    restarted = await there.create("land-orders", LAND, {"topics": "others"})
+    assert (await here.start("land-orders")).pipeline_id == restarted.pipeline_id
     await there.delete("land-orders")
     with pytest.raises(UnknownPipeline, match="pipeline list"):
         await here.delete("land-orders")

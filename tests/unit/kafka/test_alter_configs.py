@@ -74,7 +74,7 @@ class TestAlterConfigs:
             (alter(kind=16, name="x"), ErrorCode.invalid_request, "has no settings"),
         ],
     )
-    async def test_what_cannot_be_is_told(
+    async def test_what_cannot_be_is_reported(
         self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)

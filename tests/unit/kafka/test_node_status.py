@@ -71,7 +71,7 @@ def test_what_the_disk_lost_is_named_up_to_a_bound() -> None:
     assert len(many.snapshot()["damage"]) == DAMAGE_MAX
 
 
-def test_every_reason_is_told() -> None:
+def test_every_reason_is_reported() -> None:
     reasons = status(state=STOPPING, unready_reasons=("orders-0: the disk is full",)).snapshot()["reasons"]
     assert reasons == ["the node is stopping", "orders-0: the disk is full"]
 

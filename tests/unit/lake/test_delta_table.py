@@ -222,7 +222,7 @@ def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatc
     assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9])
 
 
-def test_a_table_that_is_deleted_begins_anew(storage: Storage) -> None:
+def test_a_deleted_table_is_rebuilt(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, 0, 10)
     files = write(table, [rows(0, range(10, 20))])

@@ -247,23 +247,23 @@ async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
 
 async def test_a_descriptor_that_is_used_again_is_another_connections() -> None:
     hangups = Hangups()
-    told: list[str] = []
+    reported: list[str] = []
     ours, theirs = socket.socketpair()
 
     def first() -> None:
-        told.append("first")
+        reported.append("first")
 
     def second() -> None:
-        told.append("second")
+        reported.append("second")
 
     hangups.watch(ours.fileno(), first)
     hangups.forget(ours.fileno(), first)
     hangups.watch(ours.fileno(), second)
     hangups.forget(ours.fileno(), first)
     theirs.shutdown(socket.SHUT_WR)
-    while not told:
+    while not reported:
         await asyncio.sleep(0.001)
-    assert told == ["second"]
+    assert reported == ["second"]
     hangups.forget(ours.fileno(), second)
     hangups.close()
     ours.close()

@@ -32,7 +32,7 @@ def other_link(server: Server) -> Iterator[Link]:
     made.close()
 
 
-def test_the_group_shows_who_runs_it_and_nobody_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
+def test_the_group_shows_who_runs_it_and_no_one_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
     claim = Claim(link, topic)
     claim.take()
     assert claim.is_held
@@ -55,7 +55,7 @@ def test_the_group_shows_who_runs_it_and_nobody_else_gets_in(link: Link, other_l
     second.leave()
 
 
-def test_a_driver_that_is_started_anew_takes_the_place_of_the_one_before(
+def test_a_driver_that_is_started_again_takes_the_place_of_the_one_before(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
@@ -98,7 +98,7 @@ def test_of_two_that_come_at_once_one_runs_it(
     held.leave()
 
 
-def test_whoever_runs_it_stays_when_another_joins_the_group_past_the_door(
+def test_the_runner_stays_when_another_joins_the_group_directly(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)

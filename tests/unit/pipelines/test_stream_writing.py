@@ -121,7 +121,7 @@ def test_a_batch_that_was_committed_before_is_only_remembered(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("where", ["in a task", "beside the tasks", "at the end"])
-def test_a_batch_that_somebody_else_commits_meanwhile_is_there(stage: Stage, where: str) -> None:
+def test_a_batch_that_someone_else_commits_meanwhile_is_there(stage: Stage, where: str) -> None:
     def fenced_in_task(batch: Batch) -> list[Part]:
         if stage.last < 0:
             stage.last = 0

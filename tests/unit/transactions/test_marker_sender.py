@@ -253,7 +253,7 @@ async def test_the_rest_of_the_markers_is_written_after_a_restart(node: Node) ->
         await restarted.close()
 
 
-async def test_a_shard_that_begins_anew_ends_what_it_had_decided(node: Node) -> None:
+async def test_a_shard_that_restarts_ends_what_it_had_decided(node: Node) -> None:
     who = await node.begin()
     node.writer.open.clear()
     await node.coordinator.end(who, commit=True, version=0)
