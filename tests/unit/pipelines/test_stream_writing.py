@@ -130,7 +130,7 @@ def test_a_batch_that_someone_else_commits_meanwhile_is_there(stage: Stage, wher
         return [Part(batch, 3, None)] if where == "in a task" else [Part(batch, 3, ROWS)]
 
     stage.task = fenced_in_task
-    stage.offsets = ProducerFenced("batch 0 is committed already") if where == "beside the tasks" else None
+    stage.offsets = ProducerFenced("batch 0 is already committed") if where == "beside the tasks" else None
     stage.write(0)
     assert (stage.completed, stage.writing.counts(), stage.writing.failure) == ([], {}, None)
     # What the tasks of it remember is written whether or not the rows were.
