@@ -1,4 +1,4 @@
-# Each target sets up what it needs by itself. Only Python 3.11+ and make have to be there.
+# Each target sets up what it needs; only Python 3.11+ and make are required.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -14,7 +14,7 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
-# Where Python may not keep what it compiled, every process of every target compiles all modules again.
+# Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
@@ -39,7 +39,7 @@ $(DEV_STAMP): requirements/dev.lock pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(RUN_STAMP) ## Run the main job end to end on a broker of its own, and tell what happened
+demo: $(RUN_STAMP) ## Run the main job end to end on a broker of its own, and report each step
 	@DEMO_SPARK_SETUP="$(MAKE) --no-print-directory spark" $(BIN)/python -m millstream.cli.main demo
 
 spark: $(SPARK_STAMP) ## Add Spark to the virtual environment, for pipelines and the data source
@@ -129,7 +129,7 @@ chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while th
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; tells every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; prints every seed that breaks a rule
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

@@ -52,11 +52,11 @@ def run_builder(command: Sequence[str], *, folder: Path, offline_marks: Sequence
             command, cwd=folder, capture_output=True, text=True, timeout=BUILD_S_MAX, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{command[0]} did not end within {BUILD_S_MAX:g} s") from None
+        raise Unavailable(f"{command[0]} did not exit within {BUILD_S_MAX:g} s") from None
     if done.returncode == 0:
         return
     output = _COLOUR.sub("", done.stdout + done.stderr)
     for line in output.splitlines():
         if any(mark in line for mark in offline_marks):
             raise Unavailable(f"its packages could not be fetched: {line.strip()[:300]}")
-    raise BuildFailed(f"{' '.join(command)} ended with exit code {done.returncode}:\n{output[-4000:]}")
+    raise BuildFailed(f"{' '.join(command)} exited with code {done.returncode}:\n{output[-4000:]}")

@@ -125,7 +125,7 @@ def run_program(program: Program, client: Client, server: Server, tally: Tally, 
         _end(process)
     # A check that failed makes the program end with 1; anything else that does is a defect of the program.
     if code not in ((0, 1) if tally.failed > failed_before else (0,)):
-        tally.fail(f"the client's program ended with exit code {code}; its log is {program.log}")
+        tally.fail(f"the client's program exited with code {code}; its log is {program.log}")
 
 
 def _lines(output: IO[str] | None) -> Iterator[str]:

@@ -198,7 +198,7 @@ def test_packages_hold_no_code() -> None:
     assert full == []
 
 
-def test_the_package_tells_its_version() -> None:
+def test_the_package_has_its_version() -> None:
     assert f'version = "{millstream.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

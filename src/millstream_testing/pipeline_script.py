@@ -28,7 +28,7 @@ class FreeClaim:
 
     def __init__(self, busy: Sequence[Exception] = ()) -> None:
         self.busy = list(busy)
-        self.when_lost: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[], None] = lambda: None
         self.taken = 0
         self.left = 0
         self.is_held = False
@@ -59,7 +59,7 @@ class FreeClaim:
     def lose(self) -> None:
         """Lose the claim to another run."""
         self.is_held = False
-        self.when_lost()
+        self.on_lost()
 
 
 class Script:

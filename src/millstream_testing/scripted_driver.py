@@ -59,7 +59,7 @@ def main() -> None:
         options,
         None,
         EventWriter(sys.stdout.buffer).send,
-        lambda _group, _when_lost: FreeClaim(),
+        lambda _group, _on_lost: FreeClaim(),
         jobs={PipelineKind.LAND: make},
         report_s=PAUSE_S,
         backoff_s=0.001,

@@ -180,7 +180,7 @@ class Server:
                 chunk = _read_some(output)
                 if not chunk:
                     code = process.wait(STOP_S_MAX)
-                    raise ServerFailed(f"ended with exit code {code}; its log ends with:\n{self.log_tail()}")
+                    raise ServerFailed(f"exited with code {code}; its log ends with:\n{self.log_tail()}")
                 line += chunk
         return line
 

@@ -150,12 +150,12 @@ class MemoryTopics:
         """Every partition is led by the one node that there is."""
         return sole(self.leader)
 
-    def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
+    def on_leadership_change(self, name: str, listener: LeadershipListener) -> None:
         """Notify of each partition of a topic, now or when it is created: all are led here."""
         self._listeners[name] = listener
-        self._tell(name)
+        self._notify(name)
 
-    def _tell(self, name: str) -> None:
+    def _notify(self, name: str) -> None:
         for index, partition in enumerate(self._partitions.get(name, ())):
             if name in self._listeners:
                 self._listeners[name](PartitionIndex(index), partition)
@@ -177,7 +177,7 @@ class MemoryTopics:
     def add(self, name: str, *, partitions: int = 1, overrides: Mapping[str, str] | None = None) -> Topic:
         """Make a topic at once."""
         if name in self._topics:
-            raise TopicExists(f"topic {name!r} exists already")
+            raise TopicExists(f"topic {name!r} already exists")
         topic = Topic(
             name=name,
             topic_id=uuid.uuid4(),
@@ -189,7 +189,7 @@ class MemoryTopics:
         self.version += 1
         self._topics[name] = topic
         self._partitions[name] = [MemoryPartition(acknowledges=self.acknowledges) for _ in range(partitions)]
-        self._tell(name)
+        self._notify(name)
         return topic
 
     def grow(self, name: str, partitions: int) -> Topic:

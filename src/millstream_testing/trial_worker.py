@@ -152,7 +152,7 @@ class TrialWorker:
         code = life.process.poll()
         # One that has just begun does not know yet how to end when it is asked to.
         if code not in {None, 0, RENEW, -signal.SIGKILL, -signal.SIGTERM}:
-            how = "is stuck" if code == STUCK else f"ended with exit code {code}"
+            how = "is stuck" if code == STUCK else f"exited with code {code}"
             raise TrialFailed(f"{life.task.producer} {how}:\n{life.log_tail()}")
         return code
 

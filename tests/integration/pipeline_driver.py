@@ -104,13 +104,13 @@ def main(given: dict[str, Any]) -> None:
         output_rows.write_part = lingering(marks, paused)  # type: ignore[attr-defined]
     if given["pause"] == "kill-worker":
         task.routed = striking(marks)
-    told = given["pipeline"]
+    reported = given["pipeline"]
     pipeline = Pipeline(
-        pipeline_id=uuid.UUID(told["id"]),
-        name=told["name"],
-        kind=PipelineKind(told["kind"]),
-        overrides=told["settings"],
-        rules=tuple(Rule(**{**rule, "targets": tuple(rule["targets"])}) for rule in told["rules"]),
+        pipeline_id=uuid.UUID(reported["id"]),
+        name=reported["name"],
+        kind=PipelineKind(reported["kind"]),
+        overrides=reported["settings"],
+        rules=tuple(Rule(**{**rule, "targets": tuple(rule["targets"])}) for rule in reported["rules"]),
     )
     context = JobContext(spark=spark, brokers=given["brokers"], lake="", folder=str(folder), rules=pipeline.rules)
     job = JOBS[pipeline.kind](pipeline, context)

@@ -66,7 +66,7 @@ def test_create_list_describe_delete(admin: AdminClient, topic: str) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_deleted_topic_can_be_created_anew_and_is_empty(server: Server, admin: AdminClient, topic: str) -> None:
+def test_a_deleted_topic_can_be_recreated_and_is_empty(server: Server, admin: AdminClient, topic: str) -> None:
     create(admin, topic, num_partitions=1)
     first = produce_one(server, topic)
     assert produce_one(server, topic) == first + 1

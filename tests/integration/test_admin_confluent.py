@@ -168,11 +168,11 @@ async def set_for_all_nodes(server: Server, **settings: str) -> None:
 
 
 def refused_to(server: Server, topic: str, value: bytes) -> KafkaError | None:
-    told: list[KafkaError | None] = []
+    reported: list[KafkaError | None] = []
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
-    producer.produce(topic, value, on_delivery=lambda error, _: told.append(error))
+    producer.produce(topic, value, on_delivery=lambda error, _: reported.append(error))
     assert producer.flush(WAIT_S) == 0
-    return told[0]
+    return reported[0]
 
 
 def test_settings_of_nodes_are_changed_while_they_run(start_server: Callable[..., Server]) -> None:

@@ -59,7 +59,7 @@ def test_features_cannot_be_changed(admin: KafkaAdminClient) -> None:
     refused(lambda: admin.update_features({"no.such": 1}), kafka_errors.InvalidUpdateVersionError)
 
 
-def test_log_folders_tell_the_sizes(server: Server, admin: KafkaAdminClient, created: str) -> None:
+def test_log_folders_report_sizes(server: Server, admin: KafkaAdminClient, created: str) -> None:
     producer = KafkaProducer(bootstrap_servers=server.kafka, acks="all")
     producer.send(created, bytes(1000), partition=1).get(30)
     producer.close()

@@ -159,7 +159,7 @@ def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Tr
     assert trial.ranges(trial.loop(start="latest")) == [(0, 5, 7), (2, 0, 1)]
 
 
-def test_whoever_was_replaced_cannot_commit(trial: Trial) -> None:
+def test_a_replaced_member_cannot_commit(trial: Trial) -> None:
     trial.publish(5)
     replaced = trial.loop(GroupMember("somebody", 3))
     with pytest.raises(MillstreamError, match="offset of group"):
@@ -169,7 +169,7 @@ def test_whoever_was_replaced_cannot_commit(trial: Trial) -> None:
     assert loop.commit(trial.plan(loop), None) == 0
 
 
-def test_a_topic_that_is_shorter_than_what_was_read_is_told(trial: Trial) -> None:
+def test_a_topic_that_is_shorter_than_what_was_read_is_reported(trial: Trial) -> None:
     loop = trial.loop()
     group = trial.topic[:100]
     link = loop.link

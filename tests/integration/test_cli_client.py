@@ -111,6 +111,6 @@ def test_a_rate_is_measured_while_data_flows(millstream: CommandLine, producer: 
             pytest.fail("no rate was measured although data flows")
 
 
-def test_nobody_there_is_said(start_server: Any) -> None:
+def test_a_missing_broker_is_reported(start_server: Any) -> None:
     alone = CommandLine(start_server().kafka)
     assert "No producer and no consumer" in alone("client", "list", "--interval", 0).out

@@ -109,23 +109,23 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     after = cluster.status()
     assert after["without_leader"] == []
     assert [node["state"] for node in after["nodes"]] == ["ready", "ready", "away"]
-    assert "node 3 has ended with exit code -9" in cluster.log.read_text()
+    assert "node 3 exited with code -9" in cluster.log.read_text()
     degraded = cluster.command("cluster", "status")
     assert (degraded.code, "away" in degraded.out) == (1, True)
     assert "no answer from 1 node" in degraded.err
 
     serve = cluster.ready["nodes"][2]["serve"]
-    assert f"start it again with: {serve}" in cluster.log.read_text()
+    assert f"restart it with: {serve}" in cluster.log.read_text()
     with by_hand(serve, cluster.log.with_name("by-hand.log")) as node:
         cluster.wait_until(lambda: not cluster.status()["under_replicated"])
         assert [each["state"] for each in cluster.status()["nodes"]] == ["ready"] * 3
         assert cluster.command("cluster", "status").code == 0
         assert cluster.stop() == 0
         assert cluster.all_gone()
-        told = cluster.log.read_text()
-        assert f"node 3 at {cluster.ready['nodes'][2]['kafka']} was started by hand and still runs" in told
-        assert "node 1 at" not in told
-        assert "stopped with exit code" not in told
+        reported = cluster.log.read_text()
+        assert f"node 3 at {cluster.ready['nodes'][2]['kafka']} was started manually and is still running" in reported
+        assert "node 1 at" not in reported
+        assert "stopped with exit code" not in reported
         node.terminate()
         assert node.wait(STOP_S_MAX) == 0
 
@@ -146,13 +146,13 @@ def test_a_cluster_outlives_all_its_nodes_until_they_are_started_by_hand(up: Cal
     cluster = up("--nodes", "1", "--set", "lease-ms=1000")
     assert cluster.command("topic", "create", "orders").code == 0
     os.kill(cluster.ready["nodes"][0]["pid"], signal.SIGKILL)
-    cluster.wait_until(lambda: "goes on until Ctrl-C" in cluster.log.read_text())
+    cluster.wait_until(lambda: "keep running until Ctrl-C" in cluster.log.read_text())
     with by_hand(cluster.ready["nodes"][0]["serve"], cluster.log.with_name("by-hand.log")) as node:
         cluster.wait_until(lambda: "orders" in cluster.command("topic", "list").out)
         node.terminate()
         assert node.wait(STOP_S_MAX) == 0
     assert cluster.stop() == 0
-    assert "was started by hand" not in cluster.log.read_text()
+    assert "was started manually" not in cluster.log.read_text()
 
 
 def test_without_an_etcd_to_start_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

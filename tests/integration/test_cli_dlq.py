@@ -51,8 +51,8 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
 
 
 def open_letters(millstream: CommandLine, name: str) -> int:
-    told = millstream("dlq", "list", "--json").document["dead_letters"]
-    return next(int(one["letters"]) for one in told if one["topic"] == f"{name}-dead")
+    reported = millstream("dlq", "list", "--json").document["dead_letters"]
+    return next(int(one["letters"]) for one in reported if one["topic"] == f"{name}-dead")
 
 
 def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandLine, name: str) -> None:
@@ -61,8 +61,8 @@ def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandL
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
     assert purged == {"purged": 2, "skipped": 0, "held": 0, "doubtful": 0}
     filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
-    told = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0}
-    assert filtered == {**told, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
+    reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0}
+    assert filtered == {**reported, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
     assert open_letters(millstream, name) == LETTERS - 9
 
 
@@ -100,10 +100,10 @@ def test_open_letters_have_metrics_of_their_own(server: Server, millstream: Comm
 
     assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS}.0' in metrics()
     assert millstream("dlq", "purge", name, "-n", 5).code == 0
-    told = metrics()
-    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS - 5}.0' in told
-    assert f'millstream_dead_letters_oldest_age_seconds{{topic="{name}-dead"}}' in told
-    assert "__dlq/" not in told, "letters wait for people, not for workers"
+    reported = metrics()
+    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS - 5}.0' in reported
+    assert f'millstream_dead_letters_oldest_age_seconds{{topic="{name}-dead"}}' in reported
+    assert "__dlq/" not in reported, "letters wait for people, not for workers"
 
 
 def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -> None:
@@ -113,7 +113,7 @@ def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -
         wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
-def test_a_letter_that_is_too_large_for_its_topic_is_told_until_it_fits(millstream: CommandLine) -> None:
+def test_a_letter_that_is_too_large_for_its_topic_is_reported_until_it_fits(millstream: CommandLine) -> None:
     name, dead = "narrow", "narrow-dead"
     assert millstream("topic", "create", name).code == 0
     assert millstream("topic", "create", dead, "--set", "max.message.bytes=2000").code == 0
@@ -123,8 +123,8 @@ def test_a_letter_that_is_too_large_for_its_topic_is_told_until_it_fits(millstre
     assert millstream("subscription", "pull", name, "--wait", 60, "--reject", "no").code == 0
 
     def listed() -> dict[str, Any]:
-        told = millstream("dlq", "list", "--json").document["dead_letters"]
-        return next(one for one in told if one["topic"] == dead)
+        reported = millstream("dlq", "list", "--json").document["dead_letters"]
+        return next(one for one in reported if one["topic"] == dead)
 
     wait_until(lambda: listed()["refused"] == 1)
     (reason,) = listed()["refusals"]
@@ -170,8 +170,8 @@ def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandL
         only = ("--filter", "headers['message-id'] LIKE '%/0/3'")
         assert millstream("dlq", "redrive", name, "--to-topic", name, *only).code == 0
         stored = millstream("tail", name, "--from", "start", "--json").documents
-        told = [message for message in stored if message["value"] == "3"]
-        first, last = told[0], told[-1]
+        reported = [message for message in stored if message["value"] == "3"]
+        first, last = reported[0], reported[-1]
         assert last["timestamp_ms"] >= began_ms
         story = {key: text for key, text in last["headers"] if key.startswith("dlq-")}
         assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
@@ -218,7 +218,7 @@ async def delete_by_kafka(server: Server, topic: str) -> None:
         await delete_topic(client, topic)
 
 
-async def test_what_another_command_holds_is_told(server: Server, millstream: CommandLine, name: str) -> None:
+async def test_what_another_command_holds_is_reported(server: Server, millstream: CommandLine, name: str) -> None:
     own = f"__dlq/{name}-dead"
     async with Client.connect(server.kafka) as client:
         subscriptions = SubscriptionClient(client)
@@ -230,8 +230,8 @@ async def test_what_another_command_holds_is_told(server: Server, millstream: Co
         shown = await asyncio.to_thread(millstream, "dlq", "show", name)
         assert (shown.code, shown.out) == (0, "")
         assert f"{LETTERS} letters are held by another command and come back within a minute" in shown.err
-        (told,) = await subscriptions.describe([own])
-        assert told["settings"][LEASE] == str(LEASE_MS)
+        (reported,) = await subscriptions.describe([own])
+        assert reported["settings"][LEASE] == str(LEASE_MS)
 
 
 async def test_an_interrupted_command_gives_back_what_it_held(
@@ -261,11 +261,11 @@ async def test_an_interrupted_command_gives_back_what_it_held(
     assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}
 
 
-def test_a_subscription_on_a_topic_that_is_not_there_yet_is_told_so(millstream: CommandLine) -> None:
+def test_a_subscription_on_a_topic_that_is_not_there_yet_is_reported(millstream: CommandLine) -> None:
     name = "before-its-topic"
-    told = "does not exist yet; its messages are delivered once it is created."
+    reported = "does not exist yet; its messages are delivered once it is created."
     created = millstream("subscription", "create", name, "--topic", name)
-    assert (created.code, created.err) == (0, f"Topic {name} {told}\n")
+    assert (created.code, created.err) == (0, f"Topic {name} {reported}\n")
     assert millstream("topic", "create", name).code == 0
     again = millstream("subscription", "create", name, "--topic", name, "--if-not-exists")
     assert (again.code, again.err) == (0, "")

@@ -45,10 +45,10 @@ def test_a_broker_and_its_folder_are_checked_as_they_live_and_fail(start_server:
     assert (harmed.code, harmed.document["healthy"]) == (1, False)
     assert "watched-0: offsets 1 to 1 are damaged" in found(harmed.document, "segments")[0][1]
     assert str(segment) in found(harmed.document, "segments")[0][1]
-    told = call_command(["doctor", "--data", str(server.data)])
-    assert "PROBLEM  segments: watched-0: offsets 1 to 1 are damaged" in told.out
-    assert "         -> the other offsets are unharmed" in told.out
-    assert told.lines[-1] == "1 problem found."
+    reported = call_command(["doctor", "--data", str(server.data)])
+    assert "PROBLEM  segments: watched-0: offsets 1 to 1 are damaged" in reported.out
+    assert "         -> the other offsets are intact" in reported.out
+    assert reported.lines[-1] == "1 problem found."
 
     quick = call_command([*folder, "--quick"])
     assert quick.code == 0

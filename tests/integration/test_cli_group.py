@@ -79,7 +79,7 @@ def test_a_group_is_seen_with_its_member_and_its_lag(millstream: CommandLine) ->
             assert "stop its consumers first" in refused.err
 
 
-def test_a_group_is_moved_to_where_it_is_told(millstream: CommandLine) -> None:
+def test_a_group_is_moved_to_the_given_position(millstream: CommandLine) -> None:
     fill(millstream, "moved", 10)
     with consuming(millstream, "movers", "moved", 5):
         pass

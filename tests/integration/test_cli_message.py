@@ -70,7 +70,7 @@ def test_the_value_alone(millstream: CommandLine, written: str) -> None:
     assert millstream("message", "show", written, 0, 2, "--raw", "--json").code == 2
 
 
-def test_what_is_not_there_is_told(millstream: CommandLine, written: str) -> None:
+def test_what_is_not_there_is_reported(millstream: CommandLine, written: str) -> None:
     at_the_end = millstream("message", "show", written, 0, 4)
     beyond = millstream("message", "show", written, 0, 99)
     for outcome in (at_the_end, beyond):

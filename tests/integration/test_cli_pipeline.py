@@ -33,10 +33,10 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert [note[:31] for note in made.pop("notes")] == [f"There is no topic 'shown-{x}' yet" for x in "ab"]
     assert made == {"pipeline": "shown", "kind": "land", "created": True}
     again = millstream(*create)
-    assert (again.code, again.err) == (5, "millstream: pipeline 'shown' exists already\n")
-    assert millstream(*create, "--if-not-exists").out == "There is already a pipeline shown.\n"
-    told = millstream("pipeline", "describe", "shown", "--json").document
-    assert told["overrides"] == {
+    assert (again.code, again.err) == (5, "millstream: pipeline 'shown' already exists\n")
+    assert millstream(*create, "--if-not-exists").out == "Pipeline shown already exists.\n"
+    reported = millstream("pipeline", "describe", "shown", "--json").document
+    assert reported["overrides"] == {
         "topics": "shown-a,shown-b",
         "every.ms": "10000",
         "decode": "json",
@@ -44,7 +44,7 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
         "dedupe.ms": "3600000",
         "compact": "false",
     }
-    assert (told["state"], told["group"], told["report"]) == ("stopped", "pipeline-shown", None)
+    assert (reported["state"], reported["group"], reported["report"]) == ("stopped", "pipeline-shown", None)
     shown = millstream("pipeline", "describe", "shown")
     assert shown.lines[0] == "shown  (land, stopped)"
     assert "  topics = shown-a,shown-b" in shown.lines
@@ -54,8 +54,8 @@ def test_a_pipeline_is_declared_shown_and_deleted(millstream: CommandLine) -> No
     assert shown.lines[places + 2].startswith("read by     deltalake.DeltaTable('/")
     assert any(line.split()[:3] == ["shown", "land", "stopped"] for line in millstream("pipeline", "list").lines)
     assert millstream("pipeline", "update", "shown", "--set", "every.ms=500", "--unset", "compact").code == 0
-    told = millstream("pipeline", "describe", "shown", "--json").document
-    assert (told["settings"]["every.ms"], told["settings"]["compact"]) == ("500", "true")
+    reported = millstream("pipeline", "describe", "shown", "--json").document
+    assert (reported["settings"]["every.ms"], reported["settings"]["compact"]) == ("500", "true")
     assert millstream("pipeline", "stop", "shown", "--json").document == {"pipeline": "shown", "wanted": False}
     assert millstream("pipeline", "delete", "shown").out == "Deleted pipeline shown.\n"
     assert millstream("pipeline", "describe", "shown").code == 3
@@ -133,7 +133,7 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
     assert millstream("pipeline", "rule", "delete", "director", "rule-7").code == 3
     rules.write_text('[{"name": "x", "where": "true"}]', encoding="utf-8")
     refused = millstream("pipeline", "rule", "load", "director", rules)
-    assert (refused.code, "is no JSON list of rules" in refused.err) == (2, True)
+    assert (refused.code, "is not a JSON list of rules" in refused.err) == (2, True)
     assert "998 rules; millstream pipeline rule list" in millstream("pipeline", "describe", "director").out
     assert millstream("pipeline", "delete", "director", "--yes").code == 0
 
@@ -141,8 +141,8 @@ def test_rules_are_put_loaded_and_deleted(millstream: CommandLine, tmp_path: Pat
 def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Client, topic: str) -> None:
     made = millstream("topic", "create", topic, "--land", "--json").document
     assert (made["created"], made["pipeline"]) == (True, f"land-{topic}")
-    told = http.get(f"/pipelines/land-{topic}").json()
-    assert (told["kind"], told["wanted"], told["overrides"]) == ("land", True, {"topics": topic})
+    reported = http.get(f"/pipelines/land-{topic}").json()
+    assert (reported["kind"], reported["wanted"], reported["overrides"]) == ("land", True, {"topics": topic})
     assert http.post(f"/pipelines/land-{topic}/stop").json() == {"pipeline": f"land-{topic}", "wanted": False}
     again = millstream("topic", "create", topic, "--land", "--if-not-exists")
     assert again.out == f"There is already a topic {topic} with 1 partition, landed by pipeline land-{topic}.\n"
@@ -157,7 +157,7 @@ def test_a_topic_is_made_with_its_table(millstream: CommandLine, http: httpx.Cli
     rule = ("pipeline", "rule", "put", f"route-{topic}", "all", "--topic", topic, "--to", "anywhere")
     assert millstream("pipeline", "create", "route", f"route-{topic}", "--stopped").code == millstream(*rule).code == 0
     assert millstream("group", "reset", f"pipeline-route-{topic}", "--topic", topic, "--to", "end").code == 0
-    assert millstream(*rule).out.endswith("; 1 message that it has behind it is not looked at again.\n")
+    assert millstream(*rule).out.endswith("; 1 message that it has already read is not routed again.\n")
     assert millstream(*rule, "--json").document["passed"] == 1
     waiting = f"Pipeline land-{topic} lands {topic}, of which 1 message is not landed yet."
     shorter = http.patch(f"/topics/{topic}", json={"settings": {"retention.ms": 60000}}).json()

@@ -168,11 +168,11 @@ def test_tail_passes_a_batch_that_it_cannot_decompress(server: Server, millstrea
     asyncio.run(append())
     millstream("publish", "garbled", "behind")
     for position in ((), ("--from", "start")):
-        told = millstream("tail", "garbled", "--raw", *position)
-        assert (told.code, told.lines) == (1, ["before", "behind"])
-        assert "garbled-0: the batch at offsets 1 to 2 cannot be read (" in told.err
-        assert "; going on at 3. To do: " in told.err
-        assert "millstream: not everything could be shown: garbled-0: the batch at offsets 1 to 2" in told.err
+        reported = millstream("tail", "garbled", "--raw", *position)
+        assert (reported.code, reported.lines) == (1, ["before", "behind"])
+        assert "garbled-0: the batch at offsets 1 to 2 cannot be read (" in reported.err
+        assert "; continuing at 3. To do: " in reported.err
+        assert "millstream: not everything could be shown: garbled-0: the batch at offsets 1 to 2" in reported.err
 
 
 def test_names_of_topics_complete(server: Server, millstream: CommandLine) -> None:
@@ -200,7 +200,7 @@ def test_tail_shows_the_last_messages_of_all_partitions(millstream: CommandLine)
     assert values(millstream, "last", "-n", 0) == []
 
 
-def test_tail_begins_where_it_is_told(millstream: CommandLine) -> None:
+def test_tail_starts_at_the_given_position(millstream: CommandLine) -> None:
     for number in range(5):
         millstream("publish", "positions", number)
     assert values(millstream, "positions", "--from", "start") == ["0", "1", "2", "3", "4"]
@@ -212,7 +212,7 @@ def test_tail_begins_where_it_is_told(millstream: CommandLine) -> None:
     assert values(millstream, "positions", "--from", third)[-3:] == ["2", "3", "4"]
     beyond = millstream("tail", "positions", "--from", "99", "--raw")
     assert (beyond.code, beyond.out) == (0, "")
-    assert "does not reach to offset 99; beginning at 5" in beyond.err
+    assert "does not contain offset 99; starting at 5" in beyond.err
     assert millstream("tail", "positions", "--from", "noon").code == 2
 
 

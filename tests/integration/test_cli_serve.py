@@ -65,7 +65,7 @@ def test_people_get_a_banner(tmp_path: Path) -> None:
         serve.send_signal(signal.SIGINT)
         rest, logged = serve.communicate(timeout=DEADLINE_S)
     assert lines[0] == f"millstream {__version__} is ready\n"
-    assert "point any Kafka client here" in lines[1]
+    assert "connect any Kafka client here" in lines[1]
     assert (lines[4], rest) == ("Stop with Ctrl-C.\n", "")
     assert "info    stopping signal=SIGINT" in logged
     assert serve.returncode == 0
@@ -170,11 +170,11 @@ def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
     assert "millstream: the node has stopped, but not cleanly" in logged
 
 
-def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start_server: StartServer) -> None:
+def test_a_node_on_every_address_advertises_the_one_that_the_client_used(start_server: StartServer) -> None:
     server = start_server(kafka="0.0.0.0:0", insecure="true")
     port = int(server.kafka.rpartition(":")[2])
 
-    async def told(host: str) -> set[tuple[str, int]]:
+    async def reported(host: str) -> set[tuple[str, int]]:
         async with Client.connect(f"{host}:{port}") as client:
             request = DescribeClusterRequest(
                 include_cluster_authorized_operations=False, endpoint_type=i8(1), include_fenced_brokers=False
@@ -185,7 +185,7 @@ def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start
             return {(one.host, one.port) for one in (*nodes, *described, *coordinator.coordinators)}
 
     for host in ("127.0.0.1", "127.0.0.2"):
-        assert asyncio.run(told(host)) == {(host, port)}
+        assert asyncio.run(reported(host)) == {(host, port)}
     topic = httpx.post(f"http://{server.http}/v1/topics", json={"topic": "t"}, timeout=60)
     assert topic.status_code == 201, "the gateway reaches its node, too"
 
@@ -206,7 +206,7 @@ def test_a_node_on_every_address_tells_each_client_the_one_that_it_came_by(start
         ),
     ],
 )
-def test_an_address_that_nobody_can_connect_to_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_an_address_that_no_one_can_connect_to_is_not_advertised(tmp_path: Path, flags: tuple[str, ...]) -> None:
     refused = call_command(["serve", "--data", str(tmp_path), *FREE, *flags])
     assert (refused.code, "--advertise" in refused.err) == (2, True)
 

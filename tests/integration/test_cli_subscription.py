@@ -57,10 +57,10 @@ def test_a_pull_of_what_is_delivered_at_most_once_holds_nothing(millstream: Comm
     assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
     assert millstream.process("publish", name, stdin=b"a\n").code == 0
     said = millstream("subscription", "pull", name, "--wait", 60).err
-    assert said == "1 message taken, at most once: they are not delivered again.\n"
+    assert said == "1 message received at most once: they are not delivered again.\n"
 
 
-def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name: str) -> None:
+def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, name: str) -> None:
     assert millstream.process("publish", name, stdin=b"a\nb\nc\n").code == 0
     pull = ("subscription", "pull", name, "--wait", 60)
     assert millstream(*pull, "-n", 1, "--release").err == "Gave back 1 message.\n"
@@ -71,7 +71,7 @@ def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name:
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
 
 
-def test_who_holds_a_message_is_told_by_every_door(server: Server, millstream: CommandLine, name: str) -> None:
+def test_every_interface_reports_who_holds_a_message(server: Server, millstream: CommandLine, name: str) -> None:
     assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
     assert "No worker holds a message." in millstream("subscription", "leases", name).out
     assert millstream.process("publish", name, stdin=b"a\nb\nc\nd\n").code == 0
@@ -98,8 +98,8 @@ def test_who_holds_a_message_is_told_by_every_door(server: Server, millstream: C
     assert (till.worker, till.address) == ("http/till-7", ":".join(map(str, reached_from)))
     assert (packer.worker.split("/")[0], packer.client_id) == ("packer-3", "packer-3")
     assert packer.address.startswith("127.0.0.1:")
-    for told in (by_http["leases"], by_command["leases"]):
-        assert [_identity(one) for one in told] == [_identity(one._asdict()) for one in by_sdk.leases]
+    for reported in (by_http["leases"], by_command["leases"]):
+        assert [_identity(one) for one in reported] == [_identity(one._asdict()) for one in by_sdk.leases]
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["0", "1", "2"]
     assert "packer-3" in table
     assert (len(cut.leases), cut.left_out) == (1, 3)
@@ -110,12 +110,12 @@ def _identity(lease: dict[str, Any]) -> tuple[object, ...]:
     return tuple(lease[key] for key in keys)
 
 
-def test_an_endpoint_to_which_no_node_pushes_is_told(millstream: CommandLine, name: str) -> None:
-    told = "is a private address, to which node 1 does not push; nodes that may have --push-private-addresses true.\n"
+def test_an_endpoint_to_which_no_node_pushes_is_reported(millstream: CommandLine, name: str) -> None:
+    reported = "is a private address, to which node 1 does not push; allow it with --push-private-addresses true.\n"
     push = ("--push", "http://127.0.0.1:1/hook")
-    assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {told}"
+    assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {reported}"
     changed = millstream("subscription", "update", name, "--push", "http://[::1]:1/hook", "--json")
-    assert (changed.code, changed.err) == (0, f"::1 {told}")
+    assert (changed.code, changed.err) == (0, f"::1 {reported}")
     assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
     for one in (name, f"{name}-2"):
         assert millstream("subscription", "delete", one, "--yes").code == 0

@@ -74,7 +74,7 @@ def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: Comma
     millstream("topic", "create", "twice")
     again = millstream("topic", "create", "twice")
     assert (again.code, again.out) == (5, "")
-    assert "exists already" in again.err
+    assert "already exists" in again.err
     fine = millstream("topic", "create", "twice", "--if-not-exists", "--json")
     assert (fine.code, fine.document["created"]) == (0, False)
 
@@ -113,7 +113,9 @@ def test_a_setting_that_is_none_cannot_be_taken_back(millstream: CommandLine) ->
 
 
 @pytest.mark.parametrize("command", [("delete", "--yes"), ("describe",), ("alter", "--set", "retention.ms=1")])
-def test_nobody_is_told_to_create_what_they_want_to_change(millstream: CommandLine, command: tuple[str, ...]) -> None:
+def test_changing_a_missing_topic_does_not_advise_creating_it(
+    millstream: CommandLine, command: tuple[str, ...]
+) -> None:
     refused = millstream("topic", command[0], "never-made", *command[1:])
     assert (refused.code, refused.out) == (3, "")
     assert "topic 'never-made' does not exist; millstream topic list shows those that do" in refused.err
@@ -144,7 +146,7 @@ def test_a_topic_never_shrinks(millstream: CommandLine) -> None:
     assert "has 2 partitions" in refused.err
 
 
-def test_no_broker_is_told_apart_and_says_what_to_do() -> None:
+def test_no_broker_is_distinguished_and_says_what_to_do() -> None:
     refused = CommandLine("127.0.0.1:1")("topic", "list", "--timeout", 1)
     assert (refused.code, refused.out) == (4, "")
     assert "start one with `millstream serve`" in refused.err

@@ -65,7 +65,7 @@ def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Pro
     assert millstream("transaction", "abort", name).code == 5
 
 
-def test_what_its_coordinator_knows_is_not_torn_unless_somebody_insists(
+def test_what_its_coordinator_knows_is_not_torn_unless_someone_insists(
     millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = millstream("transaction", "describe", f"of {topic}", "--json").document
@@ -100,7 +100,7 @@ async def write_marker(client: Client, where: tuple[str, int], producer_id: int,
     return int(answer.markers[0].topics[0].partitions[0].error_code)
 
 
-async def test_nobody_wedges_an_id_with_an_epoch_that_is_made_up(
+async def test_a_made_up_epoch_does_not_wedge_an_id(
     server: Server, millstream: CommandLine, writer: Producer, topic: str
 ) -> None:
     described = await asyncio.to_thread(millstream, "transaction", "describe", f"of {topic}", "--json")

@@ -313,8 +313,8 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
     wait_until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
 
     def is_revived() -> bool:
-        told = millstream("subscription", "describe", topic, "--json").document
-        return any(queue["backlog"] for queue in told["queues"])
+        reported = millstream("subscription", "describe", topic, "--json").document
+        return any(queue["backlog"] for queue in reported["queues"])
 
     with ThreadPoolExecutor(1) as pool:
         redriving = pool.submit(millstream.process, "dlq", "redrive", topic, "--json", "--timeout", WAIT_S)
@@ -354,7 +354,7 @@ def test_letters_that_cannot_be_counted_in_a_failover_are_not_deleted(cluster: S
     wait_until(lambda: "1 open dead letter " in millstream("topic", "delete", dead, "--yes").err)
 
 
-def test_a_topic_that_gets_fewer_copies_than_usual_is_told_so(cluster: ServerGroup, topic: str) -> None:
+def test_a_topic_that_gets_fewer_copies_than_usual_is_reported(cluster: ServerGroup, topic: str) -> None:
     millstream = CommandLine(cluster.kafka)
     assert millstream("topic", "create", topic).err == ""
     cluster[3].kill()
@@ -377,8 +377,8 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
             waiting = pool.submit(second.post, f"/subscriptions/{name}/messages:pull", json={"wait_ms": 50_000})
             for number, node in enumerate((first, second, third) * 10):
                 partition = {"message-partition": str(number % 3), "message-id": f"m-{number}"}
-                told = node.post(f"/topics/{topic}/messages", content=b"x", headers=partition)
-                assert (told.status_code, told.json()["partition"]) == (201, number % 3)
+                reported = node.post(f"/topics/{topic}/messages", content=b"x", headers=partition)
+                assert (reported.status_code, reported.json()["partition"]) == (201, number % 3)
             taken = waiting.result().json()["messages"]
         while len(taken) < 30:
             taken += first.post(f"/subscriptions/{name}/messages:pull", json={"wait_ms": 50_000}).json()["messages"]
@@ -423,15 +423,15 @@ def test_a_pipeline_that_is_declared_at_one_node_is_known_to_all(cluster: Server
     # Whoever is asked tells the newest, also before the others have heard of it.
     assert [rule["name"] for rule in second("pipeline", "rule", "list", topic, "--json").document] == ["large"]
     assert second("pipeline", "update", topic, "--set", "decode=none").code == 0
-    told = first("pipeline", "describe", topic, "--json").document
-    assert (told["state"], told["overrides"], told["version"]) == ("stopped", {"decode": "none"}, 2)
+    reported = first("pipeline", "describe", topic, "--json").document
+    assert (reported["state"], reported["overrides"], reported["version"]) == ("stopped", {"decode": "none"}, 2)
     assert third("pipeline", "delete", topic).code == 0
     assert first("pipeline", "describe", topic).code == 3
     # The next test may look at what nodes tell of themselves.
     wait_until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
 
 
-def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:
+def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     wait_until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
     # What a node serves of subscriptions it tells once it has been asked for one.

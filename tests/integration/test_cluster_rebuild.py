@@ -73,11 +73,11 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
             node.settings["etcd"] = empty.url
         with pytest.raises(ServerFailed, match="was part of a cluster"):
             cluster[2].start()
-        told = tmp_path / "node-3.json"
+        reported = tmp_path / "node-3.json"
         inventory = call_command(["cluster", "inventory", "--data", str(cluster[3].data), "--json"])
-        told.write_text(inventory.out)
+        reported.write_text(inventory.out)
         shared = ["--etcd", empty.url, "--catalog", catalog, "--cluster", str(cluster[1].settings["cluster"])]
-        rebuild = ["cluster", "rebuild", "--json", *shared, "--from", str(told)]
+        rebuild = ["cluster", "rebuild", "--json", *shared, "--from", str(reported)]
         some = call_command([*rebuild, "--data", str(cluster[1].data)])
         assert (some.code, "--accept-loss" in some.err) == (1, True)
         whole = [*rebuild, "--data", str(cluster[1].data), "--data", str(cluster[2].data)]
@@ -114,7 +114,7 @@ def test_a_node_that_lost_its_folder_with_etcd_gets_its_copies_back(tmp_path: Pa
         rebuild = ["cluster", "rebuild", *shared, *left]
         refused = call_command(rebuild)
         assert (refused.code, "--accept-loss" in refused.err) == (1, True)
-        assert "Without --accept-loss this is refused" in call_command([*rebuild, "--dry-run"]).out
+        assert "this is refused without --accept-loss" in call_command([*rebuild, "--dry-run"]).out
         done = call_command([*rebuild, "--accept-loss", "--json"])
         assert (done.code, done.document["nodes"], done.document["fewer"]) == (0, [1, 2], [])
         assert len(done.document["missing"]) == 1

@@ -72,11 +72,11 @@ def test_one_catalog_is_for_one_cluster(tmp_path: Path, settings: dict[str, obje
     assert (other.code, f"--cluster {settings['cluster']}" in other.err) == (5, True)
 
 
-def test_a_node_id_that_is_taken_is_told_with_who_has_it(
+def test_a_node_id_that_is_taken_is_reported_with_who_has_it(
     tmp_path: Path, cluster: ServerGroup, settings: dict[str, object]
 ) -> None:
     twin = serve(tmp_path / "data", settings | {"node-id": 1})
-    assert (twin.code, f"runs already, at {cluster[1].kafka}" in twin.err) == (5, True)
+    assert (twin.code, f"is already running at {cluster[1].kafka}" in twin.err) == (5, True)
 
 
 def test_a_folder_is_for_one_node_of_one_cluster(cluster: ServerGroup, settings: dict[str, object]) -> None:
@@ -141,8 +141,10 @@ def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: Serv
         assert code == 200, said
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):
-            told = command(*arguments, "--timeout", 5)
-            assert (told.code, len(told.err.splitlines()), "catalog" in told.err) == (6, 1, True), told.err
+            reported = command(*arguments, "--timeout", 5)
+            assert (reported.code, len(reported.err.splitlines()), "catalog" in reported.err) == (6, 1, True), (
+                reported.err
+            )
         assert node.stop() == 0
     finally:
         node.settings["catalog"] = right

@@ -28,7 +28,7 @@ def test_nothing_acknowledged_is_lost_through_one_fault_of_each_cheap_kind(tmp_p
     lines: list[str] = []
     with ClusterTrial(tmp_path, RelayNetwork(plan.nodes), plan, lines.append) as trial:
         outcome = trial.run()
-    told = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
-    assert outcome.ok, told
-    assert outcome.faults == len(CHEAP), told
+    reported = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
+    assert outcome.ok, reported
+    assert outcome.faults == len(CHEAP), reported
     assert outcome.report.acknowledged > 0

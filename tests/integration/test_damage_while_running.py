@@ -111,7 +111,7 @@ async def fill(address: str) -> None:
             await client.produce(TOPIC, 0, encode_batch([keyed(first + number) for number in range(RECORDS)]))
 
 
-def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: Path) -> None:
+def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: Path) -> None:
     with Server(tmp_path / "data", settings={"log-format": "json"}) as server:
         millstream = CommandLine(server.kafka)
         millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
@@ -151,10 +151,10 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
             asyncio.run(drain(server.kafka, name, settings, gone))
 
         # Everything that tells of damage names the same ranges.
-        told = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
+        reported = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
         checked = millstream("doctor", "--json")
         details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]
-        assert (checked.code, details) == (1, told)
+        assert (checked.code, details) == (1, reported)
         (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
         assert partition["damage"] == [{"first": one.start, "next": one.stop} for one in lost]
         shown = millstream("tail", TOPIC, "--from", "start", "--json")
@@ -203,7 +203,7 @@ def test_what_the_disk_cannot_read_is_found_and_passed_over(tmp_path: Path, monk
         broker.stop_and_wait()
 
 
-def test_the_scrub_finds_what_nobody_reads(tmp_path: Path) -> None:
+def test_the_scrub_finds_what_no_one_reads(tmp_path: Path) -> None:
     settings = {"scrub-interval-ms": 100, "scrub-bytes-per-s": 100_000_000}
     with Server(tmp_path / "data", settings=settings) as server:
         millstream = CommandLine(server.kafka)

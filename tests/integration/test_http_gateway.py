@@ -63,16 +63,16 @@ def pull(http: httpx.Client, name: str, **wanted: Any) -> list[dict[str, Any]]:
 def settle(http: httpx.Client, name: str, **said: Any) -> dict[str, Any]:
     answer = http.post(f"/subscriptions/{name}/messages:settle", json=said)
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    reported: dict[str, Any] = answer.json()
+    return reported
 
 
 def test_a_message_is_published_pulled_and_accepted_once(http: httpx.Client, topic: str) -> None:
-    told = publish(http, topic, b"hello", message_key="k", message_header_region="eu", correlation_id="c-1")
-    assert (told["topic"], told["partition"], told["offset"]) == (topic, 0, 0)
+    reported = publish(http, topic, b"hello", message_key="k", message_header_region="eu", correlation_id="c-1")
+    assert (reported["topic"], reported["partition"], reported["offset"]) == (topic, 0, 0)
     name = subscribe(http, topic)
     (message,) = pull(http, name)
-    assert message["id"] == told["id"]
+    assert message["id"] == reported["id"]
     assert (message["key"], message["value"], message["attempt"]) == ("k", "hello", 1)
     assert message["headers"] == {"region": "eu", "correlation-id": "c-1"}
     assert settle(http, name, accept=[message["lease"]]) == {"results": [{"lease": message["lease"]}], "failed": 0}
@@ -127,7 +127,7 @@ def test_events_are_stored_alike_in_every_mode(http: httpx.Client, topic: str) -
     assert messages[0]["headers"]["ce_type"] == "order.created"
 
 
-def test_what_was_published_already_is_told_and_not_stored_again(http: httpx.Client, topic: str) -> None:
+def test_what_was_published_already_is_reported_and_not_stored_again(http: httpx.Client, topic: str) -> None:
     def once(message_id: str) -> httpx.Response:
         path = f"/topics/{topic}/messages?deduplicate=true"
         return http.post(path, content=b"x", headers={"message-id": message_id})
@@ -145,8 +145,8 @@ def test_an_old_lease_does_not_settle_a_newer_one_of_the_same_worker(http: httpx
     (old,) = pull(http, name, worker="one")
     assert settle(http, name, release=[{"lease": old["lease"], "delay_ms": 0}])["failed"] == 0
     (new,) = pull(http, name, worker="one")
-    told = settle(http, name, accept=[old["lease"], new["lease"]])
-    assert [one.get("status", 200) for one in told["results"]] == [409, 200]
+    reported = settle(http, name, accept=[old["lease"], new["lease"]])
+    assert [one.get("status", 200) for one in reported["results"]] == [409, 200]
 
 
 def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
@@ -180,8 +180,8 @@ def test_every_verb_takes_a_lease_alone_or_an_object(http: httpx.Client, topic: 
     leases = [message["lease"] for message in pull(http, name, max=8)]
     verbs = ("accept", "release", "reject", "extend")
     said = {verb: [leases[2 * at], {"lease": leases[2 * at + 1]}] for at, verb in enumerate(verbs)}
-    told = settle(http, name, **said)
-    assert (told["failed"], [one["lease"] for one in told["results"]]) == (0, leases)
+    reported = settle(http, name, **said)
+    assert (reported["failed"], [one["lease"] for one in reported["results"]]) == (0, leases)
 
 
 def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: str) -> None:
@@ -326,7 +326,7 @@ def test_topics_over_http(http: httpx.Client, topic: str) -> None:
     assert http.post("/topics", json={"name": topic}).status_code == 409
     changed = http.patch(f"/topics/{topic}", json={"partitions": 3, "settings": {"retention.ms": "60000"}})
     described = http.get(f"/topics/{topic}").json()
-    moved = "New messages of a key may go to another partition than earlier ones."
+    moved = "New messages of a key may go to a different partition than earlier ones."
     assert changed.json() == {**described, "notes": [moved]}
     assert (len(described["partitions"]), described["owner"]) == (3, "shop")
     assert described["overrides"]["retention.ms"] == "60000"
@@ -345,9 +345,9 @@ def test_subscriptions_over_http(http: httpx.Client, topic: str) -> None:
     path = f"/subscriptions/{quote(name, safe='')}"
     assert http.post(f"{path}/pause").json() == {"subscription": name, "paused": True}
     assert http.post(f"{path}/resume").json()["paused"] is False
-    told = http.patch(path, json={"attempts": 9, "filter": None}).json()
-    assert told["overrides"]["share.delivery.count.limit"] == "9"
-    assert "millstream.filter" not in told["overrides"]
+    reported = http.patch(path, json={"attempts": 9, "filter": None}).json()
+    assert reported["overrides"]["share.delivery.count.limit"] == "9"
+    assert "millstream.filter" not in reported["overrides"]
     answer = http.post(f"{path}/messages:pull", json={"wait_ms": 30_000})
     assert len(answer.json()["messages"]) == 1
     moved = http.post(f"{path}/seek", json={"to": "start"})
@@ -432,7 +432,7 @@ def test_what_is_no_request_is_a_problem_too(server: Server, sent: bytes, status
     assert json.loads(body)["status"] == status
 
 
-def test_a_server_that_stops_keeps_nobody_waiting(start_server: Callable[..., Server], topic: str) -> None:
+def test_a_server_that_stops_keeps_no_one_waiting(start_server: Callable[..., Server], topic: str) -> None:
     server = start_server()
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:
         publish(http, topic)

@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @answered.parametrize()
 @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_one_that_the_page_tells_of(case: schemathesis.Case[Any], server: Server) -> None:
+def test_every_response_is_documented(case: schemathesis.Case[Any], server: Server) -> None:
     case.call_and_validate(
         base_url=f"http://{server.http}",
         timeout=PATIENCE_S,

@@ -64,19 +64,19 @@ class Shore:
 
     def publish(self, topic: str, values: list[Any], **more: Any) -> list[Row]:
         """Publish, and tell where each message is."""
-        told: list[Row] = []
+        reported: list[Row] = []
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
-        def tell(error: object, message: Any) -> None:
+        def delivered(error: object, message: Any) -> None:
             assert error is None
-            told.append((message.partition(), message.offset(), message.key(), message.value()))
+            reported.append((message.partition(), message.offset(), message.key(), message.value()))
 
         for value in values:
             encoded = value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
-            producer.produce(topic, encoded, on_delivery=tell, **more)
+            producer.produce(topic, encoded, on_delivery=delivered, **more)
             producer.poll(0)
         assert producer.flush(WAIT_S) == 0
-        return sorted(told)
+        return sorted(reported)
 
     def job(self, **settings: str) -> LandJob:
         given = {key.replace("_", "."): value for key, value in settings.items()}
@@ -140,7 +140,7 @@ def test_every_message_is_landed_once(shore: Shore, topic: str) -> None:
     assert shore.landed(topic) == sorted(published + more)
 
 
-def test_a_topic_that_is_not_there_is_told(shore: Shore, topic: str) -> None:
+def test_a_topic_that_is_not_there_is_reported(shore: Shore, topic: str) -> None:
     with pytest.raises(UnknownTopic, match=f"millstream topic create {topic}"):
         shore.land(topics=topic)
     with pytest.raises(InvalidSetting):
@@ -222,11 +222,13 @@ def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str)
     schema = pyarrow.schema(deltalake.DeltaTable(str(shore.lake / topic)).schema().to_arrow())
     kinds = {field.name: str(field.type) for field in schema}
     assert [kinds[name] for name in ("n", "id", "in")] == ["double", "int64", "struct<a: list<element: double>>"]
-    told = re.compile(r"id: [12]\.5 is not of type long; id stays long: it has \d+, which doubles cannot hold exactly")
-    assert [bool(told.fullmatch(row["reason"])) for row in shore.rows(topic, "__quarantine")] == [True, True]
+    reported = re.compile(
+        r"id: [12]\.5 is not of type long; id stays long: it has \d+, which doubles cannot hold exactly"
+    )
+    assert [bool(reported.fullmatch(row["reason"])) for row in shore.rows(topic, "__quarantine")] == [True, True]
 
 
-def test_a_schema_that_is_given_anew_widens_the_table(shore: Shore, topic: str) -> None:
+def test_a_changed_schema_widens_the_table(shore: Shore, topic: str) -> None:
     shore.create(topic)
     shore.publish(topic, [{"total": 1, "buyer": {"age": 2}}])
     settings = {"topics": topic, "decode": "json", "format": "parquet"}

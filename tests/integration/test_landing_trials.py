@@ -167,7 +167,7 @@ def test_a_driver_that_is_killed_while_columns_are_widened_loses_and_doubles_not
         assert trial.doubles(name) == trial.fields[1:]
 
 
-def test_a_task_that_is_killed_while_it_writes_files_anew_is_repeated(trial: Trial) -> None:
+def test_a_task_that_is_killed_while_it_rewrites_files_is_repeated(trial: Trial) -> None:
     trial.publish()
     trial.land()
     trial.publish(fraction=0.5)

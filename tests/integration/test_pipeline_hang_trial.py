@@ -57,16 +57,16 @@ def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server
             os.killpg(driver, signal.SIGKILL)
 
 
-def test_a_driver_whose_java_hangs_is_replaced_and_nobody_is_blamed(server: Server, topic: str) -> None:
+def test_a_driver_whose_java_hangs_is_replaced_and_no_one_is_blamed(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", topic).code == 0
     settings = ("--set", "every.ms=1000", "--set", "stall.ms=60000")
     assert millstream("pipeline", "create", "land", topic, "--topic", topic, *settings).code == 0
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def landed(rows: int) -> bool:
-        told.update(millstream("pipeline", "describe", topic, "--json").document)
-        return bool(told["report"]) and told["report"]["rows"] >= rows
+        reported.update(millstream("pipeline", "describe", topic, "--json").document)
+        return bool(reported["report"]) and reported["report"]["rows"] >= rows
 
     publish(server, topic, 10)
     wait_until(lambda: landed(10))
@@ -76,8 +76,8 @@ def test_a_driver_whose_java_hangs_is_replaced_and_nobody_is_blamed(server: Serv
     # Also one that is told to end waits for nobody.
     assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
     wait_until(lambda: landed(20))
-    assert (told["report"]["rows"], told["report"]["stalls"], told["parked"]) == (20, 0, "")
-    assert "Java has not answered" in told["report"]["last_error"]
+    assert (reported["report"]["rows"], reported["report"]["stalls"], reported["parked"]) == (20, 0, "")
+    assert "the Java process has not answered" in reported["report"]["last_error"]
     assert group_of(driver) == []
 
 

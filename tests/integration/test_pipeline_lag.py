@@ -72,7 +72,7 @@ async def test_what_waits_is_what_lies_between_the_group_and_the_end(server: Ser
         assert list((await lags(client, *kinds, newest)).values()) == [2, 0, 0, 1]
 
 
-async def test_what_is_not_committed_waits_for_nobody(server: Server, topic: str) -> None:
+async def test_what_is_not_committed_waits_for_no_one(server: Server, topic: str) -> None:
     producer = Producer({"bootstrap.servers": server.kafka, "transactional.id": topic})
     producer.init_transactions(WAIT_S)
     producer.begin_transaction()

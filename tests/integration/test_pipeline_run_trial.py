@@ -19,7 +19,7 @@ WAIT_S = 300.0
 @pytest.mark.trial
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", ["starting Spark …", "running"])
-def test_what_is_told_to_end_leaves_nothing_behind(server: Server, topic: str, tmp_path: Path, stage: str) -> None:
+def test_a_stopped_command_leaves_nothing_behind(server: Server, topic: str, tmp_path: Path, stage: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", topic).code == 0
     scratch = tmp_path / "scratch"

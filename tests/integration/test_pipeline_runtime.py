@@ -72,8 +72,8 @@ class Land:
         self.published += number
 
     def report(self) -> dict[str, Any]:
-        told = self.millstream("pipeline", "describe", f"land-{self.topic}", "--json").document
-        return {**(told["report"] or {}), "state": told["state"]}
+        reported = self.millstream("pipeline", "describe", f"land-{self.topic}", "--json").document
+        return {**(reported["report"] or {}), "state": reported["state"]}
 
     def landed(self) -> list[int]:
         """The payloads in the table."""
@@ -172,8 +172,8 @@ def test_pipelines_of_all_kinds_share_a_driver_and_a_broken_one_is_parked(server
     assert millstream(*rule).code == 0
 
     def report(name: str) -> dict[str, Any]:
-        told = millstream("pipeline", "describe", name, "--json").document
-        return {**(told["report"] or {}), "state": told["state"], "parked": told["parked"]}
+        reported = millstream("pipeline", "describe", name, "--json").document
+        return {**(reported["report"] or {}), "state": reported["state"], "parked": reported["parked"]}
 
     parked = wait_until(lambda: report("broken")["parked"])
     assert "nothing" in parked
@@ -200,8 +200,13 @@ def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
     stages = once.stderr.splitlines()
     assert stages[:2] == [f"land-{topic}: starting Spark …", f"land-{topic}: running"]
     assert all(line.startswith(f"land-{topic}: ") for line in stages)
-    told = json.loads(once.stdout)
-    assert (told["pipeline"], told["rows"], told["batches"], told["lag"]) == (f"land-{topic}", 1000, 4, 0)
+    reported = json.loads(once.stdout)
+    assert (reported["pipeline"], reported["rows"], reported["batches"], reported["lag"]) == (
+        f"land-{topic}",
+        1000,
+        4,
+        0,
+    )
     land.check()
     land.publish(100)
     with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:

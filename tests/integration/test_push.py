@@ -76,7 +76,7 @@ class Desk:
                 found.append(state)
         return found
 
-    async def told(self) -> dict[str, Any]:
+    async def reported(self) -> dict[str, Any]:
         (described,) = await self.subscriptions.describe([self.name])
         return described
 
@@ -84,9 +84,9 @@ class Desk:
         """How push goes, once it is told so."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                told = (await self.told())["push"]
-                if told and all(told[0][name] == value for name, value in wanted.items()):
-                    return dict(told[0])
+                reported = (await self.reported())["push"]
+                if reported and all(reported[0][name] == value for name, value in wanted.items()):
+                    return dict(reported[0])
                 await asyncio.sleep(0.1)
 
 
@@ -115,7 +115,7 @@ async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:
         assert await work.ended(1) == ["accepted"]
 
 
-async def test_secrets_are_told_to_nobody(server: Server, tmp_path: Path) -> None:
+async def test_secrets_are_never_shown(server: Server, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     command = CommandLine(server.kafka)
@@ -130,9 +130,9 @@ async def test_secrets_are_told_to_nobody(server: Server, tmp_path: Path) -> Non
             await asyncio.to_thread(command, "subscription", "describe", "hidden"),
             await asyncio.to_thread(command, "subscription", "describe", "hidden", "--json"),
         ]
-        told = output[-1].document
-        assert told["overrides"][SECRET_NAME] == "(hidden)"
-        assert told["settings"][URL] == hook.url
+        reported = output[-1].document
+        assert reported["overrides"][SECRET_NAME] == "(hidden)"
+        assert reported["settings"][URL] == hook.url
         seen = "".join(str(one) for one in output) + server.log.read_text()
         assert SECRET not in seen
         assert "t0psecret" not in seen
@@ -172,7 +172,7 @@ async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(ser
         assert "message cannot be pushed: the message has " in server.log.read_text()
 
 
-async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -> None:
+async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Server) -> None:
     async with desk(server, "away", {ATTEMPTS: "3"}) as work:
         await work.hook.stop()
         await work.publish(*map(str, range(20)))
@@ -280,7 +280,7 @@ async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -
             killed.restart(clean=False)
             assert await work.ended(60) == ["accepted"] * 60
             assert set(work.hook.bodies) == {str(number).encode() for number in range(60)}
-            (counted,) = (await work.told())["queues"]
+            (counted,) = (await work.reported())["queues"]
             assert (counted["accepted"], counted["dropped"]) == (60, 0)
             async with asyncio.timeout(WAIT_S):
                 while any(_is_alive(pid) for pid in orphans):

@@ -181,7 +181,7 @@ def test_other_clients_are_not_held_up(server: Server, topic: str) -> None:
     set_quota(server, topic, producer_byte_rate=None)
 
 
-def test_whoever_publishes_or_pulls_over_http_is_told_when_to_come_again(server: Server, topic: str) -> None:
+def test_publish_and_pull_over_http_say_when_to_retry(server: Server, topic: str) -> None:
     # So little that the debt outlives the test: whatever waited for it would not be answered at all.
     set_quota(server, GATEWAY, producer_byte_rate=10.0, consumer_byte_rate=10.0)
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as http:

@@ -13,7 +13,7 @@ from millstream.client.receipt_book import read_book
 from millstream_testing.server import Server
 
 
-async def test_a_book_tells_what_the_log_has_lost(start_server: Callable[..., Server], tmp_path: Path) -> None:
+async def test_a_book_reports_what_the_log_has_lost(start_server: Callable[..., Server], tmp_path: Path) -> None:
     server, book = start_server(), tmp_path / "receipts.jsonl"
     async with millstream.connect(server.kafka, receipts=book) as ms:
         await ms.publish("orders", {"order_id": 0})

@@ -248,16 +248,16 @@ class Director:
 
     def _faults_of_versions(self, stamps: dict[Place, int]) -> list[str]:
         """Messages that were routed by older rules than one before them, or than were in use when they came."""
-        told = []
+        reported = []
         for partition in range(PARTITIONS):
             before = 0
             for place in sorted(place for place in stamps if place.partition == partition):
                 number = self.source.document(place)["id"]
                 in_use = [one.version for one in self.seen if number >= one.number]
                 if stamps[place] < max([before, *in_use]):
-                    told.append(f"{place} was routed by rules {stamps[place]}, and newer ones were in use")
+                    reported.append(f"{place} was routed by rules {stamps[place]}, and newer ones were in use")
                 before = stamps[place]
-        return told
+        return reported
 
     def _check_filters(self) -> None:
         """The messages for the subscription are those of its filters, one after the other."""

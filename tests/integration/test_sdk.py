@@ -66,9 +66,7 @@ async def test_five_lines(ms: millstream.Connection, topic: str) -> None:
     assert message.deadline is not None
 
 
-async def test_what_is_published_to_a_topic_made_anew_is_called_by_its_id(
-    ms: millstream.Connection, topic: str
-) -> None:
+async def test_messages_of_a_recreated_topic_have_its_id(ms: millstream.Connection, topic: str) -> None:
     """Also in a partition of which nothing tells that it is another one: nothing was stored in it before."""
     receipts = []
     for partitions in ([0], [1, 0]):
@@ -165,7 +163,7 @@ async def test_iterating_and_settling_by_hand(ms: millstream.Connection, topic: 
         await again.ack()
 
 
-async def test_a_stream_that_ends_gives_back_what_nobody_saw(ms: millstream.Connection, topic: str) -> None:
+async def test_a_stream_that_ends_gives_back_what_no_one_saw(ms: millstream.Connection, topic: str) -> None:
     await ms.publish_many(topic, [str(at) for at in range(20)])
     async with ms.subscription(topic, name=topic, start="earliest", lease=600) as stream:
         for _ in range(4):
@@ -177,7 +175,7 @@ async def test_a_stream_that_ends_gives_back_what_nobody_saw(ms: millstream.Conn
     assert sorted(int(one.text) for one in rest) == list(range(4, 20))
 
 
-async def test_a_loop_that_is_left_gives_back_what_nobody_saw(ms: millstream.Connection, topic: str) -> None:
+async def test_a_loop_that_is_left_gives_back_what_no_one_saw(ms: millstream.Connection, topic: str) -> None:
     await ms.publish_many(topic, ["one", "two", "three"], partition=0)
     async for message in ms.subscription(topic, name=topic, start="start", in_flight=10):
         assert message.text == "one"
@@ -348,7 +346,7 @@ async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstr
     await subscriber.drain()
 
 
-async def test_a_subscription_that_is_declared_otherwise_is_told(ms: millstream.Connection, topic: str) -> None:
+async def test_a_subscription_that_is_declared_otherwise_is_reported(ms: millstream.Connection, topic: str) -> None:
     async def handle(message: millstream.Message) -> None: ...
 
     await ms.publish(topic, "a")
@@ -419,7 +417,7 @@ async def test_a_subscription_that_is_deleted_ends_its_handlers(ms: millstream.C
             await waiting
 
 
-async def test_a_subscriber_may_be_told_twice_to_stop(ms: millstream.Connection, topic: str) -> None:
+async def test_a_subscriber_may_be_stopped_twice(ms: millstream.Connection, topic: str) -> None:
     await ms.publish(topic, "x")
     subscriber = await ms.subscribe(topic, Gathering(1), name=topic)
     await subscriber.drain()

@@ -12,7 +12,7 @@ HANG_S = 60
 COUNT = 4
 
 
-async def test_what_is_leased_anew_after_a_restart_goes_on_and_is_not_handled_twice(
+async def test_what_is_leased_again_after_a_restart_goes_on_and_is_not_handled_twice(
     start_server: Callable[..., Server], topic: str
 ) -> None:
     server = start_server()

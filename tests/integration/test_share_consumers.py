@@ -147,9 +147,9 @@ def test_messages_of_a_poll_are_accepted_by_the_next(server: Server) -> None:
 def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
     work = Work(server.kafka)
     work.publish(*numbers(0, 6))
-    told: list[Any] = []
+    reported: list[Any] = []
     with closing(work.consumer(explicit=True)) as consumer:
-        consumer.set_acknowledgement_commit_callback(lambda offsets, error: told.append((offsets, error)))
+        consumer.set_acknowledgement_commit_callback(lambda offsets, error: reported.append((offsets, error)))
         messages = take(consumer, 6)
         for message in messages[:2]:
             consumer.acknowledge(message)
@@ -163,8 +163,8 @@ def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
         for message in again:
             consumer.acknowledge(message)
         consumer.commit_async()
-        wait_until(lambda: bool(poll(consumer, 0.05) or sum(map(acknowledged, told)) >= 8))
-        assert [error for _, error in told if error is not None] == []
+        wait_until(lambda: bool(poll(consumer, 0.05) or sum(map(acknowledged, reported)) >= 8))
+        assert [error for _, error in reported if error is not None] == []
     with closing(work.consumer()) as other:
         assert poll(other, QUIET_S) == []
 
@@ -173,10 +173,10 @@ async def pulled(address: str, name: str) -> tuple[list[str], list[str]]:
     """The topics of a group as they are shown, and what another worker than a share consumer gets of it."""
     async with Client.connect(address) as client:
         subscriptions = SubscriptionClient(client)
-        (told,) = await subscriptions.describe([name])
+        (reported,) = await subscriptions.describe([name])
         messages = await subscriptions.receive(name, "test", max_records=10, wait_ms=int(WAIT_S * 1000))
         await subscriptions.settle(name, "test", messages, ACCEPT)
-    return told["topics"], [(message.record.value or b"").decode() for message in messages]
+    return reported["topics"], [(message.record.value or b"").decode() for message in messages]
 
 
 def test_a_group_that_its_members_have_declared_is_shown_with_their_topics_and_can_be_pulled(server: Server) -> None:
@@ -187,8 +187,8 @@ def test_a_group_that_its_members_have_declared_is_shown_with_their_topics_and_c
     assert asyncio.run(pulled(server.kafka, work.name)) == ([work.name], ["a", "b"])
 
 
-def acknowledged(told: tuple[Any, Any]) -> int:
-    return sum(map(len, told[0].values()))
+def acknowledged(reported: tuple[Any, Any]) -> int:
+    return sum(map(len, reported[0].values()))
 
 
 def test_several_consumers_of_one_partition_share_its_messages(server: Server) -> None:
@@ -327,9 +327,9 @@ def test_the_commands_and_pages_about_groups_know_share_groups(server: Server) -
         consumer.acknowledge(first)
         committed(consumer)
         until_at(server.kafka, work.name, 1)
-        told = millstream("group", "list", "--json")
-        assert told.code == 0, told.err
-        (listed,) = [one for one in told.document["groups"] if one["group"] == work.name]
+        reported = millstream("group", "list", "--json")
+        assert reported.code == 0, reported.err
+        (listed,) = [one for one in reported.document["groups"] if one["group"] == work.name]
         assert (listed["type"], listed["state"], listed["members"], listed["lag"]) == ("share", "Stable", 1, 4)
         described = millstream("group", "describe", work.name, "--json").document
         assert (described["type"], [one["committed"] for one in described["offsets"]]) == ("share", [1])
@@ -348,8 +348,8 @@ async def start_of(address: str, name: str) -> int:
     group = DescribeShareGroupOffsetsRequestGroup(group_id=GroupId(name), topics=(topic,))
     async with Client.connect(address) as client:
         answer = await client.send(None, DescribeShareGroupOffsetsRequest(groups=(group,)))
-    (told,) = answer.groups
-    return int(told.topics[0].partitions[0].start_offset) if told.topics else -1
+    (reported,) = answer.groups
+    return int(reported.topics[0].partitions[0].start_offset) if reported.topics else -1
 
 
 def until_at(address: str, name: str, offset: int) -> None:

@@ -47,14 +47,14 @@ class Landed:
         """Numbered messages, one second after the other; every seventh is no JSON, and goes to the quarantine."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0})
 
-        def tell(error: object, message: Any) -> None:
+        def delivered(error: object, message: Any) -> None:
             assert error is None
             self.messages[message.partition(), message.offset()] = message.value()
 
         for number in range(len(self.messages), len(self.messages) + count):
             value = b"%d" % number if number % 7 == 3 else json.dumps({"n": number}).encode()
             stamp = FIRST_MS + 1000 * number
-            producer.produce(self.topic, value, partition=number % 2, timestamp=stamp, on_delivery=tell)
+            producer.produce(self.topic, value, partition=number % 2, timestamp=stamp, on_delivery=delivered)
         assert producer.flush(WAIT_S) == 0
 
     def land(self) -> None:
@@ -158,7 +158,7 @@ def test_what_the_log_has_no_more_comes_from_the_table(landed: Landed, tmp_path:
         landed.read(startingTimestamp=str(FIRST_MS + 1000 * 250)).collect()
 
 
-def test_what_was_lost_before_it_was_landed_is_told(landed: Landed) -> None:
+def test_what_was_lost_before_it_was_landed_is_reported(landed: Landed) -> None:
     from pyspark.errors import PySparkException
 
     landed.publish(40)

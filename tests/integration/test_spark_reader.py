@@ -78,19 +78,19 @@ def offsets(reader: TopicStreamReader, start: dict[str, Any], end: dict[str, Any
     return found
 
 
-def test_what_retention_took_from_a_running_stream_is_told_exactly_once(
+def test_what_retention_took_from_a_running_stream_is_reported_exactly_once(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     topics.make(topic, 40)
     strict, lenient = reader(), reader(failOnDataLoss="false")
     assert offsets(strict, at(topic, 0), at(topic, 10)) == list(range(10))
     topics.cut(topic, 25)
-    with pytest.raises(LostData, match=f"{topic}-0: offsets 10 to 19;") as told:
+    with pytest.raises(LostData, match=f"{topic}-0: offsets 10 to 19;") as reported:
         strict.partitions(at(topic, 10), at(topic, 20))
-    assert told.value.lost == [(topic, 0, 10, 20)]
-    with pytest.raises(LostData) as told:
+    assert reported.value.lost == [(topic, 0, 10, 20)]
+    with pytest.raises(LostData) as reported:
         strict.partitions(at(topic, 20), at(topic, 30))
-    assert told.value.lost == [(topic, 0, 20, 25)]
+    assert reported.value.lost == [(topic, 0, 20, 25)]
     with caplog.at_level(logging.WARNING):
         assert offsets(lenient, at(topic, 10), at(topic, 20)) == []
         assert offsets(lenient, at(topic, 20), at(topic, 30)) == [25, 26, 27, 28, 29]
@@ -99,23 +99,23 @@ def test_what_retention_took_from_a_running_stream_is_told_exactly_once(
     assert lost == [f"{topic}-0: offsets 10 to 19", f"{topic}-0: offsets 20 to 24"]
 
 
-def test_what_is_cut_off_between_plan_and_task_is_told_too(
+def test_what_is_cut_off_between_plan_and_task_is_reported_too(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     topics.make(topic, 40)
     strict, lenient = reader(), reader(failOnDataLoss="false")
     planned = {one: one.partitions(at(topic, 10), at(topic, 30)) for one in (strict, lenient)}
     topics.cut(topic, 17)
-    with pytest.raises(LostData) as told:
+    with pytest.raises(LostData) as reported:
         list(strict.read(planned[strict][0]))
-    assert told.value.lost == [(topic, 0, 10, 17)]
+    assert reported.value.lost == [(topic, 0, 10, 17)]
     with caplog.at_level(logging.WARNING):
         found = [number for batch in lenient.read(planned[lenient][0]) for number in batch.column("offset").to_pylist()]
     assert found == list(range(17, 30))
     assert f"{topic}-0: offsets 10 to 16" in caplog.text
 
 
-def test_a_topic_of_a_pattern_that_is_deleted_is_told_and_the_others_go_on(
+def test_a_topic_of_a_pattern_that_is_deleted_is_reported_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture, topics: Topics, topic: str, reader: MakeReader
 ) -> None:
     gone, kept = f"{topic}-gone", f"{topic}-kept"
@@ -161,9 +161,9 @@ def test_a_task_says_what_is_wrong_and_nothing_of_what_lies_below(
     stream = reader()
     (planned,) = stream.partitions(at(topic, 0), at(topic, 20))
     topics.cut(topic, 10)
-    with pytest.raises(LostData) as told:
+    with pytest.raises(LostData) as reported:
         list(stream.read(planned))
-    frames = [Path(frame.path).name for frame in told.traceback if "millstream" in str(frame.path)]
+    frames = [Path(frame.path).name for frame in reported.traceback if "millstream" in str(frame.path)]
     assert frames[-1] == "spark_errors.py"
     assert "rows.py" not in frames
 

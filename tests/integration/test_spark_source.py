@@ -211,7 +211,7 @@ def test_a_schema_that_does_not_fit_is_said_at_once(bench: Bench) -> None:
             bench.write(frame.selectExpr(columns))
 
 
-def test_offsets_that_retention_deleted_are_told_exactly(bench: Bench) -> None:
+def test_offsets_that_retention_deleted_are_reported_exactly(bench: Bench) -> None:
     from pyspark.errors import PySparkException
 
     bench.create()

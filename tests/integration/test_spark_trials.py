@@ -161,7 +161,7 @@ def test_a_driver_that_is_killed_around_its_commit_goes_on_where_it_was(trial: T
     assert trial.values() == trial.wanted
 
 
-async def test_a_stream_that_fails_holds_nobody_up_and_goes_on_where_it_was(trial: Trial) -> None:
+async def test_a_stream_that_fails_holds_no_one_up_and_goes_on_where_it_was(trial: Trial) -> None:
     with trial.driver("local[2]", "kill-writer") as process:
         assert process.wait(WAIT_S) != 0
     assert trial.happened("struck-.*") == ["struck-writer"]

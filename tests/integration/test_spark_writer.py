@@ -58,8 +58,8 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def of_task(monkeypatch: pytest.MonkeyPatch, query: str, batch: int, run: str) -> None:
     """Let what runs here be a task of a stream."""
-    told = {"sql.streaming.queryId": query, "streaming.sql.batchId": str(batch), "spark.jobGroup.id": run}
-    context = SimpleNamespace(getLocalProperty=told.get, partitionId=lambda: 0)
+    reported = {"sql.streaming.queryId": query, "streaming.sql.batchId": str(batch), "spark.jobGroup.id": run}
+    context = SimpleNamespace(getLocalProperty=reported.get, partitionId=lambda: 0)
     monkeypatch.setattr(TaskContext, "get", lambda: context)
 
 
@@ -121,7 +121,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     link.call(Transactions(link.client).abort_batch(other.query, 3))
 
 
-def test_streams_are_told_apart_by_the_places_of_their_checkpoints(topic: str) -> None:
+def test_streams_are_distinguished_by_the_places_of_their_checkpoints(topic: str) -> None:
     names = [TopicStreamWriter(write_options({"checkpointLocation": place}))._stream for place in ("a", "a", "b")]
     assert names[0] == names[1] != names[2]
     assert TopicStreamWriter(write_options({}))._stream == ""
@@ -153,14 +153,14 @@ def test_what_cannot_be_written_to_is_said_before_there_is_a_task(server: Server
         nowhere.writer(SCHEMA, False)
 
 
-def test_a_topic_that_nobody_makes_is_said_before_there_is_a_task(
+def test_a_missing_topic_is_reported_before_any_task_runs(
     monkeypatch: pytest.MonkeyPatch, server: Server, topic: str
 ) -> None:
-    async def made_by_nobody(self: Client, topics: list[str], *, create: bool = False) -> object:
+    async def never_created(self: Client, topics: list[str], *, create: bool = False) -> object:
         return await ask(self, topics)
 
     ask = Client.metadata
-    monkeypatch.setattr(Client, "metadata", made_by_nobody)
+    monkeypatch.setattr(Client, "metadata", never_created)
     source = MillstreamSource({"kafka.bootstrap.servers": server.kafka, "topic": topic})
     with pytest.raises(UnknownTopic, match=f"create it with: millstream topic create {topic}"):
         source.writer(SCHEMA, False)

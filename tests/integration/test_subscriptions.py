@@ -121,8 +121,8 @@ async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Serv
         assert [message.attempt for message in again] == [2, 2]
         await work.settle(again, Verb.EXTEND, "three", delay_ms=60_000)
         await work.settle(again, Verb.ACCEPT, "three")
-        (told,) = await work.subscriptions.describe([work.name])
-        (queue,) = told["queues"]
+        (reported,) = await work.subscriptions.describe([work.name])
+        (queue,) = reported["queues"]
         assert (queue["backlog"], queue["leased"], queue["accepted"], queue["released"]) == (0, 0, 4, 2)
 
 
@@ -209,12 +209,12 @@ async def test_a_handler_that_fails_for_everything_loses_nothing_by_default(serv
             held = await work.receive(50)
             assert {message.attempt for message in held} == {attempt}
             await work.settle(held, Verb.RELEASE)
-        (told,) = await work.subscriptions.describe([work.name])
-        (queue,) = told["queues"]
+        (reported,) = await work.subscriptions.describe([work.name])
+        (queue,) = reported["queues"]
         assert (queue["dropped"], queue["dead_lettered"], queue["rejecting"], queue["backlog"]) == (0, 0, 0, 50)
         assert queue["parked"] == 50, "they wait before they are tried again"
-        dead = told["settings"][DEAD_LETTER_TOPIC]
-        assert (told["settings"][ATTEMPTS], dead) == ("25", "default-dlq")
+        dead = reported["settings"][DEAD_LETTER_TOPIC]
+        assert (reported["settings"][ATTEMPTS], dead) == ("25", "default-dlq")
         assert dead not in (await work.client.metadata()).topics, "it is created with the first letter"
         (first,) = await work.receive(1)
         await work.settle([first], Verb.REJECT)
@@ -281,7 +281,7 @@ async def test_a_worker_that_waits_is_given_messages_of_a_topic_and_of_partition
         assert values(await second) == ["b"]
 
 
-async def test_a_topic_that_is_deleted_and_made_anew_is_delivered_from_its_start(server: Server) -> None:
+async def test_a_topic_that_is_deleted_and_recreated_is_delivered_from_its_start(server: Server) -> None:
     async with desk(server, "anew", {}, "old 1", "old 2") as work:
         await work.publish("old 3")
         assert values(await work.receive(1)) == ["old 3"]
@@ -360,6 +360,6 @@ async def test_nothing_is_lost_or_doubled_by_a_kill(tmp_path: Path) -> None:
             await work.settle(back, Verb.ACCEPT, "other")
             assert sorted(letter.value or b"" for letter in await work.letters(3)) == [b"v10", b"v11", b"v12"]
             await work.nothing("other")
-            (told,) = await work.subscriptions.describe(["killed"])
-            (queue,) = told["queues"]
+            (reported,) = await work.subscriptions.describe(["killed"])
+            (queue,) = reported["queues"]
             assert (queue["accepted"], queue["dead_lettered"], queue["backlog"]) == (17, 3, 0)

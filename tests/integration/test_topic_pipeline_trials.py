@@ -145,14 +145,14 @@ class Trial:
     def _faults_of_rows(self, wanted: Collection[Place]) -> list[str]:
         """What is wrong with the rows of the statement, which say themselves where they come from."""
         found = []
-        told = []
+        reported = []
         for one in committed_records(self.server.kafka, self.target("eu")):
             row = json.loads(one.value or b"")
             place = Place(row["partition"], row["offset"])
             found.append((place, one))
             if (row["twice"], one.key) != (2 * self.source.document(place)["id"], self.source.messages[place].key):
-                told.append(f"{place} became {one}")
-        return told + faults_of(found, wanted)
+                reported.append(f"{place} became {one}")
+        return reported + faults_of(found, wanted)
 
 
 @pytest.mark.parametrize("kind", ["route", "transform"])

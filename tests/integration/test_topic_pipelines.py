@@ -140,25 +140,25 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     assert [row["id"] for row in shop.read() if row["discount"] == 30] == [7, 8]
 
 
-def test_a_dry_run_tells_everything_and_does_nothing(shop: Shop) -> None:
+def test_a_dry_run_reports_everything_and_does_nothing(shop: Shop) -> None:
     shop.publish(shop.orders, orders(0, 10))
     # What the second condition names makes no difference, and has to be there all the same.
     sql = "SELECT key, id, total FROM orders WHERE id < 3 AND (customer.tier IS NULL OR 1 = 1)"
-    told = dry_run(shop.pipeline(sql), shop.context())
-    assert (told.output, told.sampled, told.has_state) == (
+    reported = dry_run(shop.pipeline(sql), shop.context())
+    assert (reported.output, reported.sampled, reported.has_state) == (
         {"key": "binary", "id": "bigint", "total": "double"},
         10,
         False,
     )
-    assert told.columns[shop.orders]["customer"] == "struct<tier:string>"
-    assert sorted(row["value"] for row in told.rows) == [
+    assert reported.columns[shop.orders]["customer"] == "struct<tier:string>"
+    assert sorted(row["value"] for row in reported.rows) == [
         '{"id":0,"total":0.0}',
         '{"id":1,"total":1.5}',
         '{"id":2,"total":3.0}',
     ]
-    assert "MapInArrow" in told.plan
+    assert "MapInArrow" in reported.plan
     # What nobody asks for is not even decoded.
-    assert "timestampType" not in told.plan
+    assert "timestampType" not in reported.plan
     assert not list(shop.folder.iterdir())
     assert shop.run(sql) == 10
 
@@ -185,8 +185,8 @@ RECORD = "value, topic, partition, offset, timestamp, timestampType, headers, pa
 )
 def test_statements_that_remember_are_known(shop: Shop, sql: str, wanted: list[str]) -> None:
     shop.publish(shop.orders, orders(0, 6))
-    told = dry_run(shop.pipeline(sql), shop.context())
-    assert (told.has_state, [row["value"] for row in told.rows]) == (True, wanted)
+    reported = dry_run(shop.pipeline(sql), shop.context())
+    assert (reported.has_state, [row["value"] for row in reported.rows]) == (True, wanted)
 
 
 @pytest.mark.trial
@@ -242,7 +242,7 @@ def test_rows_of_a_table_without_a_message_are_refused(shop: Shop, sql: str) -> 
         shop.run(sql, tables=json.dumps({"customers": table}), schemas=schemas)
 
 
-def test_columns_that_nobody_names_are_seen_when_they_come(shop: Shop) -> None:
+def test_columns_that_no_one_names_are_seen_when_they_come(shop: Shop) -> None:
     shop.publish(shop.orders, [{"id": 1, "total": 2, "tier": "gold"}])
     job = TransformJob(shop.pipeline(f"SELECT * EXCEPT ({RECORD}, tier) FROM orders"), shop.context())
     assert job.step().rows == 1
@@ -524,7 +524,7 @@ async def test_a_rule_can_have_the_filter_of_a_subscription(office: Office) -> N
         office.run(Rule(name="later", topic=f"{office.name}-later", targets=(f"{office.name}-late",)))
 
 
-def test_a_broken_condition_is_told_before_anything_is_routed(office: Office) -> None:
+def test_a_broken_condition_is_reported_before_anything_is_routed(office: Office) -> None:
     office.publish(0, 3)
     with pytest.raises(FilterError, match="did you mean 'key'"):
         office.run(office.rule("broken", "kye = 'a'", "never"))

@@ -19,8 +19,8 @@ def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:
             outcome = trial.run()
         except TrialFailed as error:
             pytest.fail(f"seed {plan.seed}\n{error}\n{trial.waiting()}\n" + "\n".join(lines))
-    told = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
-    assert outcome.ok, told
+    reported = f"seed {plan.seed}\n{outcome.findings()}\n" + "\n".join(lines)
+    assert outcome.ok, reported
     assert outcome.kills >= plan.kills
     assert outcome.report.committed > 0
     assert outcome.report.visible > 0

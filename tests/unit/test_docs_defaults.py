@@ -18,7 +18,7 @@ def section(title: str) -> str:
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def told(title: str) -> dict[str, str]:
+def reported(title: str) -> dict[str, str]:
     """What the first column of a table says: `name=value`, or that `name` is empty."""
     cells = [line.split(" | ")[0] for line in section(title).splitlines() if line.startswith("| `")]
     found = {}
@@ -47,7 +47,7 @@ def text(value: object) -> str:
     ],
 )
 def test_every_default_is_argued_with_its_value(title: str, declared: dict[str, str]) -> None:
-    found = told(title)
+    found = reported(title)
     found.pop("NAME-dlq", None)
     assert found == declared
 

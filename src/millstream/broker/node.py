@@ -255,7 +255,7 @@ class Broker:
         def follow_settings() -> None:
             listener.connections_max = core.topics.broker_settings.connections_max
 
-        core.topics.broker_settings.when_changed(follow_settings)
+        core.topics.broker_settings.on_change(follow_settings)
         self._revoked = await self._listeners.start(listener, dispatch, limits, core.security, self._supervise)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
@@ -347,7 +347,7 @@ class Broker:
             )
             coordination = EtcdStore(address, config.cluster, self._clock)
         except (ValueError, OSError) as error:
-            raise InvalidSetting(f"etcd cannot be asked: {error}") from error
+            raise InvalidSetting(f"etcd cannot be queried: {error}") from error
         self._undo.push_async_callback(coordination.close)
         try:
             catalog = Catalog(config.catalog, cluster=config.cluster)
@@ -499,7 +499,7 @@ class Broker:
                 store,
                 *(source for source in (core.node, self._revoked) if source is not None),
             ],
-            troubles=lambda: _unready_reasons(store, core.node),
+            unready_reasons=lambda: _unready_reasons(store, core.node),
             damage=store.damage,
             warnings=core.node.warnings if core.node is not None else tuple,
             node=node,
@@ -625,6 +625,6 @@ def _import_served() -> Any:
 def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
     """Yield why the node should get no traffic although it runs."""
     if node is not None:
-        yield from node.troubles()
+        yield from node.unready_reasons()
     for partition, reason in islice(store.failures.items(), _REASONS_MAX):
         yield f"{partition}: {reason}"

@@ -70,13 +70,13 @@ class PushBoard:
         yield Metric(
             "millstream_push_endpoint_up",
             "gauge",
-            "Whether an endpoint takes messages: 0 while it counts as down.",
+            "1 while an endpoint accepts messages, 0 while it is considered down.",
             [_sample(one, float(one.state != "down")) for one in reports],
         )
         yield Metric(
             "millstream_push_concurrency",
             "gauge",
-            "Requests that may be under way to an endpoint, by what it has shown to take.",
+            "The current limit of concurrent requests to an endpoint, which adapts to its responses.",
             [_sample(one, one.concurrency) for one in reports],
         )
         yield Metric(
@@ -88,7 +88,7 @@ class PushBoard:
         yield Metric(
             "millstream_push_requests_total",
             "counter",
-            "Requests to endpoints, by what became of them.",
+            "Requests to endpoints, by outcome.",
             [sample for one in reports for sample in _by_outcome(one)],
         )
         yield Metric(
@@ -100,7 +100,7 @@ class PushBoard:
         yield Metric(
             "millstream_push_restarts_total",
             "counter",
-            "How often the push process ended and was started again.",
+            "Restarts of the push process.",
             [Sample(self.restarts)],
         )
 

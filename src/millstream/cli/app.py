@@ -95,7 +95,7 @@ def _print_version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table."""

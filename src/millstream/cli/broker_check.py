@@ -39,7 +39,7 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
     try:
         pipelines = await PipelineClient(client).describe()
     except MillstreamError as error:
-        return [warning("pipelines", f"the pipelines cannot be asked: {error}", "look at the broker's log")]
+        return [warning("pipelines", f"the state of the pipelines is unavailable: {error}", "look at the broker's log")]
     return findings_of(pipelines, now_ms=time.time() * 1000)
 
 
@@ -49,7 +49,7 @@ def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> lis
     failing = [_failing(one, since_ms) for one in pipelines if (since_ms := _failing_ms(one, now_ms))]
     quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
     found = [*parked[:_SHOWN_MAX], *_waiting(pipelines), *failing[:_SHOWN_MAX], *quarantined[:_SHOWN_MAX]]
-    return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, none of them in trouble")]
+    return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
 
 
 def _parked(pipeline: Mapping[str, Any]) -> Finding:
@@ -57,7 +57,7 @@ def _parked(pipeline: Mapping[str, Any]) -> Finding:
     return warning(
         "pipelines",
         f"pipeline {name} is parked and no longer runs: {_first_line(pipeline['parked'])}",
-        f"millstream pipeline describe {name} tells all of it; put it right, and it is tried again when its settings "
+        f"millstream pipeline describe {name} shows the details; fix the cause, and it is retried when its settings "
         f"or rules are changed, or by: millstream pipeline start {name}",
     )
 
@@ -74,7 +74,7 @@ def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             "pipelines",
             f"{counted(len(names), 'pipeline')} ({shown}) {'waits' if len(names) == 1 else 'wait'}: "
             f"{_first_line(reason) or 'no node runs pipelines'}",
-            "see to what is missing, and it goes on by itself; nodes with pipelines-enabled on and Spark installed "
+            "provide what is missing, and it resumes by itself; nodes with pipelines-enabled on and Spark installed "
             "run pipelines",
         )
 
@@ -91,7 +91,7 @@ def _failing(pipeline: Mapping[str, Any], since_ms: int) -> Finding:
     return warning(
         "pipelines",
         f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(pipeline['report']['last_error'])}",
-        f"it goes on by itself when that is over; millstream pipeline describe {name} tells more",
+        f"it resumes by itself once the cause is gone; millstream pipeline describe {name} shows the details",
     )
 
 
@@ -146,10 +146,10 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
             findings = [_answered(brokers, took_s), *_led(metadata, minimums)]
             findings += await _status_findings(client, brokers)
     except (BrokerUnreachable, RequestTimedOut):
-        advice = "start it with: millstream serve; or say where it runs with --brokers HOST:PORT"
+        advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
         return [problem("broker", f"no broker answers at {brokers}", advice, ExitCode.UNREACHABLE)]
     except MillstreamError as error:
-        return [problem("broker", f"{brokers} answers, but not as it should: {error}", "look at the broker's log")]
+        return [problem("broker", f"{brokers} answers unexpectedly: {error}", "look at the broker's log")]
     return findings
 
 
@@ -182,12 +182,12 @@ def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Fin
     ]
     if refusing:
         detail = f"{_named(refusing)} with fewer replicas in sync than min.insync.replicas, so acks=all is refused"
-        yield problem("partitions", detail, "start the nodes that are away; millstream cluster status shows them")
+        yield problem("partitions", detail, "start the nodes that are down; millstream cluster status shows them")
     if orphans or refusing:
         return
     if lacking:
         detail = f"{_named(lacking)} with replicas that are not in sync"
-        yield warning("partitions", detail, "millstream cluster status shows which nodes are away")
+        yield warning("partitions", detail, "millstream cluster status shows which nodes are down")
     else:
         yield ok(
             "partitions", f"{counted(len(metadata.topics), 'topic')}, {counted(len(partitions), 'partition')}, all led"
@@ -203,8 +203,8 @@ def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
 async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     status = await node_status(client)
     if status is None:
-        advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
-        return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
+        advice = "internal checks are skipped; if it is a Millstream node, look at its log"
+        return [warning("status", f"{brokers} does not report its status; it may not be a Millstream broker", advice)]
     statuses = await _statuses(client, status)
     damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(statuses.values())]
     findings = [_version(status), _readiness(status), *_warned(status), *damage, _clock(status)]
@@ -227,7 +227,7 @@ def _readiness(status: dict[str, Any]) -> Finding:
 
 def _warned(status: dict[str, Any]) -> Iterator[Finding]:
     for text in status.get("warnings", []):
-        yield warning("cluster", text, "millstream cluster status shows the nodes and partitions that are concerned")
+        yield warning("cluster", text, "millstream cluster status shows the affected nodes and partitions")
 
 
 async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -279,7 +279,7 @@ def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
 
 
 def _held(status: dict[str, Any]) -> Iterator[Finding]:
-    """What is past its retention and waits for somebody who may never come."""
+    """Warn about data past its retention that waits for a pipeline or subscription."""
     held: Counter[str] = Counter()
     for value, labels in _samples(status, "millstream_log_held_bytes"):
         held[labels["topic"]] += int(value)

@@ -28,7 +28,7 @@ def client() -> None:
 @app.command("list")
 def list_(
     everybody: Annotated[
-        bool, typer.Option("--all", help="Show connections too that neither produce nor consume.")
+        bool, typer.Option("--all", help="Also show connections that neither produce nor consume.")
     ] = False,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.0, max=60.0, help="How long to measure rates for.")
@@ -54,7 +54,7 @@ def list_(
     else:
         print_line("No producer and no consumer is connected; --all shows every connection.")
     if found.left_out:
-        print_note(f"{counted(found.left_out, 'connection')} more, which the nodes do not list.")
+        print_note(f"{counted(found.left_out, 'connection')} more that the nodes do not list.")
 
 
 def _row(one: ConnectedClient) -> list[str | None]:

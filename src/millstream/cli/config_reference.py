@@ -19,10 +19,9 @@ This page is generated from the settings' declarations by `make docs`; do not ed
 
 Give a setting as a flag of `millstream serve` (`--node-id 2`), as an environment variable
 (`{ENVIRONMENT_PREFIX}NODE_ID=2`) or in `{FILE_NAME}` (`node-id = 2`), which is read from the working directory or from
-`--config FILE`. A flag wins over the environment, which wins over the file. A
-value that is out of bounds, or a name that is not known, stops the start with an error that says so; only the variables
-of the commands and those that Kubernetes makes of a service's name are left alone. All of them are read when the node
-starts.
+`--config FILE`. A flag takes precedence over the environment, which takes precedence over the file. An unknown name or
+a value out of bounds is an error, and the node does not start; only the variables of the commands and those that
+Kubernetes derives from a service's name are ignored. Settings are read when the node starts.
 
 """
 
@@ -38,8 +37,8 @@ _SUBSCRIPTIONS = """
 ## Subscriptions
 
 Give these with `millstream subscription create NAME --set SETTING=VALUE`, change them with `millstream subscription
-update`, or as the settings of a share group with any Kafka tool. [subscriptions.md](subscriptions.md) says what they
-are for. A change takes effect at once.
+update`, or as the settings of a share group with any Kafka tool. [subscriptions.md](subscriptions.md) explains
+them. A change takes effect at once.
 
 """
 
@@ -47,12 +46,12 @@ _PIPELINES = """
 ## Pipelines
 
 Give these with `millstream pipeline create KIND NAME --set SETTING=VALUE`, change them with `millstream pipeline
-update`. [pipelines.md](pipelines.md) says what they are for. A change takes effect with the next batch.
+update`. [pipelines.md](pipelines.md) explains them. A change takes effect with the next batch.
 
 """
 
 _MISSING = """
-Settings of Kafka that Millstream does not have are refused, with the reason:
+Kafka settings that Millstream does not support are refused, with the reason:
 
 | setting | why it is refused |
 |---|---|
@@ -79,7 +78,7 @@ def _pipelines() -> str:
     text = "Every pipeline has:\n\n" + _table(shared)
     for kind, settings in SETTINGS.items():
         own = [declared for _, declared in settings_of(settings) if declared.name not in names]
-        text += f"\nOne of the kind `{kind}` has besides:\n\n{_table(own)}"
+        text += f"\nA pipeline of kind `{kind}` also has:\n\n{_table(own)}"
     return text
 
 

@@ -145,7 +145,7 @@ class DemoBroker:
         except TimeoutError:
             raise CommandFailed(f"the broker was not ready within {READY_S_MAX:g} s{self._log_tail()}") from None
         if not line:
-            raise CommandFailed(f"the broker ended with exit code {await process.wait()}{self._log_tail()}")
+            raise CommandFailed(f"the broker exited with code {await process.wait()}{self._log_tail()}")
         return line
 
     def _log_tail(self) -> str:
@@ -158,7 +158,7 @@ class DemoBroker:
 def demo(
     keep: Annotated[
         bool,
-        typer.Option("--keep", envvar="DEMO_KEEP", help="Leave the broker running at the end, until Ctrl-C."),
+        typer.Option("--keep", envvar="DEMO_KEEP", help="Keep the broker running at the end, until Ctrl-C."),
     ] = False,
 ) -> None:
     """Show the main features end to end on a temporary broker: fan out, crash, recover, dead letter, redrive."""

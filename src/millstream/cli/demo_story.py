@@ -395,14 +395,14 @@ class OrdersTable:
         """Declare the landing pipeline; on a machine without Spark it waits for it."""
         settings = {"topics": self._topic, "every.ms": str(EVERY_MS), "decode": "json"}
         await PipelineClient(client).create(PIPELINE, PipelineKind.LAND, settings)
-        state = "it runs beside" if _has_spark() else "it waits for Spark, which comes later"
+        state = "it runs beside" if _has_spark() else "it waits for Spark, which starts later"
         self._account.say(f"and a pipeline lands all orders in a table; {state}")
 
     async def show(self, client: Client, messages: int) -> None:
         """Check that every message of the log is one row, and query the table."""
         self._account.step("The orders are a table")
         if not await self._is_set_up():
-            self._account.say("Spark is not installed, so this part is left out; `make spark` installs it")
+            self._account.say("Spark is not installed, so this part is skipped; `make spark` installs it")
             return
         began = time.monotonic()
         await self._until_landed(client, messages)
@@ -424,7 +424,7 @@ class OrdersTable:
         command = os.environ.get(SETUP_VARIABLE)
         if _has_spark() or not command:
             return _has_spark()
-        self._account.say("Spark is set up now; this downloads about 500 MB, once ...")
+        self._account.say("Setting up Spark; this downloads about 500 MB, once ...")
         began = time.monotonic()
         setup = await asyncio.create_subprocess_shell(command, stdin=asyncio.subprocess.DEVNULL)
         try:
@@ -524,10 +524,10 @@ class Story:
     async def _declare(self) -> None:
         """Declare a topic and three subscriptions: two with a handler here, one that pushes to a URL."""
         client = self._ms.client
-        self._account.step(f"A topic with {PARTITIONS} partitions, and three who work on its orders")
+        self._account.step(f"A topic with {PARTITIONS} partitions, and three subscriptions that process its orders")
         await create_topic(client, TOPIC, partitions=PARTITIONS, replication=-1, settings={"flush": "always"})
         found = len((await find_topic(client, TOPIC)).partitions)
-        self._account.check(found == PARTITIONS, f"topic {TOPIC!r} is there", f"it has {found} partitions")
+        self._account.check(found == PARTITIONS, f"topic {TOPIC!r} exists", f"it has {found} partitions")
         await self._ms.subscribe(TOPIC, self._billing, name="billing", filter=FILTER, start="earliest")
         self._account.say(f"billing gets the large orders ({FILTER}), and bills each once")
         await self._ms.subscribe(
@@ -540,7 +540,7 @@ class Story:
             dead_letter=DEAD,
             start="earliest",
         )
-        self._account.say("shipping gets all orders, those of each customer one after the other")
+        self._account.say("shipping gets all orders, one at a time for each customer")
         pushed = {PUSH_URL: self._webhook.url, PUSH_SECRET: SECRET, "share.auto.offset.reset": "earliest"}
         await SubscriptionClient(client).create("webhook", [TOPIC], pushed)
         self._account.say(f"a webhook gets all orders, pushed to {self._webhook.url} and signed")
@@ -559,12 +559,12 @@ class Story:
 
     async def _stream(self) -> None:
         """Read the same log with a Kafka consumer group."""
-        self._account.step("Everyone can read the log: a consumer group of two members reads it, too")
+        self._account.step("Any Kafka client can read the log: a consumer group of two members")
         await self._catch_up(range(FIRST), members=2)
 
     async def _crash(self) -> None:
         """Kill the broker while orders are published and processed; everything acknowledged must survive."""
-        self._account.step("kill -9 in the middle of it all")
+        self._account.step("kill -9 in the middle of the work")
         new = range(FIRST, FIRST + THROUGH_CRASH)
         publishing = asyncio.create_task(self._publish(new))
         try:
@@ -576,12 +576,12 @@ class Story:
                 f"killed with {acknowledged:,} of {THROUGH_CRASH:,} orders acknowledged, {shipped:,} shipped"
             )
             await self._broker.start()
-            self._account.say(f"started again on the same data, ready after {self._broker.start_s:.2f} s")
+            self._account.say(f"restarted on the same data, ready after {self._broker.start_s:.2f} s")
             async with asyncio.timeout(_STEP_S_MAX):
                 await publishing
         finally:
             publishing.cancel()
-        self._account.say(f"the publisher and the workers went on by themselves: {THROUGH_CRASH:,} orders acknowledged")
+        self._account.say(f"the publisher and the workers resumed by themselves: {THROUGH_CRASH:,} orders acknowledged")
         found = await self._read_log()
         self._check_read(found, range(new.stop), "the log: ")
         self._check_places(found)
@@ -599,7 +599,7 @@ class Story:
         await self._publish(range(len(self._placed), poison))
         await self._publish(range(poison, poison + 1), city=None)
         await self._publish(range(poison + 1, everything.stop))
-        self._account.say(f"order {poison} has no city, and shipping fails at it; {BEHIND_POISON} orders come after it")
+        self._account.say(f"order {poison} has no city, so shipping fails on it; {BEHIND_POISON} orders follow it")
         await self._until(lambda: self._shipping.failures[poison] >= ATTEMPTS)
         others = range(poison + 1, everything.stop)
         await self._until(lambda: self._shipped(others))
@@ -615,9 +615,7 @@ class Story:
         self._account.step("Fixed, and redriven")
         self._shipping.is_corrected = True
         redriven = await self._letters(redrive=True)
-        self._account.check(
-            len(redriven) == 1, "shipping is corrected, 1 letter is delivered to it again", str(redriven)
-        )
+        self._account.check(len(redriven) == 1, "shipping is fixed, and 1 letter is redriven to it", str(redriven))
         await self._until(lambda: self._shipped(range(poison, poison + 1)))
         self._account.check(
             self._webhook.orders[poison] == 1,
@@ -660,14 +658,14 @@ class Story:
             by_customer.setdefault(customer, []).append(number)
         mixed = [customer for customer, numbers in by_customer.items() if numbers != sorted(numbers)]
         again = len(self._shipping.parcels) - len(first)
-        twice = f" ({again:,} came again, since their acknowledgement was lost)" if again else ""
+        twice = f" ({again:,} were redelivered because their acknowledgement was lost)" if again else ""
         self._account.check(
             not mixed,
             f"shipping: {len(first):,} orders, those of each customer in order{twice}",
             f"those of {mixed} came out of order",
         )
         again = sum(self._webhook.orders.values()) - len(self._webhook.orders)
-        twice = f" ({again:,} came again)" if again else ""
+        twice = f" ({again:,} were redelivered)" if again else ""
         self._account.check(
             self._webhook.refused == 0,
             f"webhook: {len(self._webhook.orders):,} orders, each signed{twice}",
@@ -680,7 +678,7 @@ class Story:
         self._account.check(
             bills == Counter(large),
             f"billing: {len(large):,} large orders, each billed once",
-            f"{len(set(large) - bills.keys())} are missing and {bills.total() - len(bills)} were billed again",
+            f"{len(set(large) - bills.keys())} are missing and {bills.total() - len(bills)} were billed twice",
         )
 
     async def _catch_up(self, missed: range, members: int = 1) -> None:
@@ -714,7 +712,7 @@ class Story:
         missing = set(expected) - set(numbers)
         self._account.check(
             sorted(numbers) == list(expected),
-            f"{prefix}{len(expected):,} orders, each of them once",
+            f"{prefix}{len(expected):,} orders, each once",
             f"{len(missing)} are missing and {len(numbers) - len(set(numbers))} came twice",
         )
 
@@ -723,7 +721,7 @@ class Story:
         found = {_number(record.value): (partition, record.offset) for partition, record in messages}
         moved = [one for one, receipt in self._placed.items() if found[one] != (receipt.partition, receipt.offset)]
         self._account.check(
-            not moved, "each acknowledged order lies at the offset it was given", f"{len(moved)} do not"
+            not moved, "each acknowledged order is stored at its acknowledged offset", f"{len(moved)} do not"
         )
 
     async def _letters(self, *, redrive: bool = False) -> list[LeasedMessage]:

@@ -44,7 +44,7 @@ def die_with_parent(parent: int, number: int) -> None:
     """Ask the kernel for a signal when the parent ends. Switching accounts clears this, so it comes last."""
     _libc.prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0)
     if os.getppid() != parent:
-        sys.exit("the process that started this one is gone")
+        sys.exit("the parent process has exited")
 
 
 def main(parent: str, number: str, account: str, *command: str) -> None:

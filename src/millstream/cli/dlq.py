@@ -40,12 +40,13 @@ Filter = Annotated[
     typer.Option(
         "--filter",
         metavar="CONDITION",
-        help="Only these, as in \"headers['dlq-reason'] LIKE '%timeout%'\".",
+        help="Only letters that match this condition, such as \"headers['dlq-reason'] LIKE '%timeout%'\".",
         show_default=False,
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="At most so many.", show_default=False)
+    int | None,
+    typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="The maximum number of letters.", show_default=False),
 ]
 
 
@@ -76,7 +77,7 @@ def list_(
         if one.unreached:
             partitions = ", ".join(map(str, one.unreached))
             print_note(
-                f"Topic {one_line(one.topic)} may have more letters: nobody answered for partition {partitions}; "
+                f"Topic {one_line(one.topic)} may have more letters: partition {partitions} did not answer; "
                 "see millstream cluster status."
             )
         for reason in one.refusals:
@@ -87,7 +88,9 @@ def list_(
 def show(
     name: Name,
     filter_: Filter = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="At most so many.")] = 10,
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="The maximum number of letters.")
+    ] = 10,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -224,14 +227,14 @@ def _unmatched(outcome: Outcome) -> str:
 
 
 def _so_far(outcome: Outcome) -> str:
-    doubt = "; one more may have been done, and closed or not" if outcome.is_sending else ""
-    return f"{counted(outcome.done, 'letter')} done before that{doubt}. The others are open, within a minute at most."
+    doubt = "; one more may have been processed, and may or may not be closed" if outcome.is_sending else ""
+    return f"{counted(outcome.done, 'letter')} processed before that{doubt}. The others are open again within a minute."
 
 
 def _print_rest(outcome: Outcome, *, keep: bool) -> None:
     if outcome.doubtful:
         print_note(
-            f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: done, but maybe open still, so that "
+            f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: processed, but maybe still open, so "
             "another run may repeat it."
         )
     if outcome.held:
@@ -239,7 +242,7 @@ def _print_rest(outcome: Outcome, *, keep: bool) -> None:
         back = "comes" if outcome.held == 1 else "come"
         print_note(f"{counted(outcome.held, 'letter')} {verb} held by another command and {back} back within a minute.")
     if outcome.unreached:
-        print_note(f"{counted(outcome.unreached, 'partition')} could not be asked; see millstream cluster status.")
+        print_note(f"{counted(outcome.unreached, 'partition')} could not be reached; see millstream cluster status.")
     if keep and not outcome.done and not outcome.held:
         print_note("No open letters" + (" match." if outcome.unmatched else "."))
 

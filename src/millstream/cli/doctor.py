@@ -74,7 +74,7 @@ def doctor(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do not read every byte of the data folder, only what tells its state.")
+        bool, typer.Option("--quick", help="Skip reading every byte of the data folder; check only its state.")
     ] = False,
     as_json: AsJson = False,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,

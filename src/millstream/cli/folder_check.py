@@ -82,7 +82,7 @@ _NO_LIMIT = 2**63 - 1
 def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Finding]:
     """Return all findings about a data folder."""
     if not folder.is_dir():
-        advice = "give the folder of a node with --data DIR; millstream serve --data DIR makes a new one"
+        advice = "give the folder of a node with --data DIR; millstream serve --data DIR creates a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
     if not (folder / PARTITIONS_NAME).is_dir():
         advice = "give the folder that millstream serve was started with"
@@ -92,7 +92,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
     findings = [_access(folder), _space(folder)]
     if _is_locked(folder):
         findings.append(ok("lock", "a broker is using the folder"))
-        findings.append(ok("segments", "in use by a running broker, which checks them; doctor --brokers asks it"))
+        findings.append(ok("segments", "in use by a running broker, which checks them; query it with doctor --brokers"))
         return findings
     findings += [ok("lock", "no broker is using the folder"), _format(folder), _stop(folder)]
     names, catalog_findings = _catalog(folder)
@@ -205,7 +205,7 @@ def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress:
             try:
                 scanned = scan_segment(segment.path, segment.base_offset, limit, progress.advance)
             except OSError as error:
-                advice = "the disk may be failing: copy the folder away, then check the disk"
+                advice = "the disk may be failing: copy the folder to another disk, then check this one"
                 findings.append(problem("segments", f"{segment.path} cannot be read: {error.strerror}", advice))
                 continue
             findings += _verdict(label, scanned, limit, stopped_clean=stopped_clean)
@@ -266,10 +266,10 @@ def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: 
             advice = "the disk damaged messages that were stored; restore them from a copy, if you have one"
             yield problem("segments", f"{detail}, although the last stop was clean", advice)
             return
-        advice = "a write that a crash cut short; the next start cuts it off, or completes it from the journal"
+        advice = "a write that a crash interrupted; the next start removes it, or completes it from the journal"
         yield warning("segments", detail, advice)
 
 
 def _lost(label: str, how: str, first: int, next_offset: int, where: str) -> Finding:
-    advice = "the other offsets are unharmed and served; restore this range from a copy, if you have one"
+    advice = "the other offsets are intact and served; restore this range from a copy, if you have one"
     return problem("segments", f"{label}: offsets {first} to {next_offset - 1} are {how} ({where})", advice)

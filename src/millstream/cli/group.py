@@ -51,7 +51,7 @@ def list_(
         keys = ("group", "type", "state", "members", "lag")
         print_table(keys, [[group[key] for key in keys] for group in groups])
     else:
-        print_line("No groups yet; a consumer with a group id makes one.")
+        print_line("No groups yet; a consumer with a group id creates one.")
 
 
 @app.command("describe")
@@ -80,19 +80,19 @@ def describe(
 def reset(
     name: Name,
     to: Annotated[
-        str, typer.Option("--to", metavar="POSITION", help=f"Where to go on reading: {HELP}.", show_default=False)
+        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue reading: {HELP}.", show_default=False)
     ],
     topic: Annotated[
         list[str] | None,
         typer.Option(
             "--topic",
             metavar="TOPIC",
-            help="Only this topic; may be repeated. Default: all that the group has read.",
+            help="Only this topic; may be repeated. Default: every topic that the group has read.",
             show_default=False,
         ),
     ] = None,
     partition: Partitions = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -134,7 +134,7 @@ def delete(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a group and its committed offsets. Asks for confirmation at a terminal, not in a script."""
-    ask_person(f"Delete group {name} and forget how far it has read?", unless=yes or as_json)
+    ask_person(f"Delete group {name} and its committed offsets?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
         from millstream.client.admin.groups import delete_group, describe_group

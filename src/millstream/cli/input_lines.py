@@ -38,7 +38,7 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
         done += len(lines)
         if len(rest) > LINE_BYTES_MAX:
             raise CommandFailed(
-                f"line {done + 1} of the input is longer than {LINE_BYTES_MAX} bytes, more than one message may have"
+                f"line {done + 1} of the input is longer than {LINE_BYTES_MAX} bytes, the limit for one message"
             )
         if lines:
             yield LineGroup(lines, len(chunk))

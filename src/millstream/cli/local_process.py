@@ -98,14 +98,14 @@ class LocalProcess:
                     raise self.failed(f"was not ready after {within_s:g} s")
                 piece = os.read(output.fileno(), 4096)
                 if not piece:
-                    raise self.failed("ended before it was ready")
+                    raise self.failed("exited before it was ready")
                 line += piece
         return line
 
     def check_runs(self) -> None:
         """Raise if the command has exited."""
         if self.exit_code is not None:
-            raise self.failed(f"ended with exit code {self.exit_code}")
+            raise self.failed(f"exited with code {self.exit_code}")
 
     def failed(self, problem: str) -> LocalServerFailed:
         """Build an error with the end of the log."""
@@ -137,7 +137,7 @@ class LocalProcess:
             return self._running().wait(within_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise self.failed(f"did not end within {within_s:g} s") from None
+            raise self.failed(f"did not exit within {within_s:g} s") from None
 
     def kill(self) -> None:
         """Kill it."""
@@ -147,7 +147,7 @@ class LocalProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise RuntimeError(f"{self.name} is not started")
+            raise RuntimeError(f"{self.name} has not been started")
         return self._process
 
 

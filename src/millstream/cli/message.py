@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
-app = typer.Typer(help="Look at single messages.", no_args_is_help=True)
+app = typer.Typer(help="Show single messages.", no_args_is_help=True)
 
 
 @app.callback()
 def message() -> None:
-    """Look at single messages."""
+    """Show single messages."""
 
 
 @app.command("show")
@@ -28,7 +28,7 @@ def show(
     topic: Annotated[str, typer.Argument(autocompletion=complete_topics, help="The topic.", show_default=False)],
     partition: Annotated[int, typer.Argument(min=0, help="The partition.", show_default=False)],
     offset: Annotated[int, typer.Argument(min=0, help="The offset of the message.", show_default=False)],
-    raw: Annotated[bool, typer.Option("--raw", help="Print the value alone, as it is.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print only the value, unchanged.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -85,7 +85,7 @@ def _print_message(topic: TopicMetadata, partition: int, stored: StoredMessage) 
 
 
 def _size(value: bytes | None) -> str:
-    return "null: a deletion, where the topic is compacted" if value is None else counted(len(value), "byte")
+    return "null: a tombstone if the topic is compacted" if value is None else counted(len(value), "byte")
 
 
 def _batch(stored: StoredMessage) -> str:

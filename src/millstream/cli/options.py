@@ -18,7 +18,7 @@ Brokers = Annotated[
         "--brokers",
         envvar="MILLSTREAM_BROKERS",
         metavar="HOST:PORT[,...]",
-        help="The brokers to ask; the first one that answers is used.",
+        help="The brokers to connect to; the first one that answers is used.",
     ),
 ]
 
@@ -51,12 +51,14 @@ Settings = Annotated[
 
 Unset = Annotated[
     list[str] | None,
-    typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
+    typer.Option(
+        "--unset", metavar="NAME", help="Reset this setting to its default; may be repeated.", show_default=False
+    ),
 ]
 
 IfMissing = Annotated[bool, typer.Option("--if-not-exists", help="Succeed without changes if it exists.")]
 
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def ask_person(question: str, *, unless: bool) -> None:

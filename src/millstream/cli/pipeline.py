@@ -71,7 +71,7 @@ def list_(
         keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
         print_table([key.replace("_", "-") for key in keys], [[_shown(key, row[key]) for key in keys] for row in rows])
     else:
-        print_line("No pipelines yet; make one with millstream pipeline create.")
+        print_line("No pipelines yet; create one with: millstream pipeline create")
 
 
 @app.command("describe")
@@ -116,7 +116,7 @@ def update(
     """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
     if not changes:
-        raise typer.BadParameter("there is nothing to change; give --set or --unset")
+        raise typer.BadParameter("nothing to change; give --set or --unset")
     notes = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     print_noted({"pipeline": name, "changes": changes}, text, notes, as_json=as_json)
@@ -155,7 +155,7 @@ def delete(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a pipeline; tables and topics that it wrote stay. Asks for confirmation at a terminal."""
-    ask_person(f"Delete pipeline {name} and forget how far it came?", unless=yes or as_json)
+    ask_person(f"Delete pipeline {name} and its progress?", unless=yes or as_json)
     ask_pipelines(brokers, timeout, lambda pipelines: pipelines.delete(name))
     print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
 
@@ -188,7 +188,7 @@ def _facts(described: dict[str, Any]) -> dict[str, str]:
     if described["parked"]:
         facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):
-        facts["failing"] = f"since {_when(report['failing_ms'])}; it is tried again at least every minute"
+        facts["failing"] = f"since {_when(report['failing_ms'])}; it is retried at least every minute"
     lag = described.get("lag")
     if lag is not None or report is not None:
         facts["lag"] = "not known yet" if lag is None else f"{lag:,}"
@@ -204,7 +204,7 @@ def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
         "restarts": str(report["restarts"]),
     }
     if report.get("stalls"):
-        facts["stalls"] = f"{report['stalls']} (batches that made no progress and were given up)"
+        facts["stalls"] = f"{report['stalls']} (batches that were cancelled because they made no progress)"
     if report.get("still_s", 0.0) >= STALLED_S_MIN:
         facts["still"] = f"no progress for {report['still_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})

@@ -40,10 +40,10 @@ from millstream.core.errors import PipelineExists
 from millstream.core.pipeline import PipelineKind, check_pipeline, check_rules
 
 app = typer.Typer(
-    help="Declare a pipeline that lands, transforms or routes; it is run from then on.", no_args_is_help=True
+    help="Create a pipeline that lands, transforms or routes messages, and start it.", no_args_is_help=True
 )
 
-Stopped = Annotated[bool, typer.Option("--stopped", help="Only declare it; start it later with pipeline start.")]
+Stopped = Annotated[bool, typer.Option("--stopped", help="Create it stopped; start it later with pipeline start.")]
 
 
 class _How(NamedTuple):
@@ -144,11 +144,11 @@ def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:
     notes = _declare(name, kind, flags, how)
     shown = one_line(name)
     if notes is None:
-        text = f"There is already a pipeline {shown}."
+        text = f"Pipeline {shown} already exists."
     elif how.stopped:
         text = f"Created pipeline {shown}; start it with: millstream pipeline start {shown}"
     else:
-        text = f"Created pipeline {shown}; see how it does with: millstream pipeline describe {shown}"
+        text = f"Created pipeline {shown}; check its progress with: millstream pipeline describe {shown}"
     document = {"pipeline": name, "kind": kind, "created": notes is not None}
     print_noted(document, text, notes or (), as_json=how.as_json)
 

@@ -29,7 +29,7 @@ Pattern = Annotated[
     typer.Option(
         "--pattern",
         metavar="REGEX",
-        help="Land every topic whose whole name fits, also those that come later.",
+        help="Land every topic whose whole name matches, including topics created later.",
         show_default=False,
     ),
 ]
@@ -38,7 +38,7 @@ Lake = Annotated[
     typer.Option(
         "--lake",
         metavar="FOLDER|URL",
-        help="Where the tables are, such as s3://bucket/path. Default: pipelines-lake of the node.",
+        help="Where the tables are stored, such as s3://bucket/path. Default: the node's pipelines-lake.",
         show_default=False,
     ),
 ]
@@ -50,14 +50,14 @@ EverySeconds = Annotated[
     typer.Option(
         "--every",
         metavar="SECONDS",
-        help="How long messages gather before they are landed. Default: 60.",
+        help="How long messages are collected before they are landed. Default: 60.",
         show_default=False,
     ),
 ]
 Decode = Annotated[
     str | None,
     typer.Option(
-        "--decode", metavar="FORMAT", help="json makes columns of payloads, none does not.", show_default=False
+        "--decode", metavar="FORMAT", help="json decodes payloads into columns, none does not.", show_default=False
     ),
 ]
 Schemas = Annotated[
@@ -75,7 +75,7 @@ DedupeSeconds = Annotated[
     typer.Option(
         "--dedupe",
         metavar="SECONDS",
-        help="Leave out messages whose id was landed within so long before.",
+        help="Skip messages whose id was landed within this time.",
         show_default=False,
     ),
 ]
@@ -89,7 +89,7 @@ Sql = Annotated[
     ),
 ]
 Into = Annotated[
-    str | None, typer.Option("--into", metavar="TOPIC", help="The topic that takes the rows.", show_default=False)
+    str | None, typer.Option("--into", metavar="TOPIC", help="The topic to write the rows to.", show_default=False)
 ]
 Tables = Annotated[
     list[str] | None,
@@ -105,14 +105,14 @@ Watermarks = Annotated[
     typer.Option(
         "--watermark",
         metavar="TOPIC=COLUMN DELAY",
-        help='How late rows of a topic may come for windows, as in "orders=placed_at 10 minutes"; may be repeated.',
+        help='For windows: how late rows of a topic may arrive, as in "orders=placed_at 10 minutes"; may be repeated.',
         show_default=False,
     ),
 ]
 Start = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="PLACE", help="Where to begin: earliest (the default) or latest.", show_default=False
+        "--from", metavar="PLACE", help="Where to start: earliest (the default) or latest.", show_default=False
     ),
 ]
 Rules = Annotated[
@@ -179,7 +179,7 @@ class Flags:
     def _land(self) -> dict[str, str | None]:
         schemas = self.schema or ()
         if len(schemas) > 1:
-            raise typer.BadParameter("--schema is given once for land: all topics have the same columns")
+            raise typer.BadParameter("--schema is given once for land: all topics share the same columns")
         return {
             "topics": ",".join(self.topic) if self.topic else None,
             "pattern": self.pattern,

@@ -18,7 +18,7 @@ from millstream.core.pipeline import PipelineKind, Rule, check_rules
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="Put, load, list and delete the rules of a pipeline that routes.", no_args_is_help=True)
+app = typer.Typer(help="Put, load, list and delete the rules of a route pipeline.", no_args_is_help=True)
 
 RuleName = Annotated[str, typer.Argument(help="The name of the rule.", show_default=False)]
 
@@ -33,26 +33,31 @@ def put(
             "--topic",
             autocompletion=complete_topics,
             metavar="TOPIC",
-            help="Whose messages it is about.",
+            help="The topic whose messages it routes.",
             show_default=False,
         ),
     ],
     to: Annotated[
         list[str],
-        typer.Option("--to", metavar="TOPIC", help="Where they go; may be repeated.", show_default=False),
+        typer.Option("--to", metavar="TOPIC", help="The topic to route them to; may be repeated.", show_default=False),
     ],
     where: Annotated[
         str,
         typer.Option(
             "--where",
             metavar="CONDITION",
-            help='Which of them, as in "payload.total > 1000". Default: all.',
+            help='The condition that messages must match, as in "payload.total > 1000". Default: all.',
             show_default=False,
         ),
     ] = "",
     subscription: Annotated[
         str,
-        typer.Option("--subscription", metavar="NAME", help="Those that its filter takes.", show_default=False),
+        typer.Option(
+            "--subscription",
+            metavar="NAME",
+            help="Use the filter of this subscription as the condition.",
+            show_default=False,
+        ),
     ] = "",
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -74,7 +79,7 @@ def load(
     file: Annotated[
         str, typer.Argument(help="A JSON list of rules, as rule list --json prints it; - is standard input.")
     ],
-    replace: Annotated[bool, typer.Option("--replace", help="Delete the rules that the file does not have.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Delete the rules that are not in the file.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -140,8 +145,10 @@ async def _passed(client: Client, name: str, topic: str) -> int:
 def _since(passed: int) -> str:
     if not passed:
         return "from the next batch on"
-    behind = "1 message that it has behind it is" if passed == 1 else f"{passed:,} messages that it has behind it are"
-    return f"from the next batch on; {behind} not looked at again"
+    behind = (
+        "1 message that it has already read is" if passed == 1 else f"{passed:,} messages that it has already read are"
+    )
+    return f"from the next batch on; {behind} not routed again"
 
 
 def condition_text(rule: Rule) -> str:
@@ -164,7 +171,7 @@ def read_rules(file: str) -> tuple[Rule, ...]:
         raise CommandFailed(f"{file} cannot be read: {error}", ExitCode.USAGE) from None
     except msgspec.MsgspecError as error:
         raise CommandFailed(
-            f"{file} is no JSON list of rules: {error}; a rule has name, topic, targets, and condition or subscription",
+            f"{file} is not a JSON list of rules: {error}; a rule has name, topic, targets, condition or subscription",
             ExitCode.USAGE,
         ) from None
     return tuple(one.rule() for one in rules)

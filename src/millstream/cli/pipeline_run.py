@@ -111,7 +111,7 @@ def _document(plan: DryRun) -> dict[str, object]:
 
 
 def _text(plan: DryRun) -> str:
-    way = "a stream of Spark with a checkpoint" if plan.has_state else "batch by batch, without a checkpoint"
+    way = "a Spark stream with a checkpoint" if plan.has_state else "batch by batch, without a checkpoint"
     lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in plan.columns.items()]
     lines += [f"gives: {_columns(plan.output)}", f"runs as: {way}", "", plan.plan, ""]
     written = f"{plan.written:,}, for example:" if plan.written > len(plan.rows) else f"{plan.written:,}:"
@@ -119,7 +119,9 @@ def _text(plan: DryRun) -> str:
     lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in plan.rows]
     if plan.undecoded:
         messages = counted(plan.undecoded, "message")
-        lines.append(f"{messages} of the sample cannot be read, or not as the columns say; `payload_error` tells why.")
+        lines.append(
+            f"{messages} of the sample cannot be decoded, or do not match the columns; `payload_error` says why."
+        )
     return "\n".join(lines)
 
 
@@ -197,7 +199,7 @@ KindOrName = Annotated[
     str,
     typer.Argument(
         metavar="NAME|KIND",
-        help="A declared pipeline; or land, transform or route, for one that only runs now.",
+        help="The name of a declared pipeline; or land, transform or route, to run one without declaring it.",
         show_default=False,
     ),
 ]
@@ -210,7 +212,9 @@ Once = Annotated[bool, typer.Option("--once", help="Process what is stored, then
 
 Dry = Annotated[
     bool,
-    typer.Option("--dry-run", help="For a transform: show its plan and what it makes of a sample, and do nothing."),
+    typer.Option(
+        "--dry-run", help="For a transform: show its plan and its output for a sample, without writing anything."
+    ),
 ]
 
 RunName = Annotated[
@@ -218,20 +222,26 @@ RunName = Annotated[
     typer.Option(
         "--name",
         metavar="NAME",
-        help="The name of an undeclared pipeline, by which its next run continues. Default: from its topics.",
+        help="The name of an undeclared pipeline, under which its next run continues. Default: from its topics.",
         show_default=False,
     ),
 ]
 
 Master = Annotated[
-    str, typer.Option("--master", metavar="URL", help="The Spark master; empty: this machine, but one core.")
+    str,
+    typer.Option("--master", metavar="URL", help="The Spark master; empty means this machine, with all cores but one."),
 ]
 
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of Spark's Java process.")]
 
 Folder = Annotated[
     str | None,
-    typer.Option("--folder", metavar="FOLDER", help="Where checkpoints are. Default: as the node.", show_default=False),
+    typer.Option(
+        "--folder",
+        metavar="FOLDER",
+        help="Where checkpoints are stored. Default: the node's setting.",
+        show_default=False,
+    ),
 ]
 
 
@@ -308,8 +318,8 @@ def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
     given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
     if given:
         raise typer.BadParameter(
-            f"{given[0]} is for a pipeline that is not declared; {kind_or_name!r} is run as it is, and changed by "
-            "millstream pipeline update"
+            f"{given[0]} applies only to a pipeline that is not declared; {kind_or_name!r} is run as it is; "
+            "change it with millstream pipeline update"
         )
 
 
@@ -322,7 +332,7 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
     check_pipeline(name, kind, settings)
     check_rules(kind, rules)
     if kind is PipelineKind.ROUTE and not rules:
-        raise InvalidPipeline("give --rules: without any, nothing is routed")
+        raise InvalidPipeline("give --rules: without rules, nothing is routed")
     pipeline_id = uuid5(NAMESPACE_OID, f"millstream pipeline {name}")
     return Pipeline(pipeline_id=pipeline_id, name=name, kind=kind, overrides=settings, rules=tuple(rules))
 
@@ -387,7 +397,7 @@ class _ByHand:
         lands = self._pipeline.kind is PipelineKind.LAND
         is_needed = not lands if flag == "--folder" else lands and not self._pipeline.overrides.get("lake")
         if is_needed and of_node.startswith(places.data) and not os.path.isdir(places.data):
-            raise CommandFailed(f"the node has it in {of_node}, which is not on this machine; give {flag}")
+            raise CommandFailed(f"the node stores it in {of_node}, which is not on this machine; give {flag}")
         return of_node
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
@@ -397,7 +407,7 @@ class _ByHand:
         from millstream.pipelines.source.link import Link
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
-        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
+        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
         with unwound_by_sigterm():
             try:
                 self._take(claim)
@@ -444,7 +454,7 @@ class _ByHand:
             self._pipeline,
             context,
             claim,
-            when_stepped=self._stepped,
+            on_step=self._stepped,
             cancel=lambda: spark.sparkContext.cancelJobGroup(name),
         )
 

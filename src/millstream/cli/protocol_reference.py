@@ -18,9 +18,10 @@ _HEAD = """# The Kafka protocol
 
 This page is generated from the APIs' own declarations by `make docs`; do not edit it.
 
-Millstream speaks Kafka's protocol on its `--kafka` port. Clients find out what is served with ApiVersions, as with any
-Kafka; this is what they are told. Versions are those that Kafka 4 advertises. A request for a version or an API that is
-not served closes the connection, as in Kafka; ApiVersions alone answers every version.
+Millstream speaks Kafka's protocol on its `--kafka` port. Clients discover the supported APIs and versions with
+ApiVersions, as with any Kafka broker; this page lists the same. Versions are those that Kafka 4 advertises. A request
+for an API or a version that is not supported closes the connection, as in Kafka; only ApiVersions answers every
+version.
 
 ## APIs
 
@@ -29,7 +30,7 @@ not served closes the connection, as in Kafka; ApiVersions alone answers every v
 _FEATURES = """
 ## Features
 
-ApiVersions tells these features (KIP-584). Levels are fixed by the release; UpdateFeatures says so.
+ApiVersions reports these features (KIP-584). Levels are fixed by the release; UpdateFeatures cannot change them.
 
 | feature | levels | level | meaning |
 |---|---|---|---|
@@ -37,7 +38,7 @@ ApiVersions tells these features (KIP-584). Levels are fixed by the release; Upd
 
 _MEANINGS = MappingProxyType(
     {
-        "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which is what tools read it for. "
+        "metadata.version": "The APIs are those of Kafka 4.0-IV3 or later, which tools read from this level. "
         "There is no metadata log.",
         "transaction.version": "Both versions of the transaction protocol are served; clients that know the second "
         "(KIP-890) use it.",
@@ -50,31 +51,33 @@ _QUOTAS = """
 ## Quotas
 
 AlterClientQuotas (`kafka-configs.sh --alter --entity-type clients`) limits the bytes per second of clients:
-`producer_byte_rate` counts requests of producers, `consumer_byte_rate` what consumers are sent. The limits are kept in
-the catalog and hold from the next request on.
+`producer_byte_rate` limits what producers send, `consumer_byte_rate` what consumers receive. Quotas are stored in the
+catalog and apply from the next request on.
 
-- An entity is a client id, a user, or both; without a name it is the default for everybody who has none of their own.
-  There is no authentication yet, so every client is the user `ANONYMOUS`.
-- The most specific quota holds, in Kafka's order: user and client id, user and default client id, user, default user
+- An entity is a client id, a user, or both; without a name it is the default for every entity that has no quota of its
+  own. There is no authentication yet, so every client is the user `ANONYMOUS`.
+- The most specific quota applies, in Kafka's order: user and client id, user and default client id, user, default user
   and client id, default user and default client id, default user, client id, default client id. A quota of a user is
-  shared by all its clients; one with a client id is for each client id alone.
-- A client that was silent may take ten seconds' worth at once. Whoever goes beyond is answered as ever, with a
-  `throttle_time_ms` for which the client waits by itself, and is not read from for that time, at most five minutes.
-  Other clients notice nothing. Each fetch gives at most what the client may take at once, but always one batch.
-- Requests of Millstream's own are not muted, since others share their connections. Workers get no messages before their
-  client's debt is paid, nor do share consumers, whose acknowledgements must not be late; PublishOnce is refused with
-  THROTTLING_QUOTA_EXCEEDED and the time to wait, and so is over HTTP, with 429, whatever goes beyond the quota of the
-  client `millstream-gateway`. Push is the client `push`.
-- `millstream_throttled_requests_total` and `millstream_throttled_seconds_total` count it.
+  shared by all its clients; a quota with a client id applies to each client id separately.
+- A client that was idle may use ten seconds' worth of its quota at once. Beyond the quota, requests are still answered,
+  with a `throttle_time_ms` for which the client pauses; the broker does not read from its connection for that time, at
+  most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once, but always
+  at least one batch.
+- Connections that carry Millstream's own requests are not muted, because several workers share them. Instead, workers
+  and share consumers receive no messages until their client is within its quota again; their acknowledgements are not
+  delayed. PublishOnce is refused with THROTTLING_QUOTA_EXCEEDED and the time to wait. Over HTTP, requests beyond the
+  quota of the client `millstream-gateway` are refused with 429. Push uses the client id `push`.
+- `millstream_throttled_requests_total` and `millstream_throttled_seconds_total` count throttled requests and their
+  delay.
 
-Quotas of Kafka that are refused:
+Kafka quotas that are not supported:
 
 | quota | why it is refused |
 |---|---|
 """
 
 _MISSING_HEAD = """
-## What is not served
+## What is not supported
 
 | APIs | why |
 |---|---|
@@ -92,7 +95,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "StreamsGroupHeartbeat",
             "StreamsGroupDescribe",
         ),
-        "metrics of clients are not collected": ("GetTelemetrySubscriptions", "PushTelemetry"),
+        "client metrics are not collected": ("GetTelemetrySubscriptions", "PushTelemetry"),
         "there is no KRaft quorum: a single node decides for itself, and a cluster agrees through etcd": (
             "DescribeQuorum",
             "UnregisterBroker",

@@ -40,7 +40,7 @@ _PASSING = (CoordinatorUnavailable, NotLeader, RequestTimedOut)
 """Errors that the cluster's nodes can explain."""
 
 Value = Annotated[
-    str | None, typer.Argument(help="The message; without it, each line of the input is one.", show_default=False)
+    str | None, typer.Argument(help="The message; without it, each line of the input is a message.", show_default=False)
 ]
 InputFile = Annotated[
     Path | None,
@@ -48,7 +48,7 @@ InputFile = Annotated[
 ]
 Key = Annotated[str | None, typer.Option("--key", "-k", metavar="KEY", help="The key of every message.")]
 KeySeparator = Annotated[
-    str | None, typer.Option("--key-separator", metavar="TEXT", help="Each line is KEY, this text, VALUE.")
+    str | None, typer.Option("--key-separator", metavar="TEXT", help="Split each line into KEY and VALUE at this text.")
 ]
 Headers = Annotated[
     list[str] | None,
@@ -60,7 +60,7 @@ DelaySeconds = Annotated[
         "--delay",
         metavar="SECONDS",
         min=0.0,
-        help="Have subscriptions deliver every message only so long after it is published.",
+        help="Delay the delivery of every message by subscriptions.",
         show_default=False,
     ),
 ]
@@ -275,7 +275,7 @@ def _opened(order: _Order) -> Iterator[int]:
         raise CommandFailed(f"cannot read {order.file}: {error.strerror}", ExitCode.NOT_FOUND) from error
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise CommandFailed(f"{order.file} is a folder; give a file, of which each line is one message")
+            raise CommandFailed(f"{order.file} is a folder; give a file with one message per line")
         yield descriptor
     finally:
         os.close(descriptor)

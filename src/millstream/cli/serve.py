@@ -34,7 +34,7 @@ _JSON = "as_json"
 HELP = """Start a node.
 
 It serves Kafka clients, and health and metrics over HTTP, in the foreground until SIGTERM or Ctrl-C, which lets
-requests under way finish and stops cleanly; a second one does not wait for them. Every setting can also be given as
+requests in progress finish and stops cleanly; a second one does not wait for them. Every setting can also be given as
 MILLSTREAM_NAME or in millstream.toml; a flag wins over the environment, which wins over the file. Logs go to stderr.
 With --json, one line with the real addresses goes to stdout once the node is ready."""
 
@@ -136,7 +136,7 @@ async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) ->
         error = failed.exception()
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         code = exit_code_of(cause) if isinstance(cause, Exception) else ExitCode.FAILED
-        raise CommandFailed(f"the node stops, since a part of it failed: {error}; the log says more", code)
+        raise CommandFailed(f"the node is stopping because a component failed: {error}; see the log", code)
 
 
 class _StopSignal:
@@ -155,7 +155,7 @@ class _StopSignal:
             return
         # What was acknowledged is stored already. Only the mark of a clean stop is missing, so the next start verifies
         # the log.
-        _logger.warning("stopped without waiting for requests under way; the next start checks the log")
+        _logger.warning("stopped without waiting for requests in progress; the next start checks the log")
         os._exit(ExitCode.INTERRUPTED)
 
 
@@ -168,9 +168,9 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     print_line(f"millstream {__version__} is ready")
     is_everywhere = is_any_address(parse_address(broker.kafka_address, name="kafka")[0])
     where = (
-        "every address of this machine; point any Kafka client to one"
+        "every address of this machine; connect any Kafka client to one"
         if is_everywhere
-        else "point any Kafka client here"
+        else "connect any Kafka client here"
     )
     print_line(f"  kafka  {broker.kafka_address}  ({where})")
     if broker.http_address:

@@ -104,9 +104,7 @@ async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | 
     if not refusing:
         return None
     nodes_text = f"node {refusing[0]} does" if len(refusing) == 1 else f"nodes {', '.join(refusing)} do"
-    return (
-        f"{one_line(host)} is a private address, to which {nodes_text} not push; nodes that may have --{_SETTING} true."
-    )
+    return f"{one_line(host)} is a private address, to which {nodes_text} not push; allow it with --{_SETTING} true."
 
 
 def _address(host: str) -> str | None:
@@ -142,7 +140,7 @@ PushSecret = Annotated[
     typer.Option(
         "--push-secret",
         metavar="SECRET",
-        help="Sign what is pushed with this secret; @FILE reads it from a file.",
+        help="Sign pushed messages with this secret; @FILE reads it from a file.",
         show_default=False,
     ),
 ]
@@ -152,7 +150,7 @@ PushHeaders = Annotated[
     typer.Option(
         "--push-header",
         metavar="NAME=VALUE",
-        help="A header to send with what is pushed; may be repeated.",
+        help="A header to send with pushed messages; may be repeated.",
         show_default=False,
     ),
 ]
@@ -255,7 +253,7 @@ Attempts = Annotated[
     typer.Option(
         "--attempts",
         metavar="NUMBER",
-        help="How often a message is tried; 0: for ever. Default: 25, over more than an hour.",
+        help="The maximum number of deliveries; 0 means no limit. Default: 25, over more than an hour.",
         show_default=False,
     ),
 ]
@@ -265,7 +263,7 @@ BackoffSeconds = Annotated[
     typer.Option(
         "--backoff",
         metavar="MIN[:MAX]",
-        help="Seconds between attempts; they double up to MAX. Default: 1:300.",
+        help="Seconds between attempts, doubling up to MAX. Default: 1:300.",
         show_default=False,
     ),
 ]
@@ -275,14 +273,16 @@ DeadLetter = Annotated[
     typer.Option(
         "--dead-letter",
         metavar="TOPIC",
-        help="Where messages go that fail for good, or none to drop them. Default: a topic named after it.",
+        help="The topic for messages that exhaust their attempts, or none to drop them. Default: one named after it.",
         show_default=False,
     ),
 ]
 
 Ordered = Annotated[
     bool | None,
-    typer.Option("--ordered/--unordered", help="Messages of one key one after the other.", show_default=False),
+    typer.Option(
+        "--ordered/--unordered", help="Deliver messages with the same key one at a time, in order.", show_default=False
+    ),
 ]
 
 Delivery = Annotated[
@@ -295,13 +295,18 @@ Delivery = Annotated[
 InFlight = Annotated[
     int | None,
     typer.Option(
-        "--in-flight", metavar="NUMBER", help="Messages of a partition that one worker holds.", show_default=False
+        "--in-flight",
+        metavar="NUMBER",
+        help="The maximum number of messages of a partition that one worker holds.",
+        show_default=False,
     ),
 ]
 
 ExpiresSeconds = Annotated[
     float | None,
-    typer.Option("--expires", metavar="SECONDS", help="Delete it when unused for so long.", show_default=False),
+    typer.Option(
+        "--expires", metavar="SECONDS", help="Delete it after it has been unused for this time.", show_default=False
+    ),
 ]
 
 
@@ -311,7 +316,7 @@ def create(
     topic: Topics = None,
     filter_: Filter = None,
     start: Annotated[
-        str, typer.Option("--start", metavar="POSITION", help="Where to begin: start, end, a time or how long ago.")
+        str, typer.Option("--start", metavar="POSITION", help="Where to start: start, end, a time or an age.")
     ] = "end",
     lease: LeaseSeconds = None,
     attempts: Attempts = None,
@@ -354,7 +359,7 @@ def create(
         (described,) = await subscriptions.describe([name])
         if not created and (found := differences(described, topic, overrides)):
             raise SubscriptionExists(
-                f"subscription {name!r} exists, and is declared otherwise: {'; '.join(found)}; change it with "
+                f"subscription {name!r} exists with other settings: {'; '.join(found)}; change it with "
                 "millstream subscription update, or choose another name"
             )
         return created, described, missing, await push_note(client, overrides) if created else None
@@ -369,7 +374,7 @@ def create(
         text = "Created subscription" if created else "There is already a subscription"
         print_line(f"{text} {one_line(name)} on {', '.join(topic)}.")
         if created and letters == NO_DEAD_LETTERS:
-            print_note("Messages that fail for good are dropped, as --dead-letter none asks for.")
+            print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
     for one in missing:
         print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is created.")
     if note is not None:
@@ -378,7 +383,7 @@ def create(
 
 @app.command("list")
 def list_(
-    internal: Annotated[bool, typer.Option("--internal", help="Show Millstream's own subscriptions too.")] = False,
+    internal: Annotated[bool, typer.Option("--internal", help="Also show Millstream's own subscriptions.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -399,7 +404,7 @@ def list_(
             [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in rows],
         )
     else:
-        print_line("No subscriptions yet; make one with millstream subscription create.")
+        print_line("No subscriptions yet; create one with: millstream subscription create")
 
 
 @app.command("describe")
@@ -434,7 +439,9 @@ def describe(
 @app.command("leases")
 def leases(
     name: Name,
-    limit: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, max=10_000, help="At most so many.")] = 1000,
+    limit: Annotated[
+        int, typer.Option("-n", metavar="NUMBER", min=1, max=10_000, help="The maximum number of messages.")
+    ] = 1000,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -490,7 +497,7 @@ def update(
         **dict.fromkeys(unset or []),
     }
     if not changes and topic is None:
-        raise typer.BadParameter("there is nothing to change; see --help for what can be")
+        raise typer.BadParameter("nothing to change; see --help for the settings")
 
     async def question(client: Client) -> str | None:
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -534,14 +541,16 @@ def resume(
 @app.command("delete")
 def delete(
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Also when it has open dead letters, which stay.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete it even if it has open dead letters, which are kept.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Delete a subscription; the messages stay in their topics. Asks for confirmation at a terminal."""
-    ask_person(f"Delete subscription {name} and forget what it has delivered?", unless=yes or as_json)
+    ask_person(f"Delete subscription {name} and its delivery state?", unless=yes or as_json)
 
     _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name, force=force))
     print_answer({"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=as_json)
@@ -550,7 +559,9 @@ def delete(
 @app.command("seek")
 def seek(
     name: Name,
-    to: Annotated[str, typer.Option("--to", metavar="POSITION", help=f"Where to go on: {HELP}.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue: {HELP}.", show_default=False)
+    ],
     topic: Annotated[
         str | None,
         typer.Option(
@@ -583,14 +594,19 @@ def seek(
 @app.command("pull")
 def pull(
     name: Name,
-    number: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, help="At most so many messages.")] = 10,
-    wait: Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for some.")] = 0.0,
+    number: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, help="The maximum number of messages.")] = 10,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for messages.")
+    ] = 0.0,
     accept: Annotated[bool, typer.Option("--accept", help="Accept them once they are printed.")] = False,
-    release: Annotated[bool, typer.Option("--release", help="Give them back once they are printed.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="Release them once they are printed.")] = False,
     reject: Annotated[
         str | None,
         typer.Option(
-            "--reject", metavar="REASON", help="Have them dead-lettered, for this reason.", show_default=False
+            "--reject",
+            metavar="REASON",
+            help="Reject them for this reason, which dead-letters them.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -629,9 +645,9 @@ def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not count:
         return "No messages now."
     if not is_leased:
-        return f"{counted(count, 'message')} taken, at most once: they are not delivered again."
+        return f"{counted(count, 'message')} received at most once: they are not delivered again."
     if verb is None:
-        return f"{counted(count, 'message')} held until the lease has run out (--accept ends it)."
+        return f"{counted(count, 'message')} leased until the lease expires (--accept accepts them)."
     return f"{_SETTLED[verb]} {counted(count, 'message')}."
 
 

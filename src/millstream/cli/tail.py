@@ -49,7 +49,7 @@ def tail(
         typer.Option(
             "--from",
             metavar="POSITION",
-            help=f"Where to begin: {HELP}. Default: the last messages.",
+            help=f"Where to start: {HELP}. Default: the last messages.",
             show_default=False,
         ),
     ] = None,
@@ -65,13 +65,13 @@ def tail(
             show_default=False,
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new messages as they come.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new messages.")] = False,
     partition: Partitions = None,
     isolation: Annotated[
         Isolation,
-        typer.Option(help="Show what committed transactions wrote, or also what open and aborted ones did."),
+        typer.Option(help="Show only records of committed transactions, or those of open and aborted ones too."),
     ] = Isolation.COMMITTED,
-    raw: Annotated[bool, typer.Option("--raw", help="Print values alone, one per line, as they are.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print only the values, one per line, unchanged.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -119,7 +119,7 @@ def _note_held_back(written: dict[int, tuple[int, int]], ends: dict[int, int]) -
     for index, (_, end) in written.items():
         if end > ends[index]:
             print_note(
-                f"Partition {index} goes on to offset {end}, behind a transaction that is open since {ends[index]}; "
+                f"Partition {index} continues to offset {end}, behind a transaction open since {ends[index]}; "
                 "--isolation uncommitted shows it."
             )
 
@@ -127,7 +127,7 @@ def _note_held_back(written: dict[int, tuple[int, int]], ends: dict[int, int]) -
 def _note_moved(begin: Position, starts: dict[int, int]) -> None:
     for index, start in starts.items():
         if begin.kind is Kind.OFFSET and start != begin.value:
-            print_note(f"Partition {index} does not reach to offset {begin.value}; beginning at {start}.")
+            print_note(f"Partition {index} does not contain offset {begin.value}; starting at {start}.")
 
 
 async def _show_past(

@@ -38,14 +38,14 @@ Settings = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
 ]
 Owner = Annotated[
-    str | None, typer.Option("--owner", metavar="TEXT", help="Who answers for the topic.", show_default=False)
+    str | None, typer.Option("--owner", metavar="TEXT", help="Who is responsible for the topic.", show_default=False)
 ]
 Description = Annotated[
     str | None, typer.Option("--description", metavar="TEXT", help="What the topic is about.", show_default=False)
 ]
 Contract = Annotated[
     str | None,
-    typer.Option("--contract", metavar="LINK", help="Where its messages are defined.", show_default=False),
+    typer.Option("--contract", metavar="LINK", help="A link to the definition of its messages.", show_default=False),
 ]
 
 Partitions = Annotated[
@@ -64,12 +64,12 @@ Replication = Annotated[
         "--replication",
         metavar="NUMBER",
         min=1,
-        help="How many copies. Default: the node's default.",
+        help="How many replicas. Default: the node's default.",
         show_default=False,
     ),
 ]
 Land = Annotated[
-    bool, typer.Option("--land", help="Keep a lake table of its messages, by a pipeline that is called land-NAME.")
+    bool, typer.Option("--land", help="Land its messages in a lake table, with a pipeline called land-NAME.")
 ]
 
 
@@ -132,7 +132,7 @@ def create(
 
 @app.command("list")
 def list_(
-    internal: Annotated[bool, typer.Option("--internal", help="Show the broker's own topics too.")] = False,
+    internal: Annotated[bool, typer.Option("--internal", help="Also show the broker's own topics.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -181,7 +181,7 @@ def alter(
     settings: Settings = None,
     unset: Annotated[
         list[str] | None,
-        typer.Option("--unset", metavar="NAME", help="Take a setting back to the node's default; may be repeated."),
+        typer.Option("--unset", metavar="NAME", help="Reset a setting to the node's default; may be repeated."),
     ] = None,
     partitions: Annotated[
         int | None,
@@ -189,7 +189,7 @@ def alter(
             "--partitions",
             metavar="NUMBER",
             min=1,
-            help="Grow to this many; a topic never shrinks.",
+            help="Increase the number of partitions to this; it cannot be decreased.",
             show_default=False,
         ),
     ] = None,
@@ -200,12 +200,14 @@ def alter(
     """Change a topic's settings and description, or add partitions.
 
     An empty text removes an owner, description or contract. Adding partitions moves keys: new messages of a key may go
-    to another partition than earlier ones.
+    to a different partition than earlier ones.
     """
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
     changes.update({key: text or None for key, text in _card(owner, description, contract).items()})
     if not changes and partitions is None:
-        raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
+        raise typer.BadParameter(
+            "nothing to change; give --set, --unset, --partitions, --owner, --description or --contract"
+        )
 
     async def question(client: Client) -> list[str]:
         from millstream.client.admin.topic_notes import change_notes
@@ -228,7 +230,7 @@ def alter(
 @app.command("delete")
 def delete(
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Also when it holds open dead letters.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete it even if it holds open dead letters.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,

@@ -45,7 +45,10 @@ def list_(
         typer.Option("--longer-than", metavar="SECONDS", min=0, help="Only those that have run longer than this."),
     ] = None,
     hanging: Annotated[
-        bool, typer.Option("--hanging", help="Only what is open on a partition although no coordinator will end it.")
+        bool,
+        typer.Option(
+            "--hanging", help="Only hanging transactions: open on a partition, but unknown to every coordinator."
+        ),
     ] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -71,7 +74,7 @@ def list_(
             [[one_line(one.transactional_id), one.state, one.producer_id] for one in found],
         )
     else:
-        print_line("No transactions; a producer with a transactional id makes one.")
+        print_line("No transactions; a producer with a transactional id creates one.")
 
 
 @app.command("describe")
@@ -111,7 +114,7 @@ def abort(
             "--topic",
             autocompletion=complete_topics,
             metavar="TOPIC",
-            help="The topic on which one hangs.",
+            help="The topic of a hanging transaction.",
             show_default=False,
         ),
     ] = None,
@@ -120,7 +123,10 @@ def abort(
     ] = None,
     producer_id: Annotated[int | None, typer.Option("--producer-id", metavar="ID", help="Its producer.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="End it on this partition although its coordinator knows it: tears it.")
+        bool,
+        typer.Option(
+            "--force", help="Abort it on this partition even if a coordinator knows it; this breaks its atomicity."
+        ),
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -134,7 +140,9 @@ def abort(
     """
     if transactional_id is not None:
         if topic is not None or partition is not None or producer_id is not None:
-            raise typer.BadParameter("a transactional id names all of a transaction; leave out --topic and the others")
+            raise typer.BadParameter(
+                "a transactional id identifies the whole transaction; omit --topic, --partition and --producer-id"
+            )
         ask_person(f"Abort the transaction of {transactional_id!r}?", unless=yes)
         _abort_known(transactional_id, as_json=as_json, brokers=brokers, timeout=timeout)
         return
@@ -152,7 +160,7 @@ def _how_long(found: DescribedTransaction) -> str:
     if found.state == ONGOING:
         return f"{begun}, aborted after {found.timeout_ms / 1000:g} s"
     if found.state == PREPARED:
-        return f"{begun}, waits for the decision about its batch"
+        return f"{begun}, waiting for the commit of its batch"
     return f"{begun}, being ended" if found.state in OPEN_STATES else f"the last transaction was {begun}"
 
 

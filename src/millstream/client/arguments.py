@@ -23,7 +23,7 @@ def check_number(name: str, value: object, least: float = 0.0, error: type[Inval
 def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """Require a minimum and a maximum, in seconds."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
-        raise error(f"{name} must be a number of seconds, or two: the least and the most, not {value!r}")
+        raise error(f"{name} must be a number of seconds, or a pair of minimum and maximum, not {value!r}")
     for number in value:
         check_number(name, number, error=error)
 
@@ -31,7 +31,7 @@ def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRe
 def check_text(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """Require a string."""
     if not isinstance(value, str):
-        raise error(f"{name} must be a text, not {value!r}")
+        raise error(f"{name} must be a string, not {value!r}")
 
 
 def check_bool(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:

@@ -150,15 +150,15 @@ def _check_options(addresses: Sequence[object], acks: object, compression: objec
         raise InvalidRequest('give the address of a broker, as in millstream.connect("localhost:9092")')
     for address in addresses:
         if not isinstance(address, str):
-            raise InvalidRequest(f'an address is a text such as "localhost:9092", not {address!r}')
+            raise InvalidRequest(f'an address is a string such as "localhost:9092", not {address!r}')
     if isinstance(acks, bool) or acks not in (ACKS_ALL, 1, ACKS_NONE):
         raise InvalidRequest(f'acks must be "all" (or -1), 1 or 0, not {acks!r}')
     if compression not in COMPRESSIONS:
         raise InvalidRequest(f"compression must be one of {', '.join(COMPRESSIONS)}, not {compression!r}")
     if receipts is not None and not isinstance(receipts, str | os.PathLike):
-        raise InvalidRequest(f"receipts must be the name of a file, not {receipts!r}")
+        raise InvalidRequest(f"receipts must be a file name, not {receipts!r}")
     if receipts is not None and acks == ACKS_NONE:
-        raise InvalidRequest("without acknowledgements (acks=0) there is nothing that a book of receipts could keep")
+        raise InvalidRequest("without acknowledgements (acks=0) there are no receipts to keep")
 
 
 class Connection:
@@ -288,7 +288,7 @@ class Connection:
     async def delivery(self, receipt: Receipt, *, subscription: str, wait: float = 0.0) -> MessageDelivery:
         """Return the delivery state of a message in a subscription; wait up to this many seconds for it to be final."""
         if not isinstance(receipt, Receipt):
-            raise InvalidRequest(f"receipt must be what publish has returned, not {receipt!r}")
+            raise InvalidRequest(f"receipt must be a receipt that publish returned, not {receipt!r}")
         check_text("subscription", subscription)
         check_number("wait", wait)
         return await _delivery(self.client, receipt, subscription, wait)
@@ -464,7 +464,7 @@ class Connection:
     def _has_left(self, task: asyncio.Task[None]) -> None:
         source = self._leaving.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.warning("messages of %r could not be given back: %s", source.subscription, error)
+            _logger.warning("messages of %r could not be released: %s", source.subscription, error)
 
 
 async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
@@ -480,7 +480,7 @@ def _listed(topics: str | Sequence[str]) -> list[str]:
         raise InvalidTopicName(f"topics must be the name of a topic, or a list of names, not {topics!r}")
     listed = [topics] if isinstance(topics, str) else list(topics)
     if not listed:
-        raise UnknownTopic("name a topic at least")
+        raise UnknownTopic("name at least one topic")
     for topic in listed:
         _check_topic(topic)
     return listed
@@ -488,7 +488,7 @@ def _listed(topics: str | Sequence[str]) -> list[str]:
 
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str):
-        raise InvalidTopicName(f"topic must be the name of a topic, a text, not {topic!r}")
+        raise InvalidTopicName(f"topic must be the name of a topic, a string, not {topic!r}")
     _check_name(topic)
 
 

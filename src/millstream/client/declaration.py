@@ -68,7 +68,7 @@ def wanted_settings(wanted: Wanted) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, value in wanted.items():
         if name not in _SETTINGS:
-            raise InvalidSubscription(f"a subscription has no {name!r}; what can be asked for: {', '.join(_SETTINGS)}")
+            raise InvalidSubscription(f"a subscription has no {name!r}; the settings are: {', '.join(_SETTINGS)}")
         if value is not None:
             texts |= _SETTINGS[name](name, value)
     SubscriptionSettings.from_strings(texts)
@@ -94,7 +94,7 @@ async def _agree(
     found = differences(there, topics, settings)
     if found and not update:
         raise SubscriptionExists(
-            f"subscription {name!r} is declared otherwise: {'; '.join(found)}; update=True changes it"
+            f"subscription {name!r} exists with other settings: {'; '.join(found)}; update=True changes it"
         )
     changed = {
         setting: value for setting, value in settings.items() if setting != START and known.get(setting) != value
@@ -178,7 +178,7 @@ def _start(start: Start) -> str:
             raise InvalidSubscription("start: the start time of a subscription needs a time zone")
         return f"{AT_TIME}{int(start.timestamp() * 1000)}"
     if not isinstance(start, str):
-        raise InvalidSubscription(f"start must be a text, a time or a timedelta, not {start!r}")
+        raise InvalidSubscription(f"start must be a string, a time or a timedelta, not {start!r}")
     try:
         text = start if start.startswith(AT_TIME) else start_of(start)
         SubscriptionSettings.from_strings({START: text})

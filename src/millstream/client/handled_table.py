@@ -159,7 +159,7 @@ class HandledTable:
                     return self._run(connection, operations, now_ms)
             except (IntegrityError, RowChanged):
                 continue
-        raise Conflict(f"other workers of handler {self._name!r} change the same messages all the time; try again")
+        raise Conflict(f"other workers of handler {self._name!r} keep changing the same messages; try again")
 
     def mark(self, connection: Connection, message_id: str, until_ms: int, now_ms: int) -> bool:
         """Mark a message as handled in the caller's transaction; return False if it was handled before.

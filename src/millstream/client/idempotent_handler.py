@@ -270,7 +270,7 @@ class IdempotentHandler(Generic[M]):
             await self._ids.do(Verb.GIVE_BACK, message_id, owner)
         except Exception as error:
             # The claim also expires by itself.
-            _logger.warning("a claim was not given back", extra={"message_id": message_id, "reason": str(error)})
+            _logger.warning("a claim was not released", extra={"message_id": message_id, "reason": str(error)})
 
 
 class _Timer:
@@ -339,7 +339,7 @@ class TransactionalHandler(Generic[M]):
         for _ in range(_MARK_ATTEMPTS):
             if self._is_settled(message):
                 return
-        raise Conflict(f"message {message.id} is being handled elsewhere again and again; try later")
+        raise Conflict(f"message {message.id} keeps being handled elsewhere; try later")
 
     def _is_settled(self, message: M) -> bool:
         """Run one transaction; return False if another one marked the message meanwhile, which the next one sees."""

@@ -172,7 +172,7 @@ class LiveReceiver:
                 await run_until_first((self._moved.wait(), *map(self._follow, by_leader.values())))
                 backoff.reset()
             except RETRIED as error:
-                _logger.debug("%s: nothing for now: %s", self.subscription, error)
+                _logger.debug("%s: no messages for now: %s", self.subscription, error)
                 await backoff.pause()
 
     async def _follow(self, places: Sequence[TopicPartition]) -> None:
@@ -198,7 +198,9 @@ class LiveReceiver:
             ends = await self._client.list_offsets(topic, {place.partition: _LATEST for place in of_topic})
             for place in of_topic:
                 if self._positions[place] != ends[place.partition].offset:
-                    _logger.warning("%s: offset %s of %s is gone", self.subscription, self._positions[place], place)
+                    _logger.warning(
+                        "%s: offset %s of %s no longer exists", self.subscription, self._positions[place], place
+                    )
                 self._positions[place] = ends[place.partition].offset
 
     def _receive(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:

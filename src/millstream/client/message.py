@@ -148,7 +148,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:
         if self.is_settled and self._lease.is_leased:
-            raise InvalidRecordState(f"message {self.id} is settled already, or its lease is over")
+            raise InvalidRecordState(f"message {self.id} is already settled, or its lease has expired")
         check_text("reason", reason)
         answer = self._lease.settler.settle(self, verb, _ms(delay), reason)
         await answer

@@ -70,7 +70,7 @@ class MessageStream:
         Raises the first error after all have been settled; `InvalidRecordState` for messages that are no longer held.
         """
         if not isinstance(messages, Sequence) or set(map(type, messages)) - {Message}:
-            raise InvalidRequest(f"messages must be a list of messages that this has given, not {messages!r:.100}")
+            raise InvalidRequest(f"messages must be a list of messages from this stream, not {messages!r:.100}")
         source = await self._started()
         outcomes = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)
         for outcome in outcomes:

@@ -101,7 +101,7 @@ class PartitionQueue:
         """Whether batches that were sent before must be sent again, one at a time."""
         self.troubled = False
         """Whether nothing can be sent until the leader and the producer id are known again."""
-        self.cause = "the broker refuses it for now"
+        self.cause = "the broker temporarily refuses it"
         """Why nothing gets through."""
         self.failures = 0
         """How often sending has failed since the last success."""

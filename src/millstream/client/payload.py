@@ -60,7 +60,7 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
     if b"null" in content and not _is_finite(msgspec.to_builtins(value)):
         raise InvalidRequest(
             f"this {type(value).__name__} cannot be published as JSON, which has no NaN and no infinity; "
-            "say None where there is no number"
+            "use None instead"
         )
     return content, _JSON
 
@@ -71,7 +71,7 @@ def key_bytes(key: str | bytes | None) -> bytes | None:
         return key
     if isinstance(key, str):
         return key.encode()
-    raise InvalidRequest(f"key must be a text or bytes, not {type(key).__name__}")
+    raise InvalidRequest(f"key must be a string or bytes, not {type(key).__name__}")
 
 
 def headers_of(
@@ -87,7 +87,7 @@ def headers_of(
         headers += content
     if message_id is not None:
         if not isinstance(message_id, str) or not message_id:
-            raise InvalidRequest(f"id must be a text that is not empty, not {message_id!r}")
+            raise InvalidRequest(f"id must be a non-empty string, not {message_id!r}")
         if MESSAGE_ID in names:
             raise InvalidRequest(f"a message has one id: give either id=… or the header {MESSAGE_ID!r}")
         headers.append((MESSAGE_ID, message_id.encode()))
@@ -135,9 +135,9 @@ def _pairs(given: Any) -> Sequence[tuple[str, HeaderValue]]:
 
 def _header(name: str, value: HeaderValue) -> bytes | None:
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"headers must have texts as names that are not empty, not {name!r}")
+        raise InvalidRequest(f"headers must have non-empty strings as names, not {name!r}")
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str):
         return value.encode()
-    raise InvalidRequest(f"header {name!r} must be a text, bytes or None, not {value!r}")
+    raise InvalidRequest(f"header {name!r} must be a string, bytes or None, not {value!r}")

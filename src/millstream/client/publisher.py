@@ -470,7 +470,7 @@ class Publisher:
     def _refreshed(self, task: asyncio.Task[None]) -> None:
         self._refreshing = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.warning("topics could not be looked up again", exc_info=error)
+            _logger.warning("topic metadata could not be refreshed", exc_info=error)
 
     async def _look_for_more(self, topics: Sequence[str]) -> None:
         # If no broker answers, the next publish meets the same error and handles it.
@@ -609,7 +609,7 @@ class Publisher:
         if route is None:
             return
         if route.topic_id != str(found.topic_id):
-            gone = UnknownTopic(f"topic {topic!r} was deleted while this was published; another one has its name now")
+            gone = UnknownTopic(f"topic {topic!r} was deleted while this was published; another topic has its name now")
             self._forget(topic, gone)
         elif len(found.partitions) > len(route.queues):
             route.extend(added := self._new_queues(found, len(route.queues)))

@@ -419,7 +419,7 @@ class Receiver:
             answers.append(self._loop.create_future())
             Completion(answers[-1]).part_settled(
                 InvalidRecordState(
-                    f"{len(refused)} of {len(messages)} messages are settled already, or their lease is over; "
+                    f"{len(refused)} of {len(messages)} messages are already settled, or their lease has expired; "
                     f"the first is {refused[0].id}"
                 )
             )

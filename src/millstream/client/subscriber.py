@@ -159,14 +159,14 @@ class FailureLog:
             self._kinds.pop(next(iter(self._kinds)))
         self._kinds[kind] = [now, 0]
         more = f" (and {known[1]:.0f} times before, not logged)" if known is not None and known[1] else ""
-        _logger.warning("the handler of %r failed at message %s%s", self._name, message.id, more, exc_info=error)
+        _logger.warning("the handler of %r failed on message %s%s", self._name, message.id, more, exc_info=error)
 
     def close(self) -> None:
         """Log how many failures were not logged."""
         count = sum(count for _, count in self._kinds.values())
         self._kinds.clear()
         if count:
-            _logger.warning("the handler of %r failed %.0f times more, not logged", self._name, count)
+            _logger.warning("the handler of %r failed %.0f more times, not logged", self._name, count)
 
 
 def _kind(error: BaseException) -> object:
@@ -321,7 +321,7 @@ class Subscriber:
                 else:
                     await self._call(message)
             except asyncio.CancelledError as error:
-                if cancelling() and not await self._goes_on():
+                if cancelling() and not await self._should_continue():
                     source.settle_nowait(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
                 # Something that the handler awaited was cancelled, or the handler itself.
@@ -335,7 +335,7 @@ class Subscriber:
                 accept(message)
                 if breaker.failures:
                     breaker.succeeded()
-            if cancelling() and not await self._goes_on():
+            if cancelling() and not await self._should_continue():
                 return
             handled += 1
             if handled == _TURN:
@@ -343,7 +343,7 @@ class Subscriber:
                 is_plain = self._is_async and not tracing.is_on()
                 await asyncio.sleep(0)
 
-    async def _goes_on(self) -> bool:
+    async def _should_continue(self) -> bool:
         """Return whether a worker is still wanted after a cancellation: if its handler caused it, it is undone."""
         task, bystander = asyncio.current_task(), self._bystander
         if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():
@@ -369,7 +369,7 @@ class Subscriber:
             self._settle_failed(message, error)
         except Exception:
             # An error that cannot be converted to text must not keep the message here.
-            _logger.exception("the handler of %r failed at message %s", self.name, message.id)
+            _logger.exception("the handler of %r failed on message %s", self.name, message.id)
             self._source.settle_nowait(message, Verb.RELEASE)
 
     def _settle_failed(self, message: Message, error: BaseException) -> None:

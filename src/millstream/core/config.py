@@ -96,9 +96,9 @@ class Config:
     advertise: str = setting(
         "advertise",
         "",
-        "HOST:PORT that clients are told to connect to. Empty means the address of `kafka`, or, if that is every "
-        "address of the machine (0.0.0.0), the one that the client connected to. A node of a cluster that listens "
-        "on every address needs it.",
+        "The HOST:PORT that clients connect to, as this node advertises it. Empty means the address of `kafka`, or, if "
+        "that is every address of the machine (0.0.0.0), the one that the client connected to. A node of a cluster "
+        "that listens on every address needs it.",
     )
     listeners: tuple[ListenerConfig, ...] = ()
     """More listeners, which only the file can describe."""
@@ -345,7 +345,7 @@ class Config:
     journal_bytes: int = setting(
         "journal-bytes",
         64 * 1024 * 1024,
-        "The size of one file of the shared journal, which commits that touch many partitions go through.",
+        "The size of one file of the shared journal, which takes commits that touch many partitions.",
         minimum=1024 * 1024,
     )
     transaction_timeout_max_ms: int = setting(

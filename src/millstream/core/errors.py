@@ -1,7 +1,7 @@
-"""Everything that can go wrong, as one tree. Each front door maps it to its own codes in one place.
+"""The exception tree. Each front end maps it to its own error codes in one place.
 
 MillstreamError
-├── InvalidRequest                 the caller asked for something that cannot be
+├── InvalidRequest                 the request is invalid
 │   ├── InvalidTopicName
 │   ├── InvalidSetting
 │   ├── InvalidPartitions
@@ -13,11 +13,11 @@ MillstreamError
 │   ├── InvalidSubscription
 │   ├── InvalidPipeline
 │   ├── InvalidTimestamp
-│   ├── InvalidRegex          a regular expression that cannot be used
-│   ├── FilterError                the filter of a subscription, with the place where it is wrong
-│   ├── MetadataTooLarge           what a consumer wants kept beside its offset
-│   ├── UnsupportedAssignor        a way to share partitions out that is not known here
-│   ├── UnsupportedVersion         the request has to come in a newer version
+│   ├── InvalidRegex               a regular expression that cannot be used
+│   ├── FilterError                the filter of a subscription is invalid; the error names the position
+│   ├── MetadataTooLarge           the metadata committed with an offset is too long
+│   ├── UnsupportedAssignor        the partition assignor is unknown
+│   ├── UnsupportedVersion         the operation needs a newer version of the request
 │   └── PolicyViolation
 ├── NotFound
 │   ├── UnknownTopic
@@ -34,10 +34,10 @@ MillstreamError
 │   ├── PipelineExists
 │   ├── GroupNotEmpty
 │   ├── NodeIdTaken                another node of the cluster runs under this id
-│   ├── ClusterMismatch            the folder, the coordination store and the catalog are not of one cluster
+│   ├── ClusterMismatch            the folder, the coordination store and the catalog belong to different clusters
 │   ├── InvalidRecordState         the worker does not hold a lease on this message (any more)
-│   ├── StalePlan                  a lake table goes on from other offsets than the plan of a step
-│   └── ColumnMismatch             a lake table has the column under another type
+│   ├── StalePlan                  a lake table continues at other offsets than planned
+│   └── ColumnMismatch             a lake table has the column with another type
 ├── GroupRejected                  what a group answers to one of its members
 │   ├── MemberIdRequired           join again with the id given
 │   ├── IllegalGeneration
@@ -51,7 +51,7 @@ MillstreamError
 │   └── SubscribedToTopic          offsets of a topic in use are not deleted
 ├── BatchRejected                  the batch was read and will never be accepted as it is
 │   ├── CorruptBatch               framing or CRC is wrong
-│   ├── MismatchedBatch                valid, but it cannot take the place of what the disk lost
+│   ├── MismatchedBatch            valid, but it does not match the range that the disk lost
 │   ├── InvalidBatch               well framed, but not what a producer may send
 │   ├── BatchTooLarge
 │   └── UnsupportedCompression
@@ -62,54 +62,54 @@ MillstreamError
 ├── TransactionRejected            what a transaction coordinator answers to a producer
 │   ├── ProducerFenced             a newer producer runs under this transactional id
 │   ├── InvalidProducerMapping     the producer id is not the one of this transactional id
-│   ├── InvalidTransactionState    nothing that can be done in the state the transaction is in
-│   ├── ConcurrentTransactions     another one of the same id is still being ended; try again
+│   ├── InvalidTransactionState    not allowed in the current state of the transaction
+│   ├── ConcurrentTransactions     the previous transaction of the same id is still ending; try again
 │   ├── TransactionAbortable       this transaction can only be aborted; the next one may succeed
 │   └── TransactionCoordinatorFenced   a newer coordinator has written a marker already
 ├── LogUnavailable                 the log cannot do this now
-│   ├── StorageFailure             the disk is full or failed; reads go on
+│   ├── StorageFailure             the disk is full or failed; reads continue
 │   │   └── RepairPending          the disk lost these offsets; another replica may have them
-│   │       └── InspectionPending  it is being found out which offsets the disk lost
+│   │       └── InspectionPending  the broker is determining which offsets the disk lost
 │   ├── OffsetOutOfRange
-│   ├── DamagedRange               the disk lost these offsets; others are unharmed
+│   ├── DamagedRange               the disk lost these offsets; others are intact
 │   └── PartitionClosed            the partition was deleted or the broker is stopping
 ├── NotLeader
 │   ├── FencedLeaderEpoch          the caller knows an older leader
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
-├── QuotaExceeded                  the client has to wait until its quota lets it go on
+├── QuotaExceeded                  the client must wait until it is within its quota
 ├── ElectionRefused
-│   ├── ElectionNotNeeded          the leader is the one that is asked for
+│   ├── ElectionNotNeeded          the requested replica already leads
 │   ├── PreferredUnavailable       the preferred replica is down or not in sync
 │   └── EligibleUnavailable        no replica at all can lead
 ├── CoordinatorUnavailable
 │   ├── CoordinatorLoading
-│   └── NotCoordinator             ask again who coordinates this
-├── StoreUnavailable               the coordination store gave no answer; whether it did the change is not known
-│   ├── StoreRefused               it answered that it did not do it
-│   │   └── StoreDenied            the login that it was given is wrong, or may not do this
+│   └── NotCoordinator             look up the coordinator again
+├── StoreUnavailable               the coordination store did not answer; the change may or may not have been made
+│   ├── StoreRefused               it rejected the change
+│   │   └── StoreDenied            the login is wrong or lacks permission
 │   └── WatchLost                  it no longer has the changes since then; read everything again
-├── ClusterForgotten               the coordination store knows nothing of a node that the cluster had let in
-├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
-│   └── CatalogDenied              it refuses the login or has no such database, which waiting does not change
-├── FilterUnavailable              the process that evaluates filters gives no answer
+├── ClusterForgotten               the coordination store does not know a node that the cluster had admitted
+├── CatalogUnavailable             the catalog does not answer; data flows, declarations wait
+│   └── CatalogDenied              it refuses the login or has no such database; retrying does not help
+├── FilterUnavailable              the process that evaluates filters does not answer
 ├── AuthenticationFailed           nobody this cluster knows, or not proved
 ├── NotAuthorized                  the principal may not do this
 │   ├── TopicNotAuthorized
 │   ├── GroupNotAuthorized
 │   ├── TransactionNotAuthorized
 │   └── ClusterNotAuthorized
-├── CorruptState                   what a store holds cannot be read
+├── CorruptState                   stored state cannot be read
 ├── DataFolderInUse
 ├── DataFolderInvalid
-├── AddressTaken                   a listener cannot have the address it was given
+├── AddressTaken                   the address of a listener is in use
 ├── BrokerUnreachable              raised by clients of the wire protocol
-├── UnreadableData                 a batch of a topic cannot be decoded, and the job was not told to go on without it
-├── LostData                       offsets that a reader was to have are gone
-├── PublishFailed                  some of the messages that were published together are not stored
+├── UnreadableData                 a batch of a topic cannot be decoded, and the reader is not configured to skip it
+├── LostData                       offsets that a reader needs are gone
+├── PublishFailed                  some of the messages published together were not stored
 ├── RequestRefused                 an error code that has no class of its own here
-├── RequestTimedOut                no answer in time; it may or may not have been carried out
-│   └── NotStoredInTime            it was not, for certain
+├── RequestTimedOut                no answer in time; the request may or may not have been executed
+│   └── NotStoredInTime            certainly not executed
 └── ProtocolViolation              fatal to the connection it came from
 """
 

@@ -43,5 +43,5 @@ def parse_group_settings(overrides: Mapping[str, str], defaults: Mapping[str, in
     parsed: dict[str, Any] = {name: DECLARED[name].parse(text) for name, text in overrides.items()}
     session_ms, heartbeat_ms = ({**defaults, **parsed}[name] for name in (SESSION, HEARTBEAT))
     if heartbeat_ms >= session_ms:
-        raise InvalidSetting(f"{HEARTBEAT} must be less than {SESSION}, not {heartbeat_ms} beside {session_ms}")
+        raise InvalidSetting(f"{HEARTBEAT} must be less than {SESSION} ({session_ms}), not {heartbeat_ms}")
     return parsed

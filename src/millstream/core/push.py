@@ -107,5 +107,5 @@ def _key(secret: str) -> bytes:
         except (binascii.Error, ValueError):
             raise InvalidSetting(f"{SECRET}: what follows {SECRET_PREFIX} has to be Base64") from None
     if len(key) < SECRET_BYTES_MIN:
-        raise InvalidSetting(f"{SECRET} needs at least {SECRET_BYTES_MIN} bytes to be worth something")
+        raise InvalidSetting(f"{SECRET} needs at least {SECRET_BYTES_MIN} bytes to be secure")
     return key

@@ -27,8 +27,8 @@ LIMITS = (PRODUCER_BYTE_RATE, CONSUMER_BYTE_RATE)
 
 MISSING: Mapping[str, str] = MappingProxyType(
     {
-        "request_percentage": "the broker has one loop for all clients and no threads to share out; limit their bytes",
-        "controller_mutation_rate": "changes of topics are not limited by client",
+        "request_percentage": "all clients share one event loop, so there are no threads to divide; limit bytes",
+        "controller_mutation_rate": "topic changes are not limited by client",
         "connection_creation_rate": "connections are not limited by address; `connections-max` limits them together",
     }
 )
@@ -82,7 +82,7 @@ def check_limit(key: str, value: float) -> None:
     if key in MISSING:
         raise InvalidRequest(f"{key} is a quota of Kafka that Millstream does not have: {MISSING[key]}")
     if key not in LIMITS:
-        raise InvalidRequest(f"the quota {key!r} is unknown; there are {' and '.join(LIMITS)}")
+        raise InvalidRequest(f"the quota {key!r} is unknown; the quotas are {' and '.join(LIMITS)}")
     if not math.isfinite(value) or not 0 < value <= RATE_MAX:
         raise InvalidRequest(f"{key} must be greater than 0, not {value:g}")
     if value != int(value):

@@ -57,7 +57,7 @@ class Token(NamedTuple):
     end: int
 
     def says(self, *words: str) -> bool:
-        """Tell whether this is one of some keywords, given in capital letters."""
+        """Return whether this is one of the given keywords, given in capital letters."""
         return self.kind is Kind.WORD and self.text.upper() in words
 
     def marks(self, *signs: str) -> bool:
@@ -233,7 +233,7 @@ def _relations(tree: exp.Query, text: str) -> Iterator[str]:
                 raise _needs_backquotes(text, *found[-1][:2])
     for start, end, name in sorted(found, key=lambda one: one[:2]):
         if text[start] in "'\"":
-            raise setting_error_at(ABOUT, text, start, end, "names stand in backquotes, not in quotes")
+            raise setting_error_at(ABOUT, text, start, end, "names are written in backquotes, not in quotes")
         if text[start] != "`" and not name.name.isascii():
             raise _needs_backquotes(text, start, end)
         if name.name.lower() not in own:

@@ -77,7 +77,7 @@ class TaskSupervisor:
         name, error = task.get_name(), task.exception()
         # An expected error explains itself; for any other, a defect, the traceback matters.
         defect = None if isinstance(error, MillstreamError) else error
-        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
+        _logger.critical("a component of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
         if not self.failed.done():
             failure = RuntimeError(f"{name}: {error}")
             failure.__cause__ = error

@@ -117,7 +117,7 @@ class TopicSettings:
     retention_until_landed: bool = setting(
         "retention.until.landed",
         False,
-        "Whether records that are older than `retention.ms` stay until every pipeline that lands the topic has them in "
+        "Whether records older than `retention.ms` are kept until every pipeline that lands the topic has them in "
         "its table, but not longer than `retention.until.max.ms`; compaction keeps them as long, too. All of "
         "them stay while no pipeline lands the topic. `retention.bytes` holds all the same.",
         needs_restart=False,

@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._stop_requested = asyncio.Event()
-        self.when_stopped: Callable[[], None] = lambda: None
+        self.on_stopped: Callable[[], None] = lambda: None
         """Called first on stop, to release requests that wait for messages."""
 
     async def main_loop(self) -> None:
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Finish the requests in progress and end."""
         self.should_exit = True
-        self.when_stopped()
+        self.on_stopped()
         self._stop_requested.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -82,7 +82,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
     status, broker = BrokerStatus(kafka_address), BrokerStatusPipe(line)
     services = Services(kafka_address, starting=lambda: broker.starting)
     server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts), is_closed=is_closed))
-    server.when_stopped = services.stop
+    server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
         await server.serve(sockets=[listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))])

@@ -78,7 +78,7 @@ class TransactionRun(Run):
         self._routes = MarkerRoutes(topics, markers, peers, me=node.node_id)
         routes = OrderedRoutes(self._routes)
         self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, peers, me=node.node_id)
         self.produce = Produce(topics, QuotaMeters(self.cluster.quotas).produce, gate)
         self.offset_commit = TxnOffsetCommit(self.groups, topics, gate)

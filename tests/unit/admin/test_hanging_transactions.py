@@ -79,7 +79,7 @@ async def test_what_its_coordinator_has_ended_hangs(cluster: Cluster, state: str
     assert await cluster.hanging() == [opened(7)]
 
 
-async def test_what_nobody_knows_hangs(cluster: Cluster) -> None:
+async def test_a_transaction_unknown_to_coordinators_hangs(cluster: Cluster) -> None:
     cluster.open = [[opened(7)]]
     assert await cluster.hanging() == [opened(7)]
 

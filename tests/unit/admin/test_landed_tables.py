@@ -12,7 +12,7 @@ from millstream.client.admin.pipeline_storage import PipelineStorage, tables_of
 from millstream.core.errors import BrokerUnreachable
 
 
-def told(kind: str = "land", node: int | None = 2, **overrides: str) -> dict[str, Any]:
+def reported(kind: str = "land", node: int | None = 2, **overrides: str) -> dict[str, Any]:
     """A pipeline as nodes tell of it."""
     report = None if node is None else {"node": node}
     return {
@@ -42,19 +42,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 async def test_tables_are_where_the_node_that_lands_has_them(asked: list[int | None]) -> None:
     client: Any = None
-    found = await tables_of(client, told(topics="a,b", format="parquet"))
+    found = await tables_of(client, reported(topics="a,b", format="parquet"))
     assert [one.place for one in found.tables] == ["/data/lake/a", "/data/lake/b"]
     assert (found.tables[0].read, found.notes) == ("pandas.read_parquet('/data/lake/a')", [])
-    (table,) = (await tables_of(client, told(topics="a", lake="s3://lake/x"))).tables
+    (table,) = (await tables_of(client, reported(topics="a", lake="s3://lake/x"))).tables
     assert (table.place, asked) == ("s3://lake/x/a", [2])
-    assert await tables_of(client, told("route")) == ([], [])
+    assert await tables_of(client, reported("route")) == ([], [])
 
 
 async def test_what_is_in_the_way_is_said(asked: list[int | None]) -> None:
     client: Any = None
-    assert await tables_of(client, told(topics="a", node=3)) == (
+    assert await tables_of(client, reported(topics="a", node=3)) == (
         [],
         ["The locations of its tables are not known now: node 3 cannot be reached"],
     )
-    (note,) = (await tables_of(client, told(topics="a", every="soon"))).notes
+    (note,) = (await tables_of(client, reported(topics="a", every="soon"))).notes
     assert note.startswith("The locations of its tables are not known now: unknown setting 'every'")

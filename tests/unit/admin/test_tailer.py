@@ -106,9 +106,9 @@ async def test_partitions_that_are_added_are_followed_from_their_beginning(
         await cluster.publish(0, b"b")
         await cluster.publish(0, b"c")
         seen = [await anext(messages) for _ in range(3 if is_whole else 2)]
-    told = [(message.partition, message.record.value) for message in seen]
-    assert [one for one in told if one[0] == 0] == [(0, b"b"), (0, b"c")]
-    assert [one for one in told if one[0] == 1] == ([(1, b"new")] if is_whole else [])
+    reported = [(message.partition, message.record.value) for message in seen]
+    assert [one for one in reported if one[0] == 0] == [(0, b"b"), (0, b"c")]
+    assert [one for one in reported if one[0] == 1] == ([(1, b"new")] if is_whole else [])
 
 
 async def test_a_partition_that_moves_is_followed_where_it_is_led_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +129,4 @@ async def test_a_partition_that_moves_is_followed_where_it_is_led_now(monkeypatc
         seen = [await first, await anext(messages)]
     assert sorted(message.record.value or b"" for message in seen) == [b"b", b"c"]
     assert len(notes) == 1
-    assert "Lost the broker" in notes[0]
+    assert "Lost the connection to the broker" in notes[0]

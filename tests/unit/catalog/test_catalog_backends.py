@@ -299,7 +299,7 @@ def test_a_server_that_goes_and_comes_back_is_an_error_in_between() -> None:
         catalog.close()
 
 
-def test_a_server_that_stands_still_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stands_still_holds_no_one_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "CALL_S_MAX", 0.3)
     monkeypatch.setattr(database, "CONNECT_S_MAX", 2)
     with PostgresServer() as server:
@@ -317,7 +317,7 @@ def test_a_server_that_stands_still_holds_nobody_up_for_long(monkeypatch: pytest
         catalog.close()
 
 
-def test_who_is_not_let_in_is_told_why(postgres: PostgresServer) -> None:
+def test_a_refused_client_gets_the_reason(postgres: PostgresServer) -> None:
     wrong = postgres.url.replace(":" + postgres.url.split(":")[2].split("@")[0] + "@", ":wrong@")
     with pytest.raises(CatalogUnavailable, match="password authentication failed"):
         Catalog.open_shared(wrong)
@@ -343,7 +343,7 @@ def test_a_shared_catalog_is_that_of_the_first_cluster_that_comes(postgres: Post
     other.close()
 
 
-def test_what_a_server_refuses_is_told_from_a_server_that_is_away(postgres: PostgresServer) -> None:
+def test_a_refusal_is_distinguished_from_a_server_that_is_away(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     wrong = re.sub(":[^:@]*@", ":wrong@", url)
     for denied in (wrong, f"{url}_not_there"):

@@ -68,7 +68,7 @@ def _full() -> Exception:
     return OperationalError("DELETE", {}, Full("database or disk is full"))
 
 
-def test_without_a_reserve_the_failure_is_told(tmp_path: Path) -> None:
+def test_without_a_reserve_the_failure_is_reported(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "reserve")
     assert not reserve.give_up()
     reserve.fill()

@@ -40,7 +40,7 @@ def status(**changes: Any) -> dict[str, Any]:
     }
 
 
-async def test_nobody_at_the_address_is_the_one_finding() -> None:
+async def test_no_broker_at_the_address_is_the_only_finding() -> None:
     (finding,) = await broker_check.check_broker("127.0.0.1:1", 1.0)
     assert (finding.severity, finding.exit_code) == (Severity.PROBLEM, ExitCode.UNREACHABLE)
     assert "millstream serve" in finding.advice
@@ -96,7 +96,7 @@ async def test_a_gateway_that_is_away_is_a_problem() -> None:
     assert (found.severity, "does not answer" in found.detail) == (Severity.PROBLEM, True)
 
 
-async def test_a_gateway_that_says_nothing_is_told_so(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_says_nothing_is_reported(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
     found = await broker_check._http(status(http=gateway))
     assert found.detail.endswith("does not answer: no answer in time")
@@ -118,12 +118,12 @@ def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
 
 
 def test_what_waits_beyond_its_retention_is_a_warning() -> None:
-    def told(value: float) -> dict[str, Any]:
+    def reported(value: float) -> dict[str, Any]:
         samples = [[value, {"topic": "orders", "partition": "0"}], [1.0, {"topic": "orders", "partition": "1"}]]
         return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
 
     assert list(broker_check._held(status())) == []
-    (found,) = broker_check._held(told(12345.0))
+    (found,) = broker_check._held(reported(12345.0))
     assert found.severity is Severity.WARNING
     assert found.detail.startswith("topic orders keeps 12,346 bytes past")
 

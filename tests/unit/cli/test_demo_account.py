@@ -10,8 +10,8 @@ from millstream.cli.demo import Account
 
 
 def test_brackets_are_no_markup() -> None:
-    told = io.StringIO()
-    account = Account(Console(file=told))
+    reported = io.StringIO()
+    account = Account(Console(file=reported))
     account.say("pip install 'millstream[spark]'")
     account.check(True, "offsets [0] are there", "")
-    assert told.getvalue() == "   pip install 'millstream[spark]'\n   ✓ offsets [0] are there\n"
+    assert reported.getvalue() == "   pip install 'millstream[spark]'\n   ✓ offsets [0] are there\n"

@@ -81,7 +81,7 @@ def test_another_format_is_a_problem(folder: Folder) -> None:
     assert folder.check()["format"][0].severity is Severity.PROBLEM
 
 
-def test_an_unclean_stop_is_told_but_needs_nobody(folder: Folder) -> None:
+def test_an_unclean_stop_is_reported_but_needs_no_one(folder: Folder) -> None:
     (folder.path / "clean-stop").unlink()
     (found,) = folder.check()["last stop"]
     assert (found.severity, found.detail[:9]) == (Severity.OK, "not clean")
@@ -159,7 +159,7 @@ def test_data_of_unknown_topics_is_a_warning(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("free", "severity"), [(1, Severity.PROBLEM), (10**9, Severity.WARNING), (10**11, Severity.OK)]
 )
-def test_little_space_is_told_in_time(
+def test_little_space_is_reported_in_time(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, free: int, severity: Severity
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**12, 10**12 - free, free))

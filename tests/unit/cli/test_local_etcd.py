@@ -31,8 +31,8 @@ def test_other_versions_are_not(tmp_path: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "soon"])
-def test_what_tells_no_version_is_not_started(tmp_path: Path, version: str) -> None:
-    with pytest.raises(LocalServerFailed, match="is no etcd"):
+def test_a_program_without_a_version_is_not_started(tmp_path: Path, version: str) -> None:
+    with pytest.raises(LocalServerFailed, match="is not etcd"):
         etcd_warning(etcd(tmp_path, version))
 
 

@@ -37,12 +37,12 @@ def test_a_command_imports_only_what_it_needs() -> None:
     assert imported & heavy == set()
 
 
-def test_the_version_is_told() -> None:
-    told = call_command(["--version"])
-    assert (told.code, told.out, told.err) == (0, f"millstream {__version__}\n", "")
+def test_the_version_is_reported() -> None:
+    reported = call_command(["--version"])
+    assert (reported.code, reported.out, reported.err) == (0, f"millstream {__version__}\n", "")
 
 
-def test_help_is_told_for_every_command() -> None:
+def test_every_command_has_help() -> None:
     listed = call_command(["--help"])
     assert listed.code == 0
     for command in app.ORDER:
@@ -54,9 +54,9 @@ def test_help_is_told_for_every_command() -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["topic"], ["group"]])
 def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
-    told = call_command(arguments)
-    assert (told.code, told.out) == (2, "")
-    assert told.err.startswith("Usage: millstream")
+    reported = call_command(arguments)
+    assert (reported.code, reported.out) == (2, "")
+    assert reported.err.startswith("Usage: millstream")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
     ],
 )
 def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> None:
-    told = call_command(arguments)
-    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
-    assert said in told.err
-    assert "--help)" in told.err
+    reported = call_command(arguments)
+    assert (reported.code, reported.out, reported.err.count("\n")) == (2, "", 1)
+    assert said in reported.err
+    assert "--help)" in reported.err
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_shared_options_may_stand_before_the_command(arguments: list[str], monke
         return []
 
     monkeypatch.setattr(topic, "ask", note)
-    told = call_command(arguments)
-    assert (told.code, told.document) == (0, {"topics": []})
+    reported = call_command(arguments)
+    assert (reported.code, reported.document) == (0, {"topics": []})
     assert asked == ["host:1", 3.0]
 
 
@@ -117,10 +117,10 @@ def test_an_unforeseen_error_is_no_traceback_unless_wanted(monkeypatch: pytest.M
         raise ZeroDivisionError("by accident")
 
     monkeypatch.setattr(topic, "ask", broken)
-    told = call_command(["topic", "list"])
-    assert told.code == 1
-    assert told.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in Millstream;")
-    assert told.err.count("\n") == 1
+    reported = call_command(["topic", "list"])
+    assert reported.code == 1
+    assert reported.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in Millstream;")
+    assert reported.err.count("\n") == 1
     monkeypatch.setenv("MILLSTREAM_TRACEBACK", "1")
     assert "Traceback (most recent call last)" in call_command(["topic", "list"]).err
 
@@ -130,8 +130,8 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(topic, "ask", interrupted)
-    told = call_command(["topic", "list"])
-    assert (told.code, told.out, told.err) == (130, "", "")
+    reported = call_command(["topic", "list"])
+    assert (reported.code, reported.out, reported.err) == (130, "", "")
 
 
 def test_an_interrupt_while_the_command_is_loaded_is_quiet() -> None:
@@ -145,8 +145,8 @@ sys.meta_path.insert(0, Interrupting())
 from millstream.cli.main import run
 run()
 """
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (reported.returncode, reported.stdout, reported.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_completion_is_offered() -> None:
 def test_completion_knows_the_commands() -> None:
     asked = {"_MILLSTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "millstream topic cr", "COMP_CWORD": "2"}
     program = [sys.executable, "-m", "millstream.cli.main"]
-    told = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["create"]
+    reported = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert reported.stdout.split() == ["create"]
 
 
 def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.json"
     garbage.write_text("[1, 2]")
     stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://nobody@127.0.0.1:1/none"]
-    told = call_command(["cluster", "rebuild", *stores, "--from", str(garbage)])
-    assert (told.code != 0, str(garbage) in told.err, "cluster inventory" in told.err) == (True, True, True)
+    reported = call_command(["cluster", "rebuild", *stores, "--from", str(garbage)])
+    assert (reported.code != 0, str(garbage) in reported.err, "cluster inventory" in reported.err) == (True, True, True)

@@ -40,7 +40,7 @@ def test_a_document_holds_everything() -> None:
 
 
 @pytest.mark.parametrize("timestamp_ms", [-1, 2**62])
-def test_times_that_are_none_are_told_as_such(timestamp_ms: int) -> None:
+def test_times_that_are_none_are_reported_as_such(timestamp_ms: int) -> None:
     assert as_document("t", TOPIC_ID, 0, record(b"", timestamp_ms=timestamp_ms))["timestamp"] is None
     assert "no time" in as_text("t", 0, record(b"", timestamp_ms=timestamp_ms), colour=False)
 

@@ -32,7 +32,7 @@ def test_text_that_utf8_cannot_say_is_escaped(capfdbinary: pytest.CaptureFixture
     assert capfdbinary.readouterr().out == b"bad \\udcff\n"
 
 
-def test_a_reader_that_leaves_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_is_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w", closefd=False) as closed:

@@ -13,7 +13,7 @@ NOW_MS = 1_700_000_000_000
 NO_CLIENT = cast("Any", None)
 
 
-def told(state: str, *, parked: str = "", **report: Any) -> dict[str, Any]:
+def reported(state: str, *, parked: str = "", **report: Any) -> dict[str, Any]:
     shared = {"last_error": "", "failing_ms": 0, "rows": 1000, "counts": {}}
     return {"name": f"one-{state}", "state": state, "parked": parked, "report": {**shared, **report}}
 
@@ -25,24 +25,28 @@ def since(seconds: float) -> int:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        (told("parked", parked="no column 'totl'\n  here"), "is parked and no longer runs: no column 'totl'"),
-        (told("waiting", last_error="pip install it"), "1 pipeline (one-waiting) waits: pip install it"),
-        ({**told("waiting"), "report": None}, "1 pipeline (one-waiting) waits: no node runs pipelines"),
-        (told("retrying", last_error="refused", failing_ms=since(FAILING_S_MAX + 1)), "minutes: refused"),
-        (told("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
+        (reported("parked", parked="no column 'totl'\n  here"), "is parked and no longer runs: no column 'totl'"),
+        (reported("waiting", last_error="pip install it"), "1 pipeline (one-waiting) waits: pip install it"),
+        ({**reported("waiting"), "report": None}, "1 pipeline (one-waiting) waits: no node runs pipelines"),
+        (reported("retrying", last_error="refused", failing_ms=since(FAILING_S_MAX + 1)), "minutes: refused"),
+        (reported("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
     ],
 )
 def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], message: str) -> None:
-    (found,) = findings_of([pipeline, told("running")], now_ms=NOW_MS)
+    (found,) = findings_of([pipeline, reported("running")], now_ms=NOW_MS)
     assert found.severity is Severity.WARNING
     assert message in found.detail
 
 
 def test_what_passes_by_itself_is_none() -> None:
-    well = [told("running", last_error="it was away", counts={"quarantined": 1}), told("stopped"), told("starting")]
-    (found,) = findings_of([*well, told("retrying", failing_ms=since(1))], now_ms=NOW_MS)
-    assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, none of them in trouble")
+    well = [
+        reported("running", last_error="it was away", counts={"quarantined": 1}),
+        reported("stopped"),
+        reported("starting"),
+    ]
+    (found,) = findings_of([*well, reported("retrying", failing_ms=since(1))], now_ms=NOW_MS)
+    assert (found.severity, found.detail) == (Severity.OK, "4 pipelines, all healthy")
 
 
-async def test_nobody_is_asked_where_no_pipeline_is_declared() -> None:
+async def test_no_one_is_asked_where_no_pipeline_is_declared() -> None:
     assert await check_pipelines(NO_CLIENT, {"metrics": [{"name": "millstream_topics", "samples": []}]}) == []

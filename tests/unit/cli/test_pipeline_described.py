@@ -12,7 +12,7 @@ from millstream.cli.pipeline import describe
 def test_an_error_of_several_lines_points_at_its_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "pipeline_id": "1",
         "group": "pipeline-broken",
         "kind": "transform",
@@ -24,7 +24,7 @@ def test_an_error_of_several_lines_points_at_its_place(
         "overrides": {},
         "notes": [],
     }
-    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
+    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: reported)
     describe("broken")
     assert capsys.readouterr().out.splitlines()[3:7] == [
         "parked      a column is unknown",
@@ -46,7 +46,7 @@ def test_numbers_stand_below_each_other(monkeypatch: pytest.MonkeyPatch, capsys:
         "last_error": "",
     }
     table = {"topic": "orders", "place": "/lake/orders", "read": "deltalake.DeltaTable('/lake/orders').to_pandas()"}
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "pipeline_id": "1",
         "group": "pipeline-p",
         "kind": "land",
@@ -58,7 +58,7 @@ def test_numbers_stand_below_each_other(monkeypatch: pytest.MonkeyPatch, capsys:
         "overrides": {},
         "notes": [],
     }
-    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: told)
+    monkeypatch.setattr("millstream.cli.pipeline.ask", lambda *_: reported)
     describe("p")
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "tables       /lake/orders"

@@ -77,7 +77,9 @@ def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flag
 
 def test_a_declared_pipeline_is_run_as_it_is() -> None:
     _refuse_changes("mine", Flags(lake="/here", topic=[]), None)
-    with pytest.raises(typer.BadParameter, match="--set is for a pipeline that is not declared; 'mine' is run"):
+    with pytest.raises(
+        typer.BadParameter, match="--set applies only to a pipeline that is not declared; 'mine' is run"
+    ):
         _refuse_changes("mine", Flags(settings=["every.ms=5"]), None)
-    with pytest.raises(typer.BadParameter, match="--name is for"):
+    with pytest.raises(typer.BadParameter, match="--name applies only to"):
         _refuse_changes("mine", Flags(), "other")

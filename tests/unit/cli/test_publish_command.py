@@ -58,12 +58,14 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
 
 async def test_the_cluster_is_asked_why(monkeypatch: pytest.MonkeyPatch) -> None:
     late = RequestTimedOut("no answer in time")
-    told = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
-    assert isinstance(told, RequestTimedOut)
-    assert str(told).startswith("cannot publish to 'orders' now, no answer in time: the catalog is away since noon;")
+    reported = await said(monkeypatch, late, {"reasons": ["the catalog is away since noon"]})
+    assert isinstance(reported, RequestTimedOut)
+    assert str(reported).startswith(
+        "cannot publish to 'orders' now, no answer in time: the catalog is away since noon;"
+    )
     assert await said(monkeypatch, late, None) is late
 
 
-async def test_of_messages_that_failed_together_the_first_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_messages_that_failed_together_the_first_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     full = StorageFailure("the disk is full")
     assert await said(monkeypatch, PublishFailed(["a receipt", full, full]), {}) is full

@@ -15,7 +15,7 @@ def listen_on(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port))
 
 
-def test_only_who_is_told_the_port_listens_there_again_and_again() -> None:
+def test_only_the_given_port_is_listened_on_again_and_again() -> None:
     held = ReservedPort()
     for _ in range(2):
         with pytest.raises(ConnectionRefusedError):
@@ -25,14 +25,14 @@ def test_only_who_is_told_the_port_listens_there_again_and_again() -> None:
             assert not is_free("127.0.0.1", held.number)
 
 
-def test_nobody_else_is_given_the_port() -> None:
+def test_no_one_else_is_given_the_port() -> None:
     held = ReservedPort()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", held.number))
     assert ReservedPort().address != held.address
 
 
-def test_the_port_is_free_when_nobody_holds_it() -> None:
+def test_the_port_is_free_when_no_one_holds_it() -> None:
     held = ReservedPort()
     number = held.number
     del held

@@ -47,7 +47,7 @@ def test_a_torn_tail_is_no_damage(tmp_path: Path) -> None:
     assert (scanned.next_offset, scanned.bad, scanned.torn_bytes) == (2, [], len(second) - 5)
 
 
-def test_damage_is_told_with_its_range(tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_range(tmp_path: Path) -> None:
     first, second, third = batches(2, 3, 4)
     broken = bytearray(second)
     broken[-1] ^= 1
@@ -56,7 +56,7 @@ def test_damage_is_told_with_its_range(tmp_path: Path) -> None:
     assert (scanned.records, scanned.next_offset, scanned.torn_bytes) == (6, 9, 0)
 
 
-def test_a_damaged_start_is_told_too(tmp_path: Path) -> None:
+def test_a_damaged_start_is_reported_too(tmp_path: Path) -> None:
     first, second = batches(2, 3)
     scanned = scan(written(tmp_path, bytes(len(first)) + second))
     assert scanned.bad == [(0, len(first), 0, 2)]

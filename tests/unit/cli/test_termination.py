@@ -11,7 +11,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.pipeline_run import Stages, unwound_by_sigterm
 
 
-def test_a_command_that_is_told_to_end_puts_its_things_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_asked_to_end_puts_its_things_away(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     put_away = []
 

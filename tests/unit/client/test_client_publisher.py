@@ -37,7 +37,7 @@ def record(value: str, key: str | None = None) -> NewRecord:
     return NewRecord(None if key is None else key.encode(), value.encode())
 
 
-async def test_receipts_tell_where_messages_lie(ledger: ProducerLedger) -> None:
+async def test_receipts_locate_messages(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         first = await publisher.publish("orders", record("a"), partition=1)
         named = NewRecord(b"k", b"b", (("message-id", b"order-7"),), 1234)
@@ -128,7 +128,7 @@ async def test_a_broken_sequence_fails_its_batch_and_others_go_on_under_a_new_nu
     assert ledger.producers == 2
 
 
-async def test_time_that_runs_out_is_told_and_later_messages_go(ledger: ProducerLedger) -> None:
+async def test_time_that_runs_out_is_reported_and_later_messages_go(ledger: ProducerLedger) -> None:
     await ledger.warm_up()
     async with ledger.publishing() as publisher:
         await publisher.publish("orders", record("a"), partition=0)
@@ -146,7 +146,7 @@ async def test_time_that_runs_out_is_told_and_later_messages_go(ledger: Producer
     assert ledger.stored["orders", 0] == [b"a", b"c", b"d"]
 
 
-async def test_an_unknown_topic_is_told_with_a_hint(ledger: ProducerLedger) -> None:
+async def test_an_unknown_topic_is_reported_with_a_hint(ledger: ProducerLedger) -> None:
     async with ledger.publishing() as publisher:
         with pytest.raises(UnknownTopic, match="millstream topic create nothing"):
             await publisher.publish("nothing", record("a"))

@@ -73,7 +73,7 @@ def order_of(offsets: list[int]) -> tuple[Settlement, asyncio.Future[None]]:
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 3, 5], [5, 7, 8], [3, 4, 5, 6], [5]])
-async def test_one_message_that_is_lost_is_an_error_and_the_others_are_told(offsets: list[int]) -> None:
+async def test_one_message_that_is_lost_is_an_error_and_the_others_are_reported(offsets: list[int]) -> None:
     node, on_lost = Node(5), list[int]()
     settling = settling_at(node, on_lost)
     settlement, answer = order_of(list(offsets))
@@ -87,7 +87,7 @@ async def test_one_message_that_is_lost_is_an_error_and_the_others_are_told(offs
     assert sorted(settled) == [offset for offset in offsets if offset != 5]
 
 
-async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_refusals_of_an_answer_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     on_lost = list[int]()
     settling = settling_at(Node(*range(200)), on_lost)
     settling.enqueue(Settlement(lease(), list(range(100)), Verb.ACCEPT))
@@ -100,7 +100,7 @@ async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest
     assert line == "200 messages of orders-0 from offset 0 may not be settled: not held"
 
 
-async def test_all_parts_are_told_before_the_answer_comes() -> None:
+async def test_all_parts_are_reported_before_the_answer_comes() -> None:
     node = Node()
     settling = settling_at(node)
     settlement, answer = order_of([9, 1, 2, 5])
@@ -133,7 +133,7 @@ class Failing(Node):
         return await attempt(NodeId(2))
 
 
-async def test_an_error_that_nobody_expected_reaches_whoever_waits() -> None:
+async def test_an_unexpected_error_reaches_the_waiter() -> None:
     settling = settling_at(Failing(ValueError("what is this")))
     settlement, answer = order_of([1, 3])
     settling.enqueue(settlement)
@@ -143,7 +143,7 @@ async def test_an_error_that_nobody_expected_reaches_whoever_waits() -> None:
         await answer
 
 
-async def test_who_waits_is_told_when_everything_is_closed() -> None:
+async def test_waiters_are_notified_when_everything_is_closed() -> None:
     class Silent(Node):
         async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
             await asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ async def test_who_waits_is_told_when_everything_is_closed() -> None:
             await answer
 
 
-async def test_who_waits_for_a_leader_is_told_when_everything_is_closed() -> None:
+async def test_waiters_for_a_leader_are_notified_when_everything_is_closed() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
     settlement, answer = order_of([1])
     settling.enqueue(settlement)
@@ -189,7 +189,7 @@ async def test_an_accept_that_came_too_late_is_an_error() -> None:
             await answer
 
 
-async def test_messages_of_different_deliveries_are_told_apart() -> None:
+async def test_messages_of_different_deliveries_are_distinguished() -> None:
     node = Node()
     settling = settling_at(node)
     for offset in range(1, 5):
@@ -240,7 +240,7 @@ async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other()
     assert node.asked == 1
 
 
-async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_leader() -> None:
+async def test_settlements_sent_to_a_former_leader_are_sent_to_the_next_one() -> None:
     class Moved(Failing):
         asked: ClassVar[list[NodeId | None]] = []
 
@@ -258,7 +258,7 @@ async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_lea
     assert [(one.start, one.end) for one in node.settled] == [(1, 3)]
 
 
-async def test_nobody_is_asked_about_what_nobody_waits_for() -> None:
+async def test_no_one_is_asked_about_what_no_one_waits_for() -> None:
     class Asked(Failing):
         async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             raise NotImplementedError

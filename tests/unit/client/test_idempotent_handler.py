@@ -328,7 +328,7 @@ ROWS = st.none() | st.builds(Row, st.booleans(), st.sampled_from(("me", "you")),
 
 @settings(deadline=None)
 @given(row=ROWS, verb=st.sampled_from(Verb), now_ms=st.integers(0, 20))
-def test_nobody_takes_what_counts_as_anothers(row: Row | None, verb: Verb, now_ms: int) -> None:
+def test_no_one_takes_what_belongs_to_another(row: Row | None, verb: Verb, now_ms: int) -> None:
     after, answer = decide(row, Operation(verb, "1", "me", 99), now_ms)
     if row is not None and row.until_ms > now_ms and (row.owner == "you" or row.is_done):
         assert after == row

@@ -93,7 +93,7 @@ def test_control_batches_and_aborted_ones_are_left_out() -> None:
 @pytest.mark.parametrize(
     "section", [b"\x10\x00\x00\x00\x01\x7f\x00\x00\x00", b"\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"]
 )
-def test_records_that_are_none_are_told(section: bytes) -> None:
+def test_records_that_are_none_are_reported(section: bytes) -> None:
     batch = bytearray(HEADER_BYTES) + section
     for count in (1, 2):
         seal_batch(

@@ -238,9 +238,9 @@ async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_
     sent, waiting = add(queue), add(queue)
     batch = queue_take(queue)
     queue.fail_all(RequestRefused("not allowed", code=29))
-    with pytest.raises(RequestRefused, match=r"^not allowed; whether it was stored is unknown$") as told:
+    with pytest.raises(RequestRefused, match=r"^not allowed; whether it was stored is unknown$") as reported:
         await sent
-    assert told.value.code == 29
+    assert reported.value.code == 29
     with pytest.raises(RequestRefused, match=r"^not allowed$"):
         await waiting
     assert batch.is_done

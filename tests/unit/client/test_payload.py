@@ -48,7 +48,7 @@ def test_what_cannot_be_said_is_refused() -> None:
         key_bytes(7)  # type: ignore[arg-type]
     given: list[Any] = [object(), 5, 1.5, True]
     for value in given:
-        with pytest.raises(InvalidRequest, match="header 'a' must be a text, bytes or None, not"):
+        with pytest.raises(InvalidRequest, match="header 'a' must be a string, bytes or None, not"):
             headers_of({"a": value}, ())
     with pytest.raises(InvalidRequest, match="empty"):
         headers_of((), (), message_id="")
@@ -130,8 +130,8 @@ def test_a_message_has_one_id() -> None:
             headers_of(headers, (), "b")
     given = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
     written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
-    nobody: Any = None
-    lease = Lease("orders", UUID(int=7).bytes, 3, settler=nobody)
+    no_one: Any = None
+    lease = Lease("orders", UUID(int=7).bytes, 3, settler=no_one)
     (message,) = read_leased(bytes(written), [LeasedRange(0, 1, 1, 0)], lease)
     assert message.id == message_id(lease.topic_id, 3, 0, given) == "a"
     (message,) = read_leased(

@@ -65,11 +65,11 @@ async def test_a_topic_deleted_while_many_are_published_ends_the_call_and_frees_
         await publisher.publish("other", NewRecord(None, b"after"))
 
 
-async def test_a_topic_made_anew_while_many_are_published_takes_nothing_more_of_them(ledger: ProducerLedger) -> None:
+async def test_a_topic_recreated_during_a_publish_takes_no_more_of_its_messages(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing(batch_bytes=2000, buffer_bytes=20_000) as publisher:
         await publisher.publish("orders", NewRecord(None, b"before"), partition=0)
         ledger.faults = ["", "recreated", *["not leader"] * 5]
-        with pytest.raises(PublishFailed, match="another one has its name now") as failed:
+        with pytest.raises(PublishFailed, match="another topic has its name now") as failed:
             await publisher.publish_many("orders", records(1000), partition=0)
         outcomes = failed.value.outcomes
         stored = [type(one) for one in outcomes].index(UnknownTopic)
@@ -188,7 +188,7 @@ async def test_an_error_that_stays_fails_its_topic_and_no_other(ledger: Producer
         assert (await publisher.publish("orders", NewRecord(None, b"c"), partition=0)).offset == 1
 
 
-async def test_a_producer_number_that_cannot_be_had_is_told(ledger: ProducerLedger) -> None:
+async def test_a_producer_id_that_cannot_be_had_is_reported(ledger: ProducerLedger) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
         ledger.faults = ["broken sequence"]
@@ -200,7 +200,9 @@ async def test_a_producer_number_that_cannot_be_had_is_told(ledger: ProducerLedg
         assert (await publisher.publish("orders", NewRecord(None, b"d"), partition=0)).offset == 1
 
 
-async def test_a_fault_of_the_publisher_itself_is_told(ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_publisher_itself_is_reported(
+    ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
         await publisher.publish("orders", NewRecord(None, b"a"), partition=0)
         with monkeypatch.context() as patched:
@@ -243,15 +245,15 @@ async def test_a_broker_that_does_not_answer_is_waited_for_as_long_as_was_asked_
         started.append(asyncio.create_task(publisher.publish("orders", NewRecord(None, b"c"), partition=0)))
         started.append(asyncio.create_task(publisher.publish("new", NewRecord(None, b"c"))))
         # The broker stays silent until all three have their answer.
-        told = await asyncio.gather(*started, return_exceptions=True)
-        assert all(isinstance(error, RequestTimedOut) for error in told)
-        assert ["may have been stored" in str(error) for error in told] == [True, False, False]
+        reported = await asyncio.gather(*started, return_exceptions=True)
+        assert all(isinstance(error, RequestTimedOut) for error in reported)
+        assert ["may have been stored" in str(error) for error in reported] == [True, False, False]
         assert publisher._buffered == 0
         ledger.held.set()
         ledger.held = None
 
 
-async def test_closing_tells_those_who_wait_for_a_topic(ledger: ProducerLedger) -> None:
+async def test_closing_notifies_waiters_for_a_topic(ledger: ProducerLedger) -> None:
     asked, held = asyncio.Event(), asyncio.Event()
 
     async def silent(header: RequestHeader, frame: memoryview) -> None:
@@ -264,8 +266,8 @@ async def test_closing_tells_those_who_wait_for_a_topic(ledger: ProducerLedger) 
         await asked.wait()
         waiting[0].cancel()
         await publisher.close()
-        told = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(error) for error in told] == [asyncio.CancelledError, InvalidRequest]
+        reported = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in reported] == [asyncio.CancelledError, InvalidRequest]
         held.set()
 
 

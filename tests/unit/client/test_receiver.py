@@ -167,7 +167,7 @@ async def test_every_node_is_asked_although_there_is_little_credit(credit: int, 
         assert message.partition == 3
 
 
-async def test_no_more_than_the_credit_is_asked_for_while_nobody_waits() -> None:
+async def test_no_more_than_the_credit_is_asked_for_while_no_one_waits() -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=2, ahead=2):
         await until(lambda: sum(map(len, cluster.asked.values())) == 2)
@@ -199,7 +199,7 @@ async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytes
         assert receiver.take() is not None
 
 
-async def test_whoever_does_not_wait_any_more_is_forgotten() -> None:
+async def test_a_waiter_that_gave_up_is_forgotten() -> None:
     cluster = Cluster(1)
     async with receiving(cluster) as receiver:
         first, second = (asyncio.create_task(receiver.wait_for_message()) for _ in range(2))
@@ -216,7 +216,7 @@ async def test_whoever_does_not_wait_any_more_is_forgotten() -> None:
             await second
 
 
-async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others_are_told() -> None:
+async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others_are_reported() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
@@ -328,7 +328,7 @@ async def test_a_lease_that_was_changed_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("delivery", "kept"), [("at-least-once", 0), ("at-most-once", 3)])
-async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(delivery: str, kept: int) -> None:
+async def test_what_waits_is_put_back_unless_no_one_would_get_it_again(delivery: str, kept: int) -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery=delivery) as receiver:
         cluster.give(1, 2)
@@ -344,7 +344,7 @@ async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(delivery:
         assert len(cluster.asked[1]) == 2
 
 
-async def test_whoever_leaves_may_settle_what_he_has() -> None:
+async def test_a_worker_that_leaves_may_settle_its_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
@@ -371,7 +371,7 @@ async def arrived(receiver: Receiver) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_message_in_hand_that_is_leased_anew_goes_on_and_is_not_given_twice() -> None:
+async def test_a_message_in_hand_that_is_leased_again_goes_on_and_is_not_given_twice() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 3)
@@ -389,7 +389,7 @@ async def test_a_message_in_hand_that_is_leased_anew_goes_on_and_is_not_given_tw
         assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
 
 
-async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_anew() -> None:
+async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
@@ -410,7 +410,7 @@ async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_
         assert (cluster.attempts, receiver._in_flight, receiver._lost_in_progress) == ([2, 2], 0, {})
 
 
-async def test_a_message_that_is_accepted_while_it_is_leased_anew_is_not_given_again() -> None:
+async def test_a_message_that_is_accepted_while_it_is_leased_again_is_not_given_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
@@ -439,7 +439,7 @@ async def test_a_message_that_is_accepted_while_it_is_leased_anew_is_not_given_a
         assert [one.offset for one in receiver.take_many(10)] == [0, 1]
 
 
-async def test_a_message_that_was_given_anew_after_it_was_accepted_is_found_to_be_leased() -> None:
+async def test_a_message_that_was_delivered_again_after_it_was_accepted_is_found_to_be_leased() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 1)
@@ -471,7 +471,7 @@ async def test_what_was_left_unsettled_comes_again() -> None:
         await again.ack()
 
 
-async def test_a_topic_made_anew_has_other_messages() -> None:
+async def test_a_recreated_topic_has_other_messages() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         for topic_id in (b"0" * 16, b"1" * 16):

@@ -98,7 +98,7 @@ class Given:
     async def close(self) -> None:
         await self.stop()
 
-    async def all_told(self) -> None:
+    async def all_reported(self) -> None:
         async with asyncio.timeout(HANG_S):
             await self._all.wait()
 
@@ -111,7 +111,7 @@ async def settled_by(count: int, handler: Handler) -> dict[int, tuple[int, int |
     source = Given(count)
     subscriber = Subscriber(source, handler, concurrency=1, forget=forget)
     await subscriber.start()
-    await source.all_told()
+    await source.all_reported()
     assert not any(worker.done() for worker in subscriber._workers)
     await subscriber.drain()
     return source.settled
@@ -245,7 +245,7 @@ async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent:
     source = Given(count)
     subscriber = Subscriber(source, idempotent or handle, concurrency=count, forget=forget)
     await subscriber.start()
-    await source.all_told()
+    await source.all_reported()
     await subscriber.drain()
     if idempotent is not None:
         await idempotent.close()
@@ -272,7 +272,7 @@ async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(m
 
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
     await subscriber.start()
-    await source.all_told()
+    await source.all_reported()
     await subscriber.drain()
     # None wait, then one is tried and no other comes meanwhile, until one succeeds.
     assert source.limits[:9] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
@@ -298,7 +298,7 @@ async def test_a_message_that_was_tried_often_leaves_its_place_to_another(monkey
 
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
     await subscriber.start()
-    await source.all_told()
+    await source.all_reported()
     await subscriber.drain()
     assert source.settled[10][:2] == (Verb.RELEASE, 60_000)
     assert verbs(source)[11:] == [Verb.ACCEPT] * 9
@@ -317,7 +317,7 @@ async def test_what_fails_beside_others_while_nothing_succeeds_is_no_attempt(mon
     while source.messages:
         await asyncio.sleep(0)
     gate.set()
-    await source.all_told()
+    await source.all_reported()
     assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 10
     # Nobody waits for the end of the pause.
     async with asyncio.timeout(HANG_S / 2):
@@ -358,7 +358,7 @@ async def test_failures_of_a_kind_are_logged_once_and_counted(
     await settled_by(12, handle)
     said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
     assert [is_traceback for _, is_traceback in said] == [True, True, False]
-    assert said[-1][0] == "the handler of 'billing' failed 7 times more, not logged"
+    assert said[-1][0] == "the handler of 'billing' failed 7 more times, not logged"
     caplog.clear()
     log = module.FailureLog("billing")
     message = Given(1).messages[0]

@@ -45,7 +45,7 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
 @pytest.mark.parametrize(
     ("unclean", "min_in_sync", "eligible"), [(False, 2, (ONE,)), (False, 1, ()), (True, 2, ()), (True, 1, ())]
 )
-async def test_whoever_was_in_sync_stays_eligible_when_too_few_are_left(
+async def test_replicas_that_were_in_sync_stay_eligible_when_too_few_are_left(
     unclean: bool, min_in_sync: int, eligible: tuple[NodeId, ...]
 ) -> None:
     state = await state_after(unclean=unclean, min_in_sync=min_in_sync)

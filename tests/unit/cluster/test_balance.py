@@ -28,7 +28,7 @@ def test_each_partition_waits_for_its_own_time() -> None:
     assert balance.next_due is None
 
 
-def test_the_time_does_not_begin_anew_while_all_is_well_but_does_after_a_setback() -> None:
+def test_the_time_does_not_restart_while_all_is_well_but_does_after_a_setback() -> None:
     balance = Balance(AFTER_S)
     balance.note(key(0), preferred_can_lead=True, now=100)
     balance.note(key(0), preferred_can_lead=True, now=120)

@@ -37,12 +37,12 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
-    told: list[bool] = []
-    quotas.when_changed(lambda: told.append(quotas.has(PRODUCER_BYTE_RATE)))
+    reported: list[bool] = []
+    quotas.on_change(lambda: reported.append(quotas.has(PRODUCER_BYTE_RATE)))
     await quotas.load()
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 10.0, CONSUMER_BYTE_RATE: 20.0})
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: None, CONSUMER_BYTE_RATE: 30.0})
-    assert told == [False, True, False]
+    assert reported == [False, True, False]
     assert quotas.all() == {ONE: {CONSUMER_BYTE_RATE: 30.0}} == catalog.client_quotas()
     again = ClientQuotas(CatalogDeclarations(catalog))
     await again.load()

@@ -261,7 +261,7 @@ async def test_a_second_node_with_the_same_id_is_refused(tmp_path: Path) -> None
         assert group.service.read(keys.CONTROLLER).entries[keys.CONTROLLER] == controller
 
 
-async def test_a_node_that_the_store_has_forgotten_does_not_begin_anew(tmp_path: Path) -> None:
+async def test_a_node_that_the_store_has_forgotten_does_not_restart(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         await group[2].stop()
         door = EmbeddedStore(group.service, group.clock)
@@ -298,11 +298,11 @@ async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
         entity = QuotaEntity(((CLIENT_ID, "reports"),))
         await group[1].cluster.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
         there = group[2].cluster.quotas
-        told = asyncio.Event()
-        there.when_changed(told.set)
+        reported = asyncio.Event()
+        there.on_change(reported.set)
         while there.find(PRODUCER_BYTE_RATE, "reports") is None:
-            await asyncio.wait_for(told.wait(), 60)
-            told.clear()
+            await asyncio.wait_for(reported.wait(), 60)
+            reported.clear()
 
 
 def number(node: GroupNode, name: str) -> float:
@@ -312,24 +312,24 @@ def number(node: GroupNode, name: str) -> float:
     return value
 
 
-async def test_a_node_without_its_place_is_told_as_fenced(tmp_path: Path) -> None:
+async def test_a_node_without_its_place_is_reported_as_fenced(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         node = group[2]
         assert number(node, "millstream_node_fenced") == 0
         assert number(node, "millstream_node_losses_total") == 0
         # Put out by the controller: registered, but not let in.
         door = EmbeddedStore(group.service, group.clock)
-        told: list[float] = []
-        node.view.listen(lambda _change: told.append(number(node, "millstream_node_fenced")))
+        reported: list[float] = []
+        node.view.listen(lambda _change: reported.append(number(node, "millstream_node_fenced")))
         await door.change([Delete(keys.admitted_key(NodeId(2)))])
-        await group.until(lambda: 1 in told and number(node, "millstream_node_fenced") == 0)
+        await group.until(lambda: 1 in reported and number(node, "millstream_node_fenced") == 0)
         # Its session ends: it registers anew and is let in again.
         (lease,) = [lease for lease in tuple(group.service._leases) if "nodes/2" in group.service._leases[lease].keys]
-        told.clear()
+        reported.clear()
         group.service.revoke(lease)
         await group.until(lambda: number(node, "millstream_node_losses_total") == 1)
         await group.until(lambda: number(node, "millstream_node_fenced") == 0)
-        assert 1 in told
+        assert 1 in reported
 
 
 async def test_a_node_never_follows_under_the_registration_of_another_process(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ async def test_a_node_never_follows_under_the_registration_of_another_process(tm
         assert node.cluster._registration_revision() == own.revision
 
 
-async def test_a_node_that_cannot_renew_its_session_is_told_as_fenced(tmp_path: Path) -> None:
+async def test_a_node_that_cannot_renew_its_session_is_reported_as_fenced(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         node = group[1]
         registration = node.cluster._registration
@@ -359,14 +359,14 @@ async def test_a_node_that_cannot_renew_its_session_is_told_as_fenced(tmp_path: 
         session._unanswered = 3  # type: ignore[attr-defined]
         assert number(node, "millstream_node_fenced") == 1
         # It still counts as ready: while the store is away as a whole, data flows.
-        assert list(node.cluster.troubles()) == []
+        assert list(node.cluster.unready_reasons()) == []
 
 
-async def test_health_tells_what_is_not_well(tmp_path: Path) -> None:
+async def test_health_reports_problems(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         await group[1].topics.create("orders", replication=3, partitions=2)
         await group[1].topics.create("alone", replication=1, placement={0: (NodeId(3),)})
-        assert list(group[1].cluster.troubles()) == []
+        assert list(group[1].cluster.unready_reasons()) == []
         assert list(group[1].cluster.warnings()) == []
         await group[2].kill()
         await group[3].kill()

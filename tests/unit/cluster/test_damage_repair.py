@@ -126,7 +126,7 @@ async def test_files_that_are_gone_come_back(group: ReplicaGroup) -> None:
     assert not group.partition(1).log.damage
 
 
-async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: ReplicaGroup) -> None:
+async def test_what_every_replica_lost_is_reported_and_holds_up_nothing(group: ReplicaGroup) -> None:
     for node in (1, 2, 3):
         harm(group, node, 17)
     harm(group, 2, 30)

@@ -38,8 +38,8 @@ def make(catalog: Catalog) -> Pipelines:
 
 async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
     pipelines = make(catalog)
-    told: list[int] = []
-    pipelines.when_changed(lambda: told.append(len(pipelines.all())))
+    reported: list[int] = []
+    pipelines.on_change(lambda: reported.append(len(pipelines.all())))
     made = await pipelines.create("land-orders", LAND, ORDERS)
     assert (made.group, made.is_due, made.settings.as_strings()["every.ms"]) == (
         "pipeline-land-orders",
@@ -54,10 +54,10 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     assert again.all() == [changed]
     await again.delete("land-orders")
     # Of what has not changed nobody is told.
-    assert told == [1, 1, 1]
+    assert reported == [1, 1, 1]
     await pipelines.load()
     await pipelines.load()
-    assert (pipelines.all(), told) == ([], [1, 1, 1, 0])
+    assert (pipelines.all(), reported) == ([], [1, 1, 1, 0])
 
 
 async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
@@ -71,8 +71,8 @@ async def test_another_node_has_declared_it_just_now(catalog: Catalog) -> None:
     assert not (await here.stop("land-orders")).is_wanted
     # And again under its name: what this node remembers is of no use.
     await there.delete("land-orders")
-    anew = await there.create("land-orders", LAND, {"topics": "others"})
-    assert (await here.start("land-orders")).pipeline_id == anew.pipeline_id
+    restarted = await there.create("land-orders", LAND, {"topics": "others"})
+    assert (await here.start("land-orders")).pipeline_id == restarted.pipeline_id
     await there.delete("land-orders")
     with pytest.raises(UnknownPipeline, match="pipeline list"):
         await here.delete("land-orders")
@@ -147,10 +147,10 @@ async def test_two_pipelines_do_not_land_into_one_table(
     pipelines = make(catalog)
     await pipelines.create("one", LAND, first)
     for validate_only in (True, False):
-        with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+        with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
             await pipelines.create("two", LAND, second, validate_only=validate_only)
     await pipelines.create("two", LAND, {**second, "lake": "/elsewhere"})
-    with pytest.raises(InvalidPipeline, match="is landed by pipeline 'one' already"):
+    with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
         await pipelines.alter("two", {"lake": first.get("lake")})
     # What it has itself is in nobody's way.
     await pipelines.alter("one", {"every.ms": "1000"})

@@ -47,13 +47,13 @@ def make(catalog: Catalog, clock: ManualClock | None = None) -> Subscriptions:
 async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> None:
     subscriptions = make(catalog)
     await subscriptions.load()
-    told: list[int] = []
-    subscriptions.when_changed(lambda: told.append(len(subscriptions.all())))
-    first, anew = UUID(int=1), UUID(int=2)
+    reported: list[int] = []
+    subscriptions.on_change(lambda: reported.append(len(subscriptions.all())))
+    first, restarted = UUID(int=1), UUID(int=2)
     orders, bills, others = (start_key(name, first) for name in ("orders", "bills", "others"))
     billing = await subscriptions.create("billing", ["orders"], {LEASE: "5000"}, starts={orders: (7, 8)})
     assert [billing.start_on("orders", first, 1), billing.start_on("orders", first, 2)] == [8, None]
-    assert [billing.start_on("orders", anew, 1), billing.start_on("x", first, 0)] == [None, None]
+    assert [billing.start_on("orders", restarted, 1), billing.start_on("x", first, 0)] == [None, None]
     assert subscriptions.get("billing") is subscriptions.by_id(billing.subscription_id) is billing
     assert subscriptions.settings_of(billing).lease_ms == 5000
     changed = await subscriptions.alter(
@@ -64,7 +64,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     )
     assert changed.starts == {orders: (7, 8), bills: (3,)}
     assert subscriptions.settings_of(changed).ordered
-    assert told == [1, 1]
+    assert reported == [1, 1]
     again = make(catalog)
     await again.load()
     assert again.all() == [changed]
@@ -73,7 +73,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     await subscriptions.load()
     assert subscriptions.all() == []
     assert subscriptions.is_deleted(billing.subscription_id)
-    assert told == [1, 1, 0]
+    assert reported == [1, 1, 0]
 
 
 async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:

@@ -127,7 +127,7 @@ def test_below_the_minimum_those_who_left_stay_eligible() -> None:
     assert again == state([1, 2, 3], 1, [1], [2], epoch=5)
 
 
-def test_without_anybody_nobody_leads_and_the_set_stays() -> None:
+def test_without_live_replicas_no_one_leads_and_the_set_stays() -> None:
     after = elect(state([1, 2, 3], 1, [1, 2]), {NodeId(3)})
     assert after == state([1, 2, 3], -1, [1, 2], epoch=4)
     assert elect(after, {NodeId(3)}) is None

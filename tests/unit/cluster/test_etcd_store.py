@@ -77,18 +77,18 @@ async def ask(store: EtcdStore, call: Callable[[etcd_members.EtcdMember], object
 
 
 async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
-    nobodys = ReservedPort()
-    store = connect(nobodys.address, address_of(etcd))
+    unowned = ReservedPort()
+    store = connect(unowned.address, address_of(etcd))
     assert await store.change([Put("a", "1")]) is not None
     assert (await store.read("a")).entries["a"].value == "1"
     assert store.available
 
 
 async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
-    nobodys = ReservedPort()
-    store = connect(nobodys.address)
+    unowned = ReservedPort()
+    store = connect(unowned.address)
     heard: list[bool] = []
-    store.when_changed(lambda: heard.append(store.available))
+    store.on_change(lambda: heard.append(store.available))
     with pytest.raises(StoreRefused):
         await store.change([Put("a", "1")])
     with pytest.raises(StoreUnavailable):
@@ -108,7 +108,7 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
         (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
-async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answer: bytes, said: str) -> None:
+async def test_what_answers_in_the_place_of_etcd_is_reported(connect: Connect, answer: bytes, said: str) -> None:
     async def other(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         writer.close()
@@ -119,10 +119,10 @@ async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answe
             await store.read("a")
 
 
-async def test_who_is_not_there_is_told(connect: Connect) -> None:
-    nobodys = ReservedPort()
+async def test_missing_members_are_reported(connect: Connect) -> None:
+    unowned = ReservedPort()
     with pytest.raises(StoreRefused, match=r"cannot be reached \(.*refused"):
-        await connect(nobodys.address).read("a")
+        await connect(unowned.address).read("a")
 
 
 async def test_a_lost_answer_leaves_it_open_whether_the_change_was_made(connect: Connect, relay: Relay) -> None:
@@ -182,7 +182,7 @@ async def test_a_watch_goes_on_where_it_was_cut(connect: Connect, relay: Relay) 
     assert heard == [*written, Event("k", "last", put or 0)]
 
 
-async def test_a_forgotten_history_has_to_be_read_anew(connect: Connect) -> None:
+async def test_a_forgotten_history_has_to_be_read_again(connect: Connect) -> None:
     store = connect()
     before = (await store.read("")).revision
     for number in range(3):
@@ -251,12 +251,12 @@ async def test_a_loop_that_is_busy_for_a_while_keeps_its_lease(
     renewed = threading.Event()
     renew = EtcdSession._renew
 
-    def renew_and_tell(session: EtcdSession) -> bool:
+    def renew_and_signal(session: EtcdSession) -> bool:
         holds = renew(session)
         renewed.set()
         return holds
 
-    monkeypatch.setattr(EtcdSession, "_renew", renew_and_tell)
+    monkeypatch.setattr(EtcdSession, "_renew", renew_and_signal)
     store = connect()
     lost: list[float] = []
     session = await store.open_session(TTL_S, lambda: lost.append(0))
@@ -281,7 +281,7 @@ async def test_a_restart_of_etcd_ends_neither_watch_nor_session(own_etcd: EtcdSe
             await store.read("")
         assert not store.available
         back = asyncio.Event()
-        store.when_changed(back.set)
+        store.on_change(back.set)
         own_etcd.start()
         await back.wait()
         assert "nodes/1" in (await store.read("")).entries

@@ -21,7 +21,7 @@ def run(files: MemoryFiles, boot_id: str = "a", *, stopped_clean: bool = False) 
     return LastRun(files, FOLDER, boot_id=boot_id, stopped_clean=stopped_clean)
 
 
-def test_a_node_that_was_never_let_in_has_told_nobody_anything(files: MemoryFiles) -> None:
+def test_a_node_that_was_never_admitted_has_notified_no_one(files: MemoryFiles) -> None:
     assert not run(files).is_unclean(None)
 
 

@@ -11,17 +11,17 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import Topic
 
 
-def test_coordinators_are_told_of_a_role_that_their_partition_knows_already() -> None:
+def test_coordinators_are_notified_of_a_role_that_their_partition_knows_already() -> None:
     topic = Topic(name="t", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
     # The writer of in-sync sets has read the state back before the view shows it, so that applying it changes nothing.
     partition: Any = SimpleNamespace(is_leader=False, leader_epoch=3, apply=lambda versioned, *, me: None)
-    told: list[object] = []
+    reported: list[object] = []
     topics = SimpleNamespace(
         _view=SimpleNamespace(states={(topic.topic_id, 0): object()}),
         _partitions={"t": [partition]},
         _active=True,
         _me=NodeId(1),
-        _notify_leadership=told.append,
+        _notify_leadership=reported.append,
     )
     assert ClusterTopics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
-    assert told == [partition]
+    assert reported == [partition]

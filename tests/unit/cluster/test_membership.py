@@ -28,12 +28,12 @@ def test_a_node_on_its_own_is_the_cluster() -> None:
     assert (alone.nodes(), alone.controller_id) == ([ME], ME.node_id)
 
 
-def test_the_nodes_that_are_alive_are_told_in_order() -> None:
+def test_the_nodes_that_are_alive_are_reported_in_order() -> None:
     assert Membership("cluster", ME, Picture(OTHER, ME)).nodes() == [ME, OTHER]
     assert Membership("cluster", ME, Picture(OTHER)).nodes() == [OTHER]
 
 
-def test_clients_are_never_told_that_there_is_no_node() -> None:
+def test_clients_never_get_an_empty_list_of_nodes() -> None:
     starting = Membership("cluster", ME, Picture())
     assert starting.nodes() == [ME]
     assert starting.controller_id == NO_CONTROLLER

@@ -44,7 +44,7 @@ async def test_it_is_opened_when_the_disk_works_again(
         assert said.count("ERROR") == 1
 
 
-async def test_nobody_tries_for_a_topic_that_is_gone(tmp_path: Path, failures: list[int]) -> None:
+async def test_no_one_tries_for_a_topic_that_is_gone(tmp_path: Path, failures: list[int]) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         failures[0] = 10**6
         await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})

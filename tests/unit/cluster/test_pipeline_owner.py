@@ -17,24 +17,24 @@ def owners(candidates: dict[int, ElectedOwner]) -> list[int]:
 async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         candidates = {number: node.cluster.pipeline_owner(stands=True) for number, node in group.nodes.items()}
-        told: list[int] = []
+        reported: list[int] = []
         for number, one in candidates.items():
-            one.when_changed(lambda number=number: told.append(number))  # type: ignore[misc]
+            one.on_change(lambda number=number: reported.append(number))  # type: ignore[misc]
         await group.until(lambda: len(owners(candidates)) == 1)
         (first,) = owners(candidates)
         others = [one for number, one in candidates.items() if number != first]
         await group.until(lambda: all(one.is_elsewhere for one in others))
         assert not candidates[first].is_elsewhere
-        assert first in told
+        assert first in reported
 
         await group[first].kill()
         left = {number: one for number, one in candidates.items() if number != first}
         await group.until(lambda: len(owners(left)) == 1)
         (second,) = owners(left)
-        assert second in told
+        assert second in reported
 
 
-async def test_whoever_resigns_leaves_the_place_to_another_and_does_not_come_back(tmp_path: Path) -> None:
+async def test_a_node_that_resigns_leaves_the_role_to_another_and_does_not_come_back(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         candidates = {number: node.cluster.pipeline_owner(stands=True) for number, node in group.nodes.items()}
         await group.until(lambda: len(owners(candidates)) == 1)
@@ -48,7 +48,7 @@ async def test_whoever_resigns_leaves_the_place_to_another_and_does_not_come_bac
         await candidates[first].resign()
 
 
-async def test_a_place_that_an_earlier_run_left_behind_is_taken_anew(tmp_path: Path) -> None:
+async def test_a_place_that_an_earlier_run_left_behind_is_taken_over(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "1")])  # type: ignore[union-attr]
         candidate = group[1].cluster.pipeline_owner(stands=True)
@@ -60,6 +60,6 @@ async def test_a_place_that_an_earlier_run_left_behind_is_taken_anew(tmp_path: P
 
 async def test_a_node_on_its_own_owns_them() -> None:
     owner = SoleOwner()
-    owner.when_changed(lambda: None)
+    owner.on_change(lambda: None)
     await owner.resign()
     assert (owner.is_mine, owner.is_elsewhere) == (True, False)

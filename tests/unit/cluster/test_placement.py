@@ -64,5 +64,5 @@ def test_a_new_partition_is_in_sync_where_it_lives() -> None:
     one, two, three = NodeId(1), NodeId(2), NodeId(3)
     state = first_state((two, one, three), [one, three])
     assert (state.leader, state.in_sync) == (one, (one, three))
-    nobody = first_state((two,), [one])
-    assert (nobody.leader, nobody.in_sync) == (NO_LEADER, (two,))
+    no_one = first_state((two,), [one])
+    assert (no_one.leader, no_one.in_sync) == (NO_LEADER, (two,))

@@ -101,7 +101,7 @@ def test_all_that_the_catalog_knows_is_worked_out() -> None:
     assert rebuilt.topics == [topic(replication=2)]
 
 
-def test_logs_that_are_missing_are_told() -> None:
+def test_logs_that_are_missing_are_reported() -> None:
     rebuilt = derive_states([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
     assert (rebuilt.short, rebuilt.missing, rebuilt.is_safe) == (["orders-0"], ["orders-1"], False)
     # The controller makes the partition that is not there; the topic is told when it has.
@@ -154,7 +154,7 @@ async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize(("boot_id", "whole"), [("a", "mine"), ("b", "")])
-async def test_an_inventory_tells_the_ends_of_all_logs_and_whether_they_can_be_trusted(
+async def test_an_inventory_lists_the_ends_of_all_logs_and_whether_they_can_be_trusted(
     boot_id: str, whole: str
 ) -> None:
     files, clock = MemoryFiles(1), SystemClock()
@@ -171,8 +171,8 @@ async def test_an_inventory_tells_the_ends_of_all_logs_and_whether_they_can_be_t
     assert store.commit_once()
     files.kill()
     for _ in range(2):
-        told = await take_inventory("/data", files, clock, boot_id=boot_id)
-        assert told == Inventory(node_id=7, cluster="c", cluster_id="id", whole=whole, replicas=[log(2, 3)])
-    assert Inventory.from_json(told.to_json().encode()) == told
+        reported = await take_inventory("/data", files, clock, boot_id=boot_id)
+        assert reported == Inventory(node_id=7, cluster="c", cluster_id="id", whole=whole, replicas=[log(2, 3)])
+    assert Inventory.from_json(reported.to_json().encode()) == reported
     with pytest.raises(CorruptState):
         Inventory.from_json(b"{}")

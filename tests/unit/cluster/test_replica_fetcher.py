@@ -76,7 +76,7 @@ async def end(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_after_another_registration_everything_is_said_anew(store: LogStore) -> None:
+async def test_after_another_registration_everything_is_said_again(store: LogStore) -> None:
     """An idle partition is named once in a session, and the leader counts it by the registration it was named under."""
     link, registrations = Link(), [7]
     fetching = fetcher(link, registrations)
@@ -112,7 +112,7 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
     ("in_sync", "watermark", "end"),
     [((LEADER,), 1, 1), ((LEADER,), 2, 3), ((LEADER, ME), 1, 3)],
 )
-async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_counts_on_the_rest(
+async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_no_one_counts_on_the_rest(
     in_sync: tuple[NodeId, ...], watermark: int, end: int
 ) -> None:
     files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
@@ -154,8 +154,8 @@ class SlowFiles(MemoryFiles):
         super().sync(descriptor)
 
 
-@pytest.mark.parametrize("anew", [False, True])
-async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(anew: bool) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(restarted: bool) -> None:
     files = SlowFiles()
     store = LogStore.open(
         Path("/data"), files=files, clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
@@ -165,11 +165,11 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     partition.log.append(bytearray(batch), leader_epoch=Epoch(0))
     files.threads.clear()
     files.may_sync.clear()
-    if anew:
+    if restarted:
         cut = partition.restart_at(Offset(70), leader_epoch=Epoch(1))
     else:
         cut = partition.truncate(EpochEnd(Epoch(0), Offset(1)), leader_epoch=Epoch(1))
-    end = 70 if anew else 1
+    end = 70 if restarted else 1
     assert cut is not None
     assert partition.log.end_offset == end
     given = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
@@ -192,7 +192,7 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     again.close_now()
 
 
-async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log_goes_on() -> None:
+async def test_a_cut_that_the_disk_refuses_is_reported_and_done_again_before_the_log_goes_on() -> None:
     files, clock = MemoryFiles(), ManualClock()
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=10_000, producer_expiry_ms=10**9)
     partition = follower(store, "os")

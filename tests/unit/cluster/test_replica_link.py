@@ -87,7 +87,7 @@ async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
     assert bytes(second) == b"A" * 200_000
 
 
-async def test_a_leader_that_does_not_answer_is_given_up_and_reached_anew(
+async def test_a_leader_that_does_not_answer_is_given_up_and_reached_again(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Leader(broker, 10, None, 20)

@@ -71,7 +71,7 @@ class TestCopying:
         leader.delete_before(Offset(6))
         await until(lambda: group.partition(2).log_start == 6 == group.partition(3).log_start)
 
-    async def test_a_follower_that_fell_too_far_behind_starts_anew(self, group: ReplicaGroup) -> None:
+    async def test_a_follower_that_fell_too_far_behind_restarts(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
         await until(lambda: leader.state is not None and leader.log.end_offset == 0 and leader.is_leader)
@@ -230,7 +230,7 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
         assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))
 
 
-async def test_what_the_disk_of_a_follower_lost_is_fetched_anew(group: ReplicaGroup) -> None:
+async def test_what_the_disk_of_a_follower_lost_is_refetched(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     for number in range(20):
         await leader.append(encode_values(b"value %d" % number))

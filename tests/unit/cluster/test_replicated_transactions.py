@@ -86,7 +86,7 @@ async def test_a_marker_counts_once_it_is_acknowledged(group: ReplicaGroup) -> N
     assert leader.last_stable_offset == 2
 
 
-async def test_a_marker_that_nobody_else_has_is_taken_back_and_can_be_written_again(group: ReplicaGroup) -> None:
+async def test_a_marker_that_no_one_else_has_is_taken_back_and_can_be_written_again(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     await write(leader, 0)
     group.isolate(1)

@@ -73,7 +73,7 @@ class Scene:
         self.clock = ManualClock()
         self.store = Store(self.clock)
         self.catalog = Catalog()
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.alive = False
         claim = NodeIdentity(node_id=ME, cluster="c", etcd="etcd:2379", data="folder", etcd_wait_s=wait_s)
         self.checks = StartupChecks(
@@ -84,7 +84,7 @@ class Scene:
             clock=self.clock,
             backoff=lambda: Backoff(Random(1), first_s=0, max_s=0),
             is_running=self._answers,
-            report=self._tell,
+            report=self._report,
         )
 
     async def knows(self, **values: str) -> None:
@@ -93,8 +93,8 @@ class Scene:
     async def _answers(self, _node: Node) -> bool:
         return self.alive
 
-    async def _tell(self, reason: str) -> None:
-        self.told.append(reason)
+    async def _report(self, reason: str) -> None:
+        self.reported.append(reason)
 
 
 def registered(incarnation: str) -> str:
@@ -107,7 +107,7 @@ async def test_a_new_node_of_a_new_cluster_and_one_that_was_there_may_start() ->
     scene = Scene(MINE)
     await scene.knows(cluster_id="id", admitted__2="mine")
     await scene.checks.check()
-    assert scene.told == []
+    assert scene.reported == []
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ async def test_a_node_id_is_refused_when_its_holder_answers() -> None:
     await again.checks.check()
 
 
-async def test_etcd_is_waited_for_and_told_of() -> None:
+async def test_etcd_is_waited_for_and_reported() -> None:
     scene = Scene()
     scene.store.failures = [StoreUnavailable("no route"), StoreRefused("no connection")]
     await scene.checks.check()
-    assert len(scene.told) == 2
-    assert "waits for etcd at etcd:2379, since 2023-11-14T22:13:20+00:00: no route" in scene.told[0]
+    assert len(scene.reported) == 2
+    assert "waits for etcd at etcd:2379, since 2023-11-14T22:13:20+00:00: no route" in scene.reported[0]
 
 
 async def test_etcd_is_given_up_after_a_while() -> None:
@@ -173,27 +173,27 @@ async def test_etcd_is_given_up_after_a_while() -> None:
     scene.store.failures = [StoreUnavailable("no route")] * 10
     with pytest.raises(StoreUnavailable, match=r"etcd at etcd:2379 within 5 s \(no route\)"):
         await scene.checks.check()
-    assert len(scene.told) == 4
+    assert len(scene.reported) == 4
 
 
-async def test_an_etcd_that_denies_the_login_is_told_at_once() -> None:
+async def test_an_etcd_that_denies_the_login_is_reported_at_once() -> None:
     scene = Scene()
     scene.store.failures = [StoreDenied("authentication failed")]
     with pytest.raises(StoreDenied, match="password in --etcd"):
         await scene.checks.check()
-    assert scene.told == []
+    assert scene.reported == []
 
 
 async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
     scene = Scene()
     scene.catalog.failures = [CatalogUnavailable("down"), CatalogUnavailable("down")]
     await scene.checks.check()
-    assert len(scene.told) == 2
+    assert len(scene.reported) == 2
     later = Scene(MINE)
     later.catalog.failures = [CatalogUnavailable("down")]
     await later.knows(cluster_id="id", admitted__2="mine")
     await later.checks.check()
-    assert later.told == []
+    assert later.reported == []
 
 
 async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkey
     await scene.checks.check()
 
 
-async def test_a_catalog_that_denies_the_login_is_told_at_once() -> None:
+async def test_a_catalog_that_denies_the_login_is_reported_at_once() -> None:
     for scene in (Scene(), Scene(MINE)):
         await scene.knows(cluster_id="id", admitted__2="mine")
         scene.catalog.failures = [CatalogDenied("wrong password")]

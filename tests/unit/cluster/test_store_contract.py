@@ -43,7 +43,7 @@ async def test_what_was_put_is_read_with_its_revisions(store: CoordinationStore)
     assert snapshot.revision >= second > first
 
 
-async def test_a_deleted_key_is_gone_and_created_anew(store: CoordinationStore) -> None:
+async def test_a_deleted_key_is_gone_and_recreated(store: CoordinationStore) -> None:
     await store.change([Put("a", "1")])
     await store.change([Delete("a")])
     assert (await store.read("a")).entries == {}
@@ -106,7 +106,7 @@ async def test_one_of_many_wins(open_store: OpenStore) -> None:
     assert (await stores[0].read("controller")).entries["controller"].value == str(won[0])
 
 
-async def test_a_watch_tells_what_changed_after_a_snapshot(open_store: OpenStore) -> None:
+async def test_a_watch_reports_changes_after_a_snapshot(open_store: OpenStore) -> None:
     watcher, writer = open_store(), open_store()
     await writer.change([Put("a/1", "before")])
     snapshot = await watcher.read("a/")
@@ -119,7 +119,7 @@ async def test_a_watch_tells_what_changed_after_a_snapshot(open_store: OpenStore
         assert await take(batches, 1) == [Event("a/1", None, gone or 0)]
 
 
-async def test_deleting_what_is_not_there_tells_nothing(store: CoordinationStore) -> None:
+async def test_deleting_a_missing_key_notifies_no_watch(store: CoordinationStore) -> None:
     revision = (await store.read("")).revision
     async with aclosing(store.watch("", after=revision)) as batches:
         assert await store.change([Delete("nothing")]) is not None

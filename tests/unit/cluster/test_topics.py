@@ -78,8 +78,8 @@ async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
             topics.partition("short-lived", 0)
         with pytest.raises(UnknownTopicId):
             topics.partition_by_id(topic.topic_id, 0)
-        anew = await topics.create("short-lived")
-        assert anew.topic_id != topic.topic_id
+        restarted = await topics.create("short-lived")
+        assert restarted.topic_id != topic.topic_id
         assert topics.partition("short-lived", 0).high_watermark == 0
     # The space comes back a little after the answer, when the store is closed at the latest.
     assert not any(topic.topic_id.hex in path.as_posix().replace("-", "") for path in tmp_path.rglob("*.log"))
@@ -160,7 +160,7 @@ async def test_what_cannot_be_is_refused(
         assert topics.all() == []
 
 
-async def test_names_that_metrics_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+async def test_names_that_metrics_cannot_distinguish_are_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as topics:
         await topics.create("a.b_c")
         with pytest.raises(InvalidTopicName, match=r"a\.b_c"):

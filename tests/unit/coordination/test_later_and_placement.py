@@ -11,26 +11,26 @@ from millstream.core.errors import NotCoordinator
 
 def test_the_first_answer_counts() -> None:
     later: Deferred[int] = Deferred()
-    told: list[int] = []
-    later.listen(lambda answered: told.append(answered.result()))
+    reported: list[int] = []
+    later.listen(lambda answered: reported.append(answered.result()))
 
     later.resolve(1)
     later.resolve(2)
     later.refuse(NotCoordinator("too late"))
 
-    assert told == [1]
+    assert reported == [1]
     assert later.answered
     assert later.error is None
 
 
-def test_a_listener_that_comes_late_is_told_at_once() -> None:
+def test_a_listener_that_comes_late_is_notified_at_once() -> None:
     later: Deferred[int] = Deferred()
     later.refuse(NotCoordinator("moved"))
-    told: list[Deferred[int]] = []
+    reported: list[Deferred[int]] = []
 
-    later.listen(told.append)
+    later.listen(reported.append)
 
-    assert told == [later]
+    assert reported == [later]
     with pytest.raises(NotCoordinator):
         later.result()
 

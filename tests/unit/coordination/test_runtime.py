@@ -105,7 +105,7 @@ async def test_a_shard_that_was_resigned_is_looked_for_elsewhere() -> None:
     await runtime.close()
 
 
-async def test_a_shard_that_found_another_leader_is_opened_anew_when_this_node_leads_again(
+async def test_a_shard_that_found_another_leader_is_reopened_when_this_node_leads_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topics = MemoryTopics()

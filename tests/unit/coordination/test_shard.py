@@ -192,7 +192,7 @@ async def test_a_parked_request_is_answered_by_a_later_operation_once_that_is_du
     assert await parked == b"1"
 
 
-async def test_while_loading_clients_wait_a_moment_and_then_are_told_to_ask_again(
+async def test_while_loading_clients_wait_a_moment_and_then_have_to_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     partition = MemoryPartition()
@@ -350,7 +350,7 @@ async def test_timers_are_operations_without_an_answer() -> None:
     assert await (await opened(partition.after_crash())).run(get(b"a")) == b"timer"
 
 
-async def test_a_pure_timer_whose_append_is_refused_disturbs_nobody() -> None:
+async def test_a_pure_timer_whose_append_is_refused_disturbs_no_one() -> None:
     clock, partition = ManualClock(), MemoryPartition()
     shard = await opened(partition, clock)
     parked = shard.submit(park(b"b"))
@@ -464,7 +464,7 @@ async def test_closing_while_loading() -> None:
     assert shard.state is None
 
 
-async def test_a_client_that_went_away_disturbs_nobody() -> None:
+async def test_a_client_that_went_away_disturbs_no_one() -> None:
     partition = MemoryPartition(acknowledges=False)
     shard = await opened(partition)
     gone = shard.submit(put(b"a", b"1"))
@@ -490,7 +490,7 @@ async def test_loading_a_closed_partition_gives_up() -> None:
         await restarted.run(get(b"a"))
 
 
-async def test_a_log_full_of_overtaken_records_is_written_anew() -> None:
+async def test_a_log_full_of_overtaken_records_is_rewritten() -> None:
     partition = MemoryPartition()
     shard = await opened(partition, rewrite_records_min=100)
     await shard.run(put(b"stays", b"1"))

@@ -51,7 +51,7 @@ async def test_the_process_is_left_as_it_was(tmp_path: Path) -> None:
     assert asyncio.get_event_loop_policy() is policy
 
 
-async def test_a_second_one_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+async def test_a_second_broker_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "data", settings=SMALL)
     await broker.start()
     with pytest.raises(DataFolderInUse, match="this process holds"):

@@ -169,7 +169,7 @@ else:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
-def test_a_program_ends_in_order_however_it_is_told(sandbox: Sandbox, number: signal.Signals | None) -> None:
+def test_a_program_ends_in_order_on_every_signal(sandbox: Sandbox, number: signal.Signals | None) -> None:
     how = "ends" if number is None else "runs"
     with child_process(
         [sys.executable, "-c", PROGRAM, sandbox.address, sandbox.unique("orders"), how],

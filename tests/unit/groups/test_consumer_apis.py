@@ -104,7 +104,7 @@ async def test_a_member_joins_lives_and_leaves(broker: Broker, version: int) -> 
     assert gone.member_id is None
 
 
-async def test_owned_partitions_are_told_back(broker: Broker) -> None:
+async def test_owned_partitions_are_reported_back(broker: Broker) -> None:
     await broker.send(1)
     request = load_request_class(68, 1)
     module: Any = importlib.import_module(request.__module__)

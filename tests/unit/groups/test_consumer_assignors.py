@@ -174,11 +174,11 @@ def test_uniform_spreads_each_topic() -> None:
     assert {len(numbers) for assignment in joined.values() for numbers in assignment.values()} == {1}
 
 
-def test_nobody_and_nothing() -> None:
-    nobody_wants = [MemberSubscription(member_id="idle", topics=frozenset())]
+def test_no_member_and_no_partition() -> None:
+    unwanted = [MemberSubscription(member_id="idle", topics=frozenset())]
     for assign in (assign_uniformly, assign_ranges):
         assert assign([], {}) == {}
-        assert assign(nobody_wants, {}) == {"idle": {}}
+        assert assign(unwanted, {}) == {"idle": {}}
 
 
 def test_ranges_are_neighbours_and_line_up_across_topics() -> None:

@@ -145,7 +145,7 @@ def test_topics_that_do_not_exist_yet_are_waited_for(trial: ConsumerTrial) -> No
     assert trial.beat(early).assignment == trial.partitions(later={0, 1})
 
 
-def test_a_full_group_takes_nobody_else() -> None:
+def test_a_full_group_takes_no_one_else() -> None:
     trial = ConsumerTrial(members_max=2)
     trial.add_topic("t", 2)
     consumers = members(2, "t")
@@ -190,7 +190,7 @@ def test_an_epoch_that_is_not_the_members_is_fenced(trial: ConsumerTrial) -> Non
     trial.beat(first)
 
 
-def test_a_lost_answer_is_told_again(trial: ConsumerTrial) -> None:
+def test_a_lost_answer_is_reported_again(trial: ConsumerTrial) -> None:
     first, second = members(2, "orders")
     trial.settle(first)
     before = first.epoch
@@ -315,7 +315,7 @@ def test_a_topic_that_goes_is_given_up_and_one_of_its_name_is_another(trial: Con
     assert union(consumers[0].owned, consumers[1].owned) == trial.partitions(orders={0, 1, 2, 3}, bills={0, 1})
 
 
-def test_topics_that_nobody_wants_change_nothing(trial: ConsumerTrial) -> None:
+def test_topics_that_no_one_wants_change_nothing(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     written = len(trial.log)
@@ -435,7 +435,7 @@ def test_a_restart_changes_nothing(trial: ConsumerTrial) -> None:
     assert len(trial.log) == written
 
 
-def test_what_was_written_anew_is_the_same_group(trial: ConsumerTrial) -> None:
+def test_what_was_rewritten_is_the_same_group(trial: ConsumerTrial) -> None:
     consumers = [*members(2, "orders"), SimulatedConsumer("m2", expression="b.*|orders", instance_id="static")]
     trial.settle(*consumers)
     trial.beat(SimulatedConsumer("m3", "orders"))
@@ -494,7 +494,7 @@ def test_members_commit_with_their_epoch(trial: ConsumerTrial) -> None:
     assert trial.committed() == 7
 
 
-def test_members_are_told_offsets_with_their_epoch(trial: ConsumerTrial) -> None:
+def test_members_get_offsets_with_their_epoch(trial: ConsumerTrial) -> None:
     alone = SimulatedConsumer("m0", "orders")
     trial.settle(alone)
     trial.commit(5, member_id="m0", generation=1)

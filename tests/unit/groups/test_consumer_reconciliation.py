@@ -95,7 +95,7 @@ def test_a_target_of_topics_that_are_gone_is_not_given() -> None:
     assert reached.assigned == of(1)
 
 
-def test_a_state_that_is_not_known_begins_anew() -> None:
+def test_an_unknown_state_starts_empty() -> None:
     strange = Position(epoch=4, state=MemberState.UNKNOWN, assigned=of(1))
     for owned in (None, of(1)):
         with pytest.raises(FencedMemberEpoch):

@@ -178,13 +178,13 @@ async def test_deleting_groups_and_offsets(groups: GroupCoordinator) -> None:
 
 
 async def test_what_is_refused_without_looking(groups: GroupCoordinator) -> None:
-    nobody = MemberRef(group_id="", member_id="m")
+    no_one = MemberRef(group_id="", member_id="m")
     with pytest.raises(InvalidGroupId):
         await groups.join(join_request(""))
     with pytest.raises(InvalidGroupId):
-        await groups.sync(SyncRequest(member=nobody, assignments={}))
+        await groups.sync(SyncRequest(member=no_one, assignments={}))
     with pytest.raises(InvalidGroupId):
-        await groups.heartbeat(nobody)
+        await groups.heartbeat(no_one)
     with pytest.raises(InvalidGroupId):
         await groups.leave("", [])
     with pytest.raises(InvalidGroupId):
@@ -229,7 +229,7 @@ async def test_closing_sends_members_away(topics: MemoryTopics) -> None:
         await groups.commit(commit_request("g", 1))
 
 
-async def test_an_answer_that_nobody_waits_for_is_no_defect_when_it_is_refused(
+async def test_an_answer_that_no_one_waits_for_is_no_defect_when_it_is_refused(
     topics: MemoryTopics, groups: GroupCoordinator
 ) -> None:
     await groups.ensure()

@@ -110,7 +110,7 @@ class GroupHistory(RuleBasedStateMachine):
     # What clients do
 
     @rule(who=clients, instance_id=instances, version=st.sampled_from([3, 8, 9]), sticky=st.booleans())
-    def join_anew(self, who: int, instance_id: str | None, version: int, sticky: bool) -> None:
+    def join_as_new(self, who: int, instance_id: str | None, version: int, sticky: bool) -> None:
         client = self.clients[who]
         client.member_id, client.instance_id = "", instance_id
         self._join(client, version=version, sticky=sticky)
@@ -255,7 +255,7 @@ class GroupHistory(RuleBasedStateMachine):
 
     @invariant()
     @precondition(lambda self: hasattr(self, "shard"))
-    def somebody_will_see_to_it(self) -> None:
+    def every_waiter_has_a_timer(self) -> None:
         """Whoever waits is waited for by a timer, so no request can be forgotten."""
         group = self._group()
         timers = self.shard._timers

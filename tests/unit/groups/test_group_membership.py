@@ -88,7 +88,7 @@ def test_a_member_with_an_id_cannot_join_a_group_that_is_not_there() -> None:
     refused(GroupTrial().join("somebody"), UnknownMember)
 
 
-def test_an_id_that_nobody_used_is_forgotten_and_the_group_with_it() -> None:
+def test_an_id_that_no_one_used_is_forgotten_and_the_group_with_it() -> None:
     trial = GroupTrial()
     trial.join()
     assert len(trial.shard.groups) == 1
@@ -163,7 +163,7 @@ def test_what_a_sync_can_be_refused_for() -> None:
     refused(trial.sync(leader), RebalanceInProgress)
 
 
-def test_syncs_that_wait_are_refused_when_somebody_joins() -> None:
+def test_syncs_that_wait_are_refused_when_someone_joins() -> None:
     trial = GroupTrial()
     trial.new_member()
     follower, _ = trial.new_member()
@@ -205,7 +205,7 @@ def test_a_second_sync_of_a_member_takes_the_place_of_the_first() -> None:
     assert second.result().assignment == b"F"
 
 
-def test_an_assignment_that_is_too_large_is_refused_and_shared_out_anew() -> None:
+def test_an_assignment_that_is_too_large_is_refused_and_reassigned() -> None:
     trial = GroupTrial(generation_bytes_max=1000)
     leader, _ = trial.new_member()
     follower, _ = trial.new_member()
@@ -254,7 +254,7 @@ def test_a_follower_with_new_metadata_starts_a_rebalance() -> None:
     assert {member.metadata for member in joined.members} == {b"new", b"r"}
 
 
-def test_who_missed_its_answer_is_told_once_more() -> None:
+def test_a_member_that_missed_its_answer_gets_it_again() -> None:
     trial = GroupTrial()
     leader, joining = trial.new_member()
     follower, joining_too = trial.new_member()

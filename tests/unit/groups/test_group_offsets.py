@@ -354,7 +354,7 @@ def test_listing_and_describing() -> None:
 # Writing the state anew
 
 
-def test_the_state_written_anew_is_the_state() -> None:
+def test_the_rewritten_state_is_the_state() -> None:
     trial = GroupTrial()
     leader, _ = trial.stable_group()
     trial.commit(7, member_id=leader, generation=1, metadata="note")
@@ -376,7 +376,7 @@ def test_the_state_written_anew_is_the_state() -> None:
     assert {read_key(record.key) for record in copy.log} == set(trial.shard.durable_keys())
 
 
-def test_what_is_gone_is_not_written_anew() -> None:
+def test_what_is_gone_is_not_rewritten() -> None:
     trial = GroupTrial()
     trial.commit(7)
     keys = trial.shard.durable_keys()

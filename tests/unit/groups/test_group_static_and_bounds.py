@@ -70,7 +70,7 @@ def test_a_static_member_that_comes_back_gets_its_share_without_a_rebalance() ->
     assert len(trial.log) == records + 1
 
 
-def test_a_static_leader_that_comes_back_is_told_that_the_assignment_stands() -> None:
+def test_a_static_leader_that_comes_back_is_notified_that_the_assignment_stands() -> None:
     trial = GroupTrial()
     ids = static_group(trial, "a", "b")
 

@@ -109,7 +109,7 @@ async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) 
     assert read_offset(kept[OffsetKey("g", "orders", 0)]).offset == 42
 
 
-async def test_a_busy_log_is_written_anew_and_stays_short(tmp_path: Path) -> None:
+async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:
     def state(timers: Timers) -> GroupShard:
         limits = GroupLimits(
             session_min_ms=1, session_max_ms=1, initial_delay_ms=0, members_max=1, offsets_retention_ms=10**12

@@ -84,7 +84,7 @@ async def test_offsets_count_with_the_marker(groups: GroupCoordinator) -> None:
         await groups.end_transaction(3, marker(7, 0, commit=True))
 
 
-async def test_the_first_offset_of_a_partition_is_told_to_be_on_its_way_to_who_asks_for_all(
+async def test_the_first_offset_of_a_partition_is_reported_as_pending_when_all_are_requested(
     groups: GroupCoordinator,
 ) -> None:
     await commit(groups, 5)
@@ -199,9 +199,9 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
         shard = again
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
     assert not isinstance(fetched, Deferred)
-    told = fetched[TOPIC]
-    assert {index: one.offset for index, one in told.items() if one.offset >= 0} == model
-    unstable = {index for index, one in told.items() if not one.is_stable}
+    reported = fetched[TOPIC]
+    assert {index: one.offset for index, one in reported.items() if one.offset >= 0} == model
+    unstable = {index for index, one in reported.items() if not one.is_stable}
     assert unstable == {partition for offsets in pending.values() for partition in offsets}
 
 

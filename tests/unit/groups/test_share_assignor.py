@@ -16,7 +16,7 @@ _partitions = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 9))
 
 
 @given(_wanted, _partitions)
-def test_every_partition_has_somebody_and_everybody_a_partition(
+def test_every_partition_has_a_member_and_every_member_a_partition(
     wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
 ) -> None:
     shares = assign_partitions(wanted, partitions)

@@ -90,7 +90,7 @@ def described(trial: ConsumerTrial, group_id: str = GROUP) -> ShareGroupDescript
 # Living
 
 
-def test_the_first_member_gets_everything_and_is_told_once(trial: ConsumerTrial) -> None:
+def test_the_first_member_gets_everything_and_is_notified_once(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     joined = one.beat()
     assert joined == ShareAnswer(
@@ -114,7 +114,7 @@ def test_members_share_partitions_without_waiting_for_each_other(trial: Consumer
     assert {member.epoch for member in members} == {6}
 
 
-def test_a_member_that_joins_again_is_told_everything(trial: ConsumerTrial) -> None:
+def test_a_member_that_joins_again_gets_everything(trial: ConsumerTrial) -> None:
     one = Sharer(trial, "one")
     one.beat()
     again = one.beat(epoch=0)
@@ -324,9 +324,9 @@ def test_groups_are_listed_and_described(trial: ConsumerTrial) -> None:
         "Stable",
         "share",
     )
-    told = described(trial)
-    (member,) = told.members
-    assert (told.state, told.epoch, member.epoch) == ("Stable", 1, 1)
+    reported = described(trial)
+    (member,) = reported.members
+    assert (reported.state, reported.epoch, member.epoch) == ("Stable", 1, 1)
     assert member.assigned == ((trial.id_of("orders"), "orders", (0, 1, 2, 3)),)
 
 

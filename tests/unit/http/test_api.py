@@ -130,7 +130,7 @@ async def test_errors_are_problems(
     assert (answer.json()["instance"], answer.json().get("because")) == ("/v1/things", "x" if status == 409 else None)
 
 
-async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
+async def test_requests_beyond_the_limit_are_asked_to_retry_later(
     http: httpx.AsyncClient, world: World, services: Services
 ) -> None:
     first = asyncio.create_task(http.put("/raw", content=b"x" * 600))
@@ -147,8 +147,8 @@ async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
         [0, 0, 0],
         2,
     )
-    told = {one["name"]: one["samples"] for one in services.pressure.metrics()}
-    assert told["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
+    reported = {one["name"]: one["samples"] for one in services.pressure.metrics()}
+    assert reported["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
 
 
 async def test_those_who_wait_take_no_room_from_publishers(services: Services) -> None:
@@ -277,7 +277,7 @@ async def test_paths_are_read_as_they_were_sent(world: World, method: str, path:
         assert names in ({}, {"name": "a/b"}, {"name": "é"})
 
 
-async def test_messages_that_too_few_replicas_can_store_are_told_to_come_again() -> None:
+async def test_messages_that_too_few_replicas_can_store_are_asked_to_retry() -> None:
     async with ProducerLedger.started() as ledger:
         await ledger.warm_up()
         services = Services(ledger.broker.address)

@@ -68,7 +68,7 @@ async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeyp
     assert gateway.pid is None
 
 
-async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: socket.socket) -> None:
+async def test_a_gateway_says_why_the_broker_does_not_answer_yet(listening: socket.socket) -> None:
     address = listening.getsockname()
     gateway = HttpChild(listening, "127.0.0.1:1")
     gateway.report_starting("3 of 500 logs are recovered")

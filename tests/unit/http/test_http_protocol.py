@@ -95,7 +95,7 @@ async def test_a_connection_that_says_nothing_is_closed(door: Door, monkeypatch:
 
 
 @pytest.mark.parametrize("size", [100_000, 200_000, 4_000_000])
-async def test_a_head_that_is_too_large_is_told_so(door: Door, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_is_too_large_is_reported(door: Door, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "REFUSED_S_MAX", WAIT_S)
     reader, writer = await asyncio.open_connection(*door.address)
     async with asyncio.timeout(WAIT_S):
@@ -122,7 +122,9 @@ async def test_a_large_body_is_no_large_head(door: Door) -> None:
 
 
 @pytest.mark.parametrize("too", ["long", "much"])
-async def test_whoever_goes_on_after_that_is_hung_up_on(door: Door, monkeypatch: pytest.MonkeyPatch, too: str) -> None:
+async def test_a_client_that_continues_after_that_is_disconnected(
+    door: Door, monkeypatch: pytest.MonkeyPatch, too: str
+) -> None:
     monkeypatch.setattr(bounds, *(("REFUSED_S_MAX", 0.01) if too == "long" else ("REFUSED_BYTES_MAX", 10_000)))
     reader, writer = await asyncio.open_connection(*door.address)
     writer.write(b"this is no request\r\n\r\n")
@@ -134,7 +136,9 @@ async def test_whoever_goes_on_after_that_is_hung_up_on(door: Door, monkeypatch:
     writer.close()
 
 
-async def test_whoever_does_not_take_the_answer_is_hung_up_on(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_the_response_is_disconnected(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounds, "WRITE_S_MAX", 0.01)
     door.size = LARGE
     loop = asyncio.get_running_loop()
@@ -148,7 +152,7 @@ async def test_whoever_does_not_take_the_answer_is_hung_up_on(door: Door, monkey
         assert door.made[0].transport.is_closing()
 
 
-async def test_whoever_takes_it_slowly_gets_all_of_it(door: Door) -> None:
+async def test_a_slow_reader_gets_everything(door: Door) -> None:
     door.size = LARGE
     reader, writer = await asyncio.open_connection(*door.address, limit=PIECE_BYTES)
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -50,7 +50,7 @@ def test_an_answer_without_a_body_is_sent_when_it_is_over() -> None:
     assert sent == [HEAD, HEAD, b"closed"]
 
 
-def test_a_client_that_waits_to_send_its_body_is_told_at_once() -> None:
+def test_a_client_that_waits_to_send_its_body_is_notified_at_once() -> None:
     transport, sent = joined()
     transport.write(CONTINUE)
     assert sent == [CONTINUE]

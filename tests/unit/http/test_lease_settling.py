@@ -54,14 +54,14 @@ async def settled(cluster: Cluster) -> list[MillstreamError | None]:
     return await settle(cast("Client", cluster), "billing", verdicts)
 
 
-async def test_what_is_told_is_kept_when_nobody_says_who_leads_now(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settlements_are_kept_while_no_leader_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "PAUSE_S", 0.0)
     cluster = Cluster({0: [OK], 1: [NOT_LEADER, OK]})
     assert await settled(cluster) == [None, None]
     assert (cluster.asked, cluster.refreshed) == ([[0, 1], [1]], 1)
 
 
-async def test_what_could_not_be_settled_in_time_is_told_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "SETTLE_S", 0.0)
     first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER]}))
     assert first is None

@@ -147,7 +147,7 @@ async def test_messages_beyond_the_bytes_asked_for_go_back() -> None:
         cluster.released.clear()
 
 
-async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_others() -> None:
+async def test_a_waiter_gets_messages_of_any_node_and_hangs_up_on_the_others() -> None:
     cluster = Cluster(3)
     waiting = asyncio.create_task(leasing(cluster).receive(request()))
     while not waiting.done() and not all(len(node.asked) == 2 for node in cluster.nodes.values()):
@@ -160,7 +160,7 @@ async def test_whoever_waits_gets_what_comes_to_any_node_and_hangs_up_on_the_oth
 
 
 @pytest.mark.parametrize("wait_ms", [0, 1])
-async def test_whoever_gets_nothing_for_its_quota_is_told_so_unless_another_node_has_something(wait_ms: int) -> None:
+async def test_a_throttled_worker_is_notified_unless_another_node_has_messages(wait_ms: int) -> None:
     cluster = Cluster(2)
     cluster.nodes[1].throttle_ms = 5000
     with pytest.raises(QuotaExceeded) as refused:
@@ -189,7 +189,7 @@ async def test_one_node_alone_is_asked_once() -> None:
     assert len(cluster.nodes[1].asked) == 1
 
 
-async def test_a_node_that_is_away_keeps_nobody_from_the_others() -> None:
+async def test_a_node_that_is_away_keeps_no_one_from_the_others() -> None:
     cluster = Cluster(2)
     cluster.nodes[1].error = BrokerUnreachable("gone")
     cluster.nodes[2].messages = 1
@@ -199,7 +199,7 @@ async def test_a_node_that_is_away_keeps_nobody_from_the_others() -> None:
         await leasing(cluster).receive(request(wait_ms=0))
 
 
-async def test_a_subscription_that_is_not_there_is_told() -> None:
+async def test_a_subscription_that_is_not_there_is_reported() -> None:
     cluster = Cluster(2)
     for node in cluster.nodes.values():
         node.error = NOT_FOUND
@@ -207,11 +207,11 @@ async def test_a_subscription_that_is_not_there_is_told() -> None:
         await leasing(cluster).receive(request())
 
 
-async def test_nobody_waits_for_longer_than_was_said() -> None:
+async def test_no_one_waits_for_longer_than_was_said() -> None:
     assert await leasing(Cluster(2)).receive(request(wait_ms=20)) == []
 
 
-async def test_whoever_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> None:
+async def test_a_client_that_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> None:
     cluster = Cluster(2)
     cluster.nodes[2].messages = 4
     cluster.nodes[1].hangs = True
@@ -235,7 +235,7 @@ async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:
     assert [part.partition for one in cluster.released for part in one.partitions] == [2]
 
 
-async def test_a_node_that_hangs_keeps_nobody_from_the_others_and_is_left_alone_for_a_while() -> None:
+async def test_a_node_that_hangs_keeps_no_one_from_the_others_and_is_left_alone_for_a_while() -> None:
     cluster = Cluster(2)
     cluster.nodes[2].error = RequestTimedOut("nothing within 15 s")
     cluster.nodes[1].messages = 2
@@ -248,7 +248,7 @@ async def test_a_node_that_hangs_keeps_nobody_from_the_others_and_is_left_alone_
         await asks.receive(request(wait_ms=0))
 
 
-async def test_whoever_waits_while_no_node_can_be_asked_is_told_so() -> None:
+async def test_a_wait_while_no_node_can_be_asked_is_reported() -> None:
     cluster = Cluster(2)
     for node in cluster.nodes.values():
         node.error = BrokerUnreachable("gone")

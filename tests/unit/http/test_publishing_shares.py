@@ -63,9 +63,9 @@ class Broker:
         headers = {b"content-type": MESSAGES.encode()}
         room = RequestMemory(self.pressure, Lane.PUBLISH)
         asked = Request({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
-        told = await publish(cast("Services", self), asked)
-        assert isinstance(told, PublishedBatch)
-        return [*told.messages]
+        reported = await publish(cast("Services", self), asked)
+        assert isinstance(reported, PublishedBatch)
+        return [*reported.messages]
 
 
 @pytest.fixture
@@ -84,19 +84,19 @@ async def test_partitions_do_not_wait_for_one_another_but_only_some_go_together(
     while broker.under_way < 3:
         await asyncio.sleep(0)
     broker.may_answer.set()
-    told = await posting
+    reported = await posting
     assert broker.most == 3
-    assert [(one.id, one.partition, one.offset) for one in told] == [(f"{at}", at % 8, at // 8) for at in range(20)]
+    assert [(one.id, one.partition, one.offset) for one in reported] == [(f"{at}", at % 8, at // 8) for at in range(20)]
 
 
 async def test_a_share_that_is_too_large_goes_in_halves_and_in_order(broker: Broker) -> None:
     broker.batch_max = 3
-    told = await broker.post([(1, f"{at}") for at in range(10)])
+    reported = await broker.post([(1, f"{at}") for at in range(10)])
     assert broker.logs[1] == [b"%d" % at for at in range(10)]
-    assert [one.offset for one in told] == list(range(10))
+    assert [one.offset for one in reported] == list(range(10))
 
 
-async def test_what_is_too_large_alone_or_lost_is_told_beside_the_rest(broker: Broker) -> None:
+async def test_what_is_too_large_alone_or_lost_is_reported_beside_the_rest(broker: Broker) -> None:
     with pytest.raises(Refused) as refused:
         await broker.post([(0, "a"), (0, "large"), (0, "b"), (1, "lost"), (2, "c")])
     outcomes = cast("list[Any]", refused.value.more["messages"])

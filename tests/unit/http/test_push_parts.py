@@ -90,8 +90,8 @@ def test_secrets_are_not_shown() -> None:
         "millstream.push.headers": HIDDEN,
         "millstream.push.url": "",
     }
-    told = SubscriptionSettings.from_strings(given).as_strings()
-    assert told["millstream.push.secret"] == HIDDEN
+    reported = SubscriptionSettings.from_strings(given).as_strings()
+    assert reported["millstream.push.secret"] == HIDDEN
     assert SubscriptionSettings().as_strings()["millstream.push.secret"] == ""
     assert headers_of('{"Authorization": "Bearer x"}') == {"Authorization": "Bearer x"}
     declared = Subscription(name="s", subscription_id=UUID(int=1), topics=(), overrides=given, created_ms=0)
@@ -373,11 +373,11 @@ def test_an_event_keeps_what_it_is() -> None:
         ("ce_Bad-Name", b"x"),
         ("content-type", b"text/plain"),
     )
-    told = lines(content_of(message(b"hello", stored), BINARY))
-    assert (told["ce-id"], told["ce-source"], told["ce-type"]) == ("e1", "/shop", "order.created")
-    assert told["ce-region"] == "gr%C3%B6%C3%9Fe"
-    assert "ce-Bad-Name" not in told
-    assert told["content-type"] == "text/plain"
+    reported = lines(content_of(message(b"hello", stored), BINARY))
+    assert (reported["ce-id"], reported["ce-source"], reported["ce-type"]) == ("e1", "/shop", "order.created")
+    assert reported["ce-region"] == "gr%C3%B6%C3%9Fe"
+    assert "ce-Bad-Name" not in reported
+    assert reported["content-type"] == "text/plain"
 
 
 @pytest.mark.parametrize(
@@ -408,13 +408,13 @@ def test_a_message_is_sent_as_it_is() -> None:
     headers: Headers = (("message-id", b"m 1"), ("region", b"eu"), ("odd name", b"x"), ("region", b"us"))
     content = content_of(message(b"\x00\x01", headers), RAW)
     assert content.body == b"\x00\x01"
-    told = lines(content)
+    reported = lines(content)
     assert content.message_id == b"m%201"
-    assert told["message-id"] == "m%201"
-    assert told["message-key"] == "c7"
-    assert told["message-header-region"] == "eu"
-    assert told["content-type"] == "application/octet-stream"
-    assert "message-header-odd name" not in told
+    assert reported["message-id"] == "m%201"
+    assert reported["message-key"] == "c7"
+    assert reported["message-header-region"] == "eu"
+    assert reported["content-type"] == "application/octet-stream"
+    assert "message-header-odd name" not in reported
 
 
 @settings(max_examples=60)

@@ -94,7 +94,7 @@ async def test_a_connection_that_was_closed_meanwhile_is_no_failure(hook: Webhoo
     await sending.close()
 
 
-async def test_an_endpoint_that_is_away_is_told_as_such(hook: Webhook) -> None:
+async def test_an_endpoint_that_is_away_is_reported_as_such(hook: Webhook) -> None:
     await hook.stop()
     answer = await post(hook)
     assert answer.status == 0
@@ -272,7 +272,7 @@ class Run:
             self.shelf.receive,
             self.ledger,
             sender(hook, timeout_s=timeout_s, is_once=declared.delivery == AT_MOST_ONCE),
-            when_changed=lambda: None,
+            on_change=lambda: None,
         )
         self.running = asyncio.ensure_future(self.pusher.run())
 
@@ -458,7 +458,7 @@ async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest
     assert [one.record.offset for one in unpacked.surplus] == [2]
 
 
-async def test_a_message_that_somebody_else_has_is_not_sent_again(
+async def test_a_message_that_someone_else_has_is_not_sent_again(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "REST_S_MIN", 0.01)

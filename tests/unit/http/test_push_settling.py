@@ -138,7 +138,7 @@ async def test_a_node_that_does_not_answer_is_not_the_end(desk: Desk, error: int
     assert desk.there.offsets() == [[0]]
 
 
-async def test_when_nobody_answers_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_no_one_answers_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "SETTLE_S", 0.05)
     desk.here.is_away = True
     desk.there.may_answer.clear()
@@ -148,7 +148,7 @@ async def test_when_nobody_answers_the_lease_runs_out(desk: Desk, monkeypatch: p
     assert await desk.accept(0) is False
 
 
-async def test_an_answer_that_nobody_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_answer_that_no_one_expects_holds_up_nothing(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     async def breaks(_key: int, _body: bytes) -> memoryview:
         raise ZeroDivisionError("a defect")
 

@@ -83,7 +83,7 @@ async def test_the_first_message_comes_however_large(unpacking: RecordReader) ->
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("large", [b"x" * 4 * MIB, b"\0" * MIB], ids=["as it is", "as JSON"])
-async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
+async def test_a_message_too_large_for_http_keeps_no_one_from_the_others(
     unpacking: RecordReader, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
 ) -> None:
     monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
@@ -92,7 +92,7 @@ async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
     assert "at most 2097152 are sent over HTTP" in leased.unreadable[0][1]
 
 
-async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: RecordReader) -> None:
+async def test_a_damaged_batch_keeps_no_one_from_the_others(unpacking: RecordReader) -> None:
     good, bad = batch([b"a"]), bytearray(batch([b"b", b"c"], base_offset=1))
     bad[-1] ^= 1
     leased = await unpacking.read_leased(None, answer(good + bytes(bad), (0, 2)), MIB)

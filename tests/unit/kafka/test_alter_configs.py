@@ -71,10 +71,10 @@ class TestAlterConfigs:
             (alter(name="nope"), ErrorCode.unknown_topic_or_partition, "nope"),
             (alter(name="no/slash"), ErrorCode.invalid_topic_exception, "no/slash"),
             (alter(("node.id", "7"), kind=NODE_RESOURCE, name="5"), ErrorCode.invalid_request, "restart"),
-            (alter(kind=16, name="x"), ErrorCode.invalid_request, "no settings here"),
+            (alter(kind=16, name="x"), ErrorCode.invalid_request, "has no settings"),
         ],
     )
-    async def test_what_cannot_be_is_told(
+    async def test_what_cannot_be_is_reported(
         self, api: AlterConfigs, topics: Topics, asked: Any, code: ErrorCode, says: str
     ) -> None:
         before = self.overrides(topics)

@@ -32,11 +32,11 @@ def request(version: int, name: str = "librdkafka", software_version: str = "2.1
 
 
 @pytest.mark.parametrize("version", range(5))
-def test_the_registered_apis_are_told_in_order(version: int) -> None:
+def test_the_registered_apis_are_reported_in_order(version: int) -> None:
     answer = ask_frame(api(), request(version))
     assert answer.error_code is ErrorCode.none
-    told = [(one.api_key, one.min_version, one.max_version) for one in answer.api_keys]
-    assert told == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
+    reported = [(one.api_key, one.min_version, one.max_version) for one in answer.api_keys]
+    assert reported == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
 
 
 def test_the_clients_software_is_remembered() -> None:
@@ -72,7 +72,7 @@ def test_an_unknown_version_is_answered_in_version_0() -> None:
     assert [(one.api_key, one.min_version, one.max_version) for one in unsupported.api_keys] == [(18, 0, 4)]
 
 
-def test_every_client_is_told_what_is_meant_for_it_however_often_others_asked() -> None:
+def test_every_client_gets_its_own_versions_however_often_others_asked() -> None:
     asked = api()
     for _ in range(2):
         assert len(ask_frame(asked, request(4)).api_keys) == 3

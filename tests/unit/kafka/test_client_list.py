@@ -45,7 +45,7 @@ def test_those_that_move_data_come_first() -> None:
     }
 
 
-def test_no_more_are_told_than_the_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_callbacks_per_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_list, "CLIENTS_MAX", 2)
     snapshot = ClientList([connection(1), connection(2), connection(3, produce_requests=1)]).snapshot(0.0)
     assert [one["connection"] for one in snapshot.clients] == [3, 1]

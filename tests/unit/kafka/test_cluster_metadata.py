@@ -47,15 +47,15 @@ async def partition(node: GroupNode) -> Any:
 async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", replication=3, placement={0: ALL})
-        told = await partition(group[3])
-        assert (told.error_code, told.leader_id, told.leader_epoch) == (ErrorCode.none, 1, 0)
-        assert (told.replica_nodes, told.isr_nodes, told.offline_replicas) == ((1, 2, 3), (1, 2, 3), ())
+        reported = await partition(group[3])
+        assert (reported.error_code, reported.leader_id, reported.leader_epoch) == (ErrorCode.none, 1, 0)
+        assert (reported.replica_nodes, reported.isr_nodes, reported.offline_replicas) == ((1, 2, 3), (1, 2, 3), ())
 
         await group[1].kill()
         await group.until(lambda: leader(group[3]) == 2)
-        told = await partition(group[3])
-        assert (told.leader_id, told.leader_epoch, told.isr_nodes) == (2, 1, (2, 3))
-        assert told.offline_replicas == (1,)
+        reported = await partition(group[3])
+        assert (reported.leader_id, reported.leader_epoch, reported.isr_nodes) == (2, 1, (2, 3))
+        assert reported.offline_replicas == (1,)
 
         await group[2].kill()
         await group.until(lambda: leader(group[3]) == 3)
@@ -75,14 +75,14 @@ def leader(node: GroupNode) -> int:
     return -1 if state is None else state.leader
 
 
-async def test_a_partition_that_nobody_leads_is_told_so(tmp_path: Path) -> None:
+async def test_a_partition_that_no_one_leads_is_reported(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         await group[1].topics.create("orders", replication=1, placement={0: (NodeId(1),)})
         await group[1].kill()
         await group.until(lambda: leader(group[2]) == -1)
-        told = await partition(group[2])
-        assert (told.error_code, told.leader_id) == (ErrorCode.leader_not_available, -1)
-        assert (told.replica_nodes, told.offline_replicas) == ((1,), (1,))
+        reported = await partition(group[2])
+        assert (reported.error_code, reported.leader_id) == (ErrorCode.leader_not_available, -1)
+        assert (reported.replica_nodes, reported.offline_replicas) == ((1,), (1,))
         wanted = offsets.ListOffsetsPartition(partition_index=i32(0), timestamp=i64(-1))
         request = offsets.ListOffsetsRequest(
             replica_id=BrokerId(-1),

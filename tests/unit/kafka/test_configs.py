@@ -133,7 +133,7 @@ class TestDescribeConfigs:
             (99, "x", ErrorCode.invalid_request),
         ],
     )
-    async def test_what_has_no_settings_is_told(
+    async def test_what_has_no_settings_is_reported(
         self, api: DescribeConfigs, kind: int, name: str, code: ErrorCode
     ) -> None:
         (result,) = (await ask(api, self.describe(kind, name))).results
@@ -190,7 +190,7 @@ class TestIncrementalAlterConfigs:
             (("cleanup.policy", SUBTRACT, "delete"), ErrorCode.invalid_config, "cleanup.policy"),
         ],
     )
-    async def test_what_cannot_be_is_told(
+    async def test_what_cannot_be_is_reported(
         self,
         api: IncrementalAlterConfigs,
         topics: Topics,
@@ -236,7 +236,7 @@ class TestIncrementalAlterConfigs:
         for way in (
             "num.partitions: set default-partitions in the node's flags",
             "default-retention-ms: set log.retention.ms instead",
-            "log.cleaner.threads: compaction runs in one process",
+            "log.cleaner.threads: compaction runs in one separate process",
             "no.such: a node has no such setting",
         ):
             assert way in node.error_message
@@ -273,10 +273,10 @@ class TestIncrementalAlterConfigs:
             ("", ("log.segment.bytes", SET, "1"), ErrorCode.invalid_config, "log.segment.bytes must be at least"),
             ("", ("max.connections", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
             ("6", ("log.retention.ms", SET, "1"), ErrorCode.invalid_request, "the nodes are 5"),
-            ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "holds for the whole cluster"),
+            ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "applies to the whole cluster"),
         ],
     )
-    async def test_what_a_node_cannot_have_is_told(
+    async def test_what_a_node_cannot_have_is_reported(
         self,
         api: IncrementalAlterConfigs,
         topics: Topics,
@@ -303,9 +303,9 @@ class TestIncrementalAlterConfigs:
         change = ("connections-max", SET, "5")
         (node,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
         (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses
-        (nobody,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
+        (no_one,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
         assert node.error_code is logger.error_code is ErrorCode.invalid_request
         assert "connections-max: set max.connections instead" in node.error_message
-        assert nobody.error_code is ErrorCode.unknown_topic_or_partition
+        assert no_one.error_code is ErrorCode.unknown_topic_or_partition
         (misnamed,) = (await ask(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
         assert misnamed.error_code is ErrorCode.invalid_topic_exception

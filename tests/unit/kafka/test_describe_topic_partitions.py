@@ -91,10 +91,10 @@ async def test_a_cursor_whose_topic_is_gone_goes_on_behind_it(api: DescribeTopic
     assert page(await ask(api, request(cursor=("b", 1)))) == [("c", [0])]
 
 
-async def test_what_is_missing_is_told_beside_the_others(api: DescribeTopicPartitions) -> None:
+async def test_what_is_missing_is_reported_beside_the_others(api: DescribeTopicPartitions) -> None:
     answer = await ask(api, request("a", "bad name", "nope", limit=1))
-    told = {topic.name: topic.error_code for topic in answer.topics}
-    assert told == {"a": ErrorCode.none}
+    reported = {topic.name: topic.error_code for topic in answer.topics}
+    assert reported == {"a": ErrorCode.none}
     assert cursor_of(answer) == ("a", 1)
     answer = await ask(api, request("a", "bad name", "nope", limit=2, cursor=("a", 1)))
     assert {topic.name: topic.error_code for topic in answer.topics} == {

@@ -50,7 +50,7 @@ def test_long_messages_are_cut() -> None:
     assert len(error_message(errors.InvalidSetting("x" * 100_000))) == 2000
 
 
-def test_what_lies_outside_the_tree_is_not_told() -> None:
+def test_what_lies_outside_the_tree_is_not_reported() -> None:
     assert error_code(ZeroDivisionError("secret")) is ErrorCode.unknown_server_error
     assert "secret" not in error_message(ZeroDivisionError("secret"))
 

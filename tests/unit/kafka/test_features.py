@@ -24,14 +24,14 @@ class Other:
         self.versions = (0, 1)
 
 
-def told(version: int, *keys: int) -> Any:
+def reported(version: int, *keys: int) -> Any:
     served: list[ServedApi] = [Other(key) for key in keys]
     software = {"client_software_name": "x", "client_software_version": "1"} if version >= 3 else {}
     return ask_frame(ApiVersions(served), codec.load_request_class(18, version)(**software))
 
 
-async def test_the_levels_are_told_as_clients_read_them() -> None:
-    answer = told(4)
+async def test_the_levels_are_reported_as_clients_read_them() -> None:
+    answer = reported(4)
     assert {one.name: (one.min_version, one.max_version) for one in answer.supported_features} == {
         "metadata.version": (25, 25),
     }
@@ -41,8 +41,8 @@ async def test_the_levels_are_told_as_clients_read_them() -> None:
     assert answer.finalized_features_epoch == 25
 
 
-async def test_the_second_version_of_transactions_is_told_once_they_are_served() -> None:
-    answer = told(4, END_TXN_KEY)
+async def test_the_second_version_of_transactions_is_reported_once_they_are_served() -> None:
+    answer = reported(4, END_TXN_KEY)
     assert ("transaction.version", 0, 2) in {
         (one.name, one.min_version, one.max_version) for one in answer.supported_features
     }
@@ -51,7 +51,7 @@ async def test_the_second_version_of_transactions_is_told_once_they_are_served()
 
 
 async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
-    answer = told(4, CONSUMER_GROUP_HEARTBEAT_KEY)
+    answer = reported(4, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert ("group.version", 0, 1) in {
         (one.name, one.min_version, one.max_version) for one in answer.supported_features
     }
@@ -59,12 +59,12 @@ async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
     assert answer.finalized_features_epoch == 26
 
 
-async def test_older_clients_are_not_told_of_features_that_may_be_off() -> None:
-    answer = told(3, CONSUMER_GROUP_HEARTBEAT_KEY)
+async def test_older_clients_get_no_features_that_may_be_off() -> None:
+    answer = reported(3, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert [one.name for one in answer.supported_features] == ["metadata.version"]
     assert {one.name for one in answer.finalized_features} == {"metadata.version", "group.version"}
     for version in range(3):
-        assert not hasattr(told(version), "finalized_features")
+        assert not hasattr(reported(version), "finalized_features")
 
 
 def test_the_epoch_grows_with_every_level() -> None:

@@ -218,7 +218,7 @@ class TestAnswers:
         assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
         assert not answers.partitions[key(0)].records
 
-    async def test_histories_that_part_are_told_and_count_for_nothing(self, leader: Leader) -> None:
+    async def test_histories_that_part_are_reported_and_count_for_nothing(self, leader: Leader) -> None:
         partition = leader.partitions[0]
         leader.write(0)
         partition.apply(Versioned(replace(STATE, leader_epoch=Epoch(7)), 2), me=ME)
@@ -232,7 +232,7 @@ class TestAnswers:
         assert answers.partitions[key(0)].diverging == (7, 3)
         assert partition.high_watermark == 0
 
-    async def test_where_the_log_begins_is_told_with_an_offset_that_is_gone(self, leader: Leader) -> None:
+    async def test_where_the_log_begins_is_reported_with_an_offset_that_is_gone(self, leader: Leader) -> None:
         leader.write(0)
         leader.write(0)
         leader.partitions[0].log.delete_before(2)
@@ -330,7 +330,7 @@ class TestSessions:
         assert read.call_count == 2
         leader.store.close_now()
 
-    async def test_a_forgotten_partition_is_not_told_of(self, leader: Leader) -> None:
+    async def test_a_forgotten_partition_is_not_reported(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0), 1: at(0)})
         await fetcher.ask(forgotten=(0,))
@@ -338,7 +338,7 @@ class TestSessions:
         leader.write(1)
         assert list((await fetcher.ask()).partitions) == [key(1)]
 
-    async def test_a_session_that_is_out_of_step_begins_anew(self, leader: Leader) -> None:
+    async def test_a_session_that_is_out_of_step_restarts(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         fetcher.epoch += 1
@@ -400,7 +400,7 @@ class TestWaiting:
         answers = await self.waits(fetcher, lambda: leader.partitions[0].apply(elected, me=ME))
         assert answers.partitions[key(0)].code == ErrorCode.not_leader_or_follower
 
-    async def test_a_stopping_node_lets_nobody_wait(self, leader: Leader) -> None:
+    async def test_a_stopping_node_lets_no_one_wait(self, leader: Leader) -> None:
         fetcher = Fetcher(leader)
         await fetcher.ask({0: at(0)})
         assert not (await self.waits(fetcher, leader.fetch.stop)).partitions

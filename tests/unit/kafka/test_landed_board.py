@@ -64,11 +64,11 @@ class Desk:
     async def declare(self, name: str, **settings: str) -> None:
         await self.pipelines.create(name, PipelineKind.LAND, settings)
 
-    async def tell(self, name: str, offset: int, topic_id: UUID | None = None, lake: str = "") -> None:
+    async def report(self, name: str, offset: int, topic_id: UUID | None = None, lake: str = "") -> None:
         found = self.pipelines.get(name)
-        told = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
+        reported = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
         pipeline_id = uuid4() if found is None else found.pipeline_id
-        body = msgspec.msgpack.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[told]))
+        body = msgspec.msgpack.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[reported]))
         assert await PipelineLanded(self.board).handle(msgspec.msgpack.decode(body, type=Landed)) == Response()
 
     def floor(self) -> int:
@@ -84,11 +84,11 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     catalog.close()
 
 
-async def test_what_nobody_has_landed_stays(desk: Desk) -> None:
+async def test_what_no_one_has_landed_stays(desk: Desk) -> None:
     assert desk.floor() == 0
     await desk.declare("one", topics="orders,bills")
     assert desk.floor() == 0
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     assert desk.floor() == 30
     assert desk.topics.floor(TopicPartition("unknown", PartitionIndex(0))) == 0
 
@@ -97,29 +97,29 @@ async def test_every_pipeline_that_lands_the_topic_counts(desk: Desk) -> None:
     await desk.declare("one", topics="orders")
     await desk.declare("all", pattern="ord.*", lake="/lake")
     await desk.declare("other", topics="bills")
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     assert desk.floor() == 0
-    await desk.tell("all", 20, lake="/lake")
+    await desk.report("all", 20, lake="/lake")
     assert desk.floor() == 20
     await desk.pipelines.delete("all")
     assert desk.floor() == 30
 
 
-async def test_a_topic_that_was_made_again_begins_anew(desk: Desk) -> None:
+async def test_a_recreated_topic_restarts(desk: Desk) -> None:
     await desk.declare("one", topics="orders")
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     desk.topics.topic_id = uuid4()
     assert desk.floor() == 0
-    await desk.tell("one", 3)
+    await desk.report("one", 3)
     assert desk.floor() == 3
-    await desk.tell("one", 90, topic_id=uuid4())
-    await desk.tell("nobody", 90)
+    await desk.report("one", 90, topic_id=uuid4())
+    await desk.report("nobody", 90)
     assert desk.floor() == 3
 
 
 async def test_only_the_leader_decides(desk: Desk) -> None:
     await desk.declare("one", topics="orders")
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     desk.topics.is_leader = False
     assert desk.floor() == 7
     desk.topics.is_here = False
@@ -128,16 +128,16 @@ async def test_only_the_leader_decides(desk: Desk) -> None:
 
 async def test_what_is_landed_elsewhere_is_not_landed(desk: Desk) -> None:
     await desk.declare("one", topics="orders")
-    await desk.tell("one", 30, lake="/by/hand")
+    await desk.report("one", 30, lake="/by/hand")
     assert desk.floor() == 0
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     await desk.pipelines.alter("one", {"every.ms": "1000"})
     assert desk.floor() == 30
     await desk.pipelines.alter("one", {"lake": "/other"})
     assert desk.floor() == 0, "the tables of the other lake have nothing yet"
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     assert desk.floor() == 0, "a job that ended with the change came late"
-    await desk.tell("one", 20, lake="/other")
+    await desk.report("one", 20, lake="/other")
     assert desk.floor() == 20
     await desk.pipelines.delete("one")
     assert desk.floor() == 0
@@ -149,7 +149,7 @@ async def test_pipelines_are_read_when_they_change_and_not_when_retention_asks(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await desk.declare("one", pattern="ord.*")
-    await desk.tell("one", 30)
+    await desk.report("one", 30)
     assert desk.floor() == 30
     monkeypatch.setattr(LandSettings, "from_strings", lambda _: pytest.fail("settings were read again"))
     monkeypatch.setattr("millstream.core.pipeline.compile_regex", lambda _: pytest.fail("compiled again"))

@@ -97,7 +97,7 @@ async def test_the_largest_timestamp_of_nothing_is_nothing(api: ListOffsets) -> 
     assert await looked_up(api, 7, MAX_TIMESTAMP, partition=1) == (ErrorCode.none, -1, -1)
 
 
-async def test_leader_epochs_are_checked_and_told(api: ListOffsets) -> None:
+async def test_leader_epochs_are_checked_and_reported(api: ListOffsets) -> None:
     async def code(epoch: int) -> ErrorCode:
         answer = await ask(api, request((0, LATEST), epoch=epoch))
         found: ErrorCode = answer.topics[0].partitions[0].error_code
@@ -132,7 +132,7 @@ async def test_read_committed_reads_up_to_the_last_stable_offset(api: ListOffset
     assert answer.topics[0].partitions[0].offset == 5
 
 
-async def test_what_is_not_there_is_told(api: ListOffsets) -> None:
+async def test_what_is_not_there_is_reported(api: ListOffsets) -> None:
     answer = await ask(api, request((7, LATEST)))
     assert answer.topics[0].partitions[0].error_code is ErrorCode.unknown_topic_or_partition
     answer = await ask(api, request((0, LATEST), topic="nope"))

@@ -40,7 +40,7 @@ def api(topics: Topics, membership: Membership) -> Metadata:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_nodes_topics_and_leaders_are_told(api: Metadata, topics: Topics, version: int) -> None:
+async def test_nodes_topics_and_leaders_are_reported(api: Metadata, topics: Topics, version: int) -> None:
     topic = await topics.create("orders", partitions=3)
     answer = await ask(api, request(version, "orders"))
     assert [(broker.node_id, broker.host, broker.port) for broker in answer.brokers] == [(5, "broker.example", 9092)]
@@ -77,7 +77,7 @@ async def test_missing_topics_are_created_when_that_is_allowed(api: Metadata, to
     assert topics.get("fresh") is not None
 
 
-async def test_missing_topics_are_told_when_creation_is_not_wanted(api: Metadata, topics: Topics) -> None:
+async def test_missing_topics_are_reported_when_creation_is_not_wanted(api: Metadata, topics: Topics) -> None:
     answer = await ask(api, request(12, "missing", "bad name!", ""))
     assert [topic.error_code for topic in answer.topics] == [
         ErrorCode.unknown_topic_or_partition,
@@ -101,7 +101,7 @@ class TestWithoutAutoCreation:
         assert topics.all() == []
 
 
-async def test_names_that_cannot_be_created_are_told(api: Metadata, topics: Topics) -> None:
+async def test_names_that_cannot_be_created_are_reported(api: Metadata, topics: Topics) -> None:
     wanted = request(9, "bad name!", "__consumer_offsets", allow_auto_topic_creation=True)
     invalid, internal = (await ask(api, wanted)).topics
     assert invalid.error_code is ErrorCode.invalid_topic_exception
@@ -133,13 +133,13 @@ async def test_a_topic_without_name_and_id_is_passed_over(api: Metadata) -> None
     assert (await ask(api, asked)).topics == ()
 
 
-async def test_a_topic_named_twice_is_told_once(api: Metadata, topics: Topics) -> None:
+async def test_a_topic_named_twice_is_reported_once(api: Metadata, topics: Topics) -> None:
     await topics.create("orders")
     assert len((await ask(api, request(5, "orders", "orders"))).topics) == 1
 
 
 @pytest.mark.parametrize("version", [8, 9, 10])
-async def test_operations_are_told_when_asked(api: Metadata, topics: Topics, version: int) -> None:
+async def test_operations_are_reported_when_asked(api: Metadata, topics: Topics, version: int) -> None:
     await topics.create("orders")
     asked = request(
         version,

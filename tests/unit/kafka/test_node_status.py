@@ -33,8 +33,10 @@ def node(state: str = READY) -> NodeState:
     )
 
 
-def status(*sources: MetricSource, state: str = READY, troubles: tuple[str, ...] = (), most: int = 10) -> NodeStatus:
-    return NodeStatus(node(state), sources, ManualClock(), troubles=lambda: troubles, samples_max=most)
+def status(
+    *sources: MetricSource, state: str = READY, unready_reasons: tuple[str, ...] = (), most: int = 10
+) -> NodeStatus:
+    return NodeStatus(node(state), sources, ManualClock(), unready_reasons=lambda: unready_reasons, samples_max=most)
 
 
 def test_a_frame_is_answered_with_the_document() -> None:
@@ -69,8 +71,8 @@ def test_what_the_disk_lost_is_named_up_to_a_bound() -> None:
     assert len(many.snapshot()["damage"]) == DAMAGE_MAX
 
 
-def test_every_reason_is_told() -> None:
-    reasons = status(state=STOPPING, troubles=("orders-0: the disk is full",)).snapshot()["reasons"]
+def test_every_reason_is_reported() -> None:
+    reasons = status(state=STOPPING, unready_reasons=("orders-0: the disk is full",)).snapshot()["reasons"]
     assert reasons == ["the node is stopping", "orders-0: the disk is full"]
 
 

@@ -47,7 +47,7 @@ class TestDescribeLogDirs:
         return LOG_DIRS.DescribeLogDirsRequest(topics=named or None)
 
     @pytest.mark.parametrize("version", range(1, 6))
-    async def test_sizes_are_told(self, api: DescribeLogDirs, topics: Topics, tmp_path: Path, version: int) -> None:
+    async def test_sizes_are_reported(self, api: DescribeLogDirs, topics: Topics, tmp_path: Path, version: int) -> None:
         answer = await ask_in(api, version, self.request())
         (folder,) = answer.results
         assert (answer.error_code, folder.error_code, folder.log_dir) == (
@@ -67,7 +67,7 @@ class TestDescribeLogDirs:
             assert 0 < folder.usable_bytes <= folder.total_bytes
         assert not folder.is_cordoned
 
-    async def test_only_what_is_asked_for_and_is_there_is_told(self, api: DescribeLogDirs) -> None:
+    async def test_only_what_is_asked_for_and_is_there_is_reported(self, api: DescribeLogDirs) -> None:
         answer = await ask(api, self.request(a=(1, 1, 7, -1), nope=(0,), b=()))
         (folder,) = answer.results
         assert [(topic.name, [one.partition_index for one in topic.partitions]) for topic in folder.topics] == [
@@ -86,14 +86,14 @@ async def test_replicas_stay_in_the_one_folder(topics: Topics, tmp_path: Path, v
     topic = FOLDERS.AlterReplicaLogDirTopic(name="orders", partitions=(0, 7))
     folders = [FOLDERS.AlterReplicaLogDir(path=path, topics=(topic,)) for path in (str(tmp_path), "/elsewhere")]
     api = AlterReplicaLogDirs(topics, folder=str(tmp_path))
-    (told,) = (await ask_in(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
-    codes = [(one.partition_index, one.error_code.name) for one in told.partitions]
+    (reported,) = (await ask_in(api, version, FOLDERS.AlterReplicaLogDirsRequest(dirs=tuple(folders)))).results
+    codes = [(one.partition_index, one.error_code.name) for one in reported.partitions]
     away = [(0, "log_dir_not_found"), (7, "log_dir_not_found")]
     assert codes == [(0, "none"), (7, "unknown_topic_or_partition"), *away]
 
 
 class TestDescribeProducers:
-    async def test_producers_are_told_until_forgotten(self, topics: Topics) -> None:
+    async def test_producers_are_reported_until_forgotten(self, topics: Topics) -> None:
         await topics.create("orders", partitions=2)
         log = topics.partition("orders", 0)
         await log.append(batch(b"x", producer_id=7, epoch=1, sequence=0))

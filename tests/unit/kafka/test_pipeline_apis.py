@@ -102,8 +102,8 @@ class Nodes:
             raise BrokerUnreachable("it is away")
         header = RequestHeader(api_key=key, version=0, correlation_id=1, client_id="c", flexible=False, body_at=0)
         client = ClientInfo(connection_id=1, host="127.0.0.1")
-        told = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, client))
-        frame = memoryview(b"".join(told))[4:]
+        reported = await cast("Any", asked.apis[key].handle_frame(memoryview(body), header, client))
+        frame = memoryview(b"".join(reported))[4:]
         return frame[response_body_at(key, 0, frame) :]
 
 
@@ -124,28 +124,28 @@ def client(nodes: Nodes) -> PipelineClient:
     return PipelineClient(cast("Client", nodes))
 
 
-async def test_what_is_declared_at_one_node_is_told_by_all(client: PipelineClient, nodes: Nodes) -> None:
+async def test_what_is_declared_at_one_node_is_reported_by_all(client: PipelineClient, nodes: Nodes) -> None:
     made = (await client.create("land-orders", "land", ORDERS)).pipeline_id
     await client.create("checked-only", "route", {}, validate_only=True)
-    (told,) = await client.describe()
-    assert (told["pipeline_id"], told["kind"], told["state"], told["rules"]) == (
+    (reported,) = await client.describe()
+    assert (reported["pipeline_id"], reported["kind"], reported["state"], reported["rules"]) == (
         str(made),
         "land",
         "waiting",
         [],
     )
-    assert (told["overrides"], told["settings"]["every.ms"]) == (ORDERS, "60000")
+    assert (reported["overrides"], reported["settings"]["every.ms"]) == (ORDERS, "60000")
     # The others have not heard of it, and look it up when they are asked for it.
     assert nodes.nodes[2].pipelines.all() == []
-    assert await client.describe(["land-orders"]) == [told]
+    assert await client.describe(["land-orders"]) == [reported]
 
 
-async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineClient, nodes: Nodes) -> None:
+async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: PipelineClient, nodes: Nodes) -> None:
     await client.create("land-orders", "land", ORDERS)
     report = PipelineReport(name="land-orders", state="running", rows=70, rows_per_s=3.5, lag=2, node=3)
     nodes.nodes[3].board.take([report, PipelineReport(name="gone", state="running")])
-    (told,) = await client.describe(["land-orders"])
-    assert told["report"] == {
+    (reported,) = await client.describe(["land-orders"])
+    assert reported["report"] == {
         "name": "land-orders",
         "state": "running",
         "rows": 70,
@@ -161,7 +161,7 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
         "counts": {},
         "node": 3,
     }
-    assert summary_of(told) == {
+    assert summary_of(reported) == {
         "pipeline": "land-orders",
         "kind": "land",
         "state": "running",
@@ -173,7 +173,7 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
     }
     waiting = PipelineReport(name="land-orders", state="waiting", last_error="pipelines-enabled is off", node=2)
     nodes.nodes[2].board.take([waiting])
-    assert (await client.describe(["land-orders"]))[0]["report"] == told["report"]
+    assert (await client.describe(["land-orders"]))[0]["report"] == reported["report"]
     # What waits is measured, whatever the last batch of a driver has left; also of one that nobody runs.
     nodes.nodes[3].board.take_lags({"land-orders": 9})
     (measured,) = await client.describe(["land-orders"])
@@ -186,23 +186,23 @@ async def test_the_node_that_runs_a_pipeline_tells_how_it_does(client: PipelineC
     nodes.nodes[3].board.clear()
     assert (await client.describe(["land-orders"]))[0]["report"]["last_error"] == "pipelines-enabled is off"
     nodes.nodes[2].board.clear()
-    (told,) = await client.describe(["land-orders"])
-    assert (told["state"], told["report"], summary_of(told)["lag"]) == ("waiting", None, None)
+    (reported,) = await client.describe(["land-orders"])
+    assert (reported["state"], reported["report"], summary_of(reported)["lag"]) == ("waiting", None, None)
     # Whoever does not answer may be the one that runs it.
-    assert (told["notes"], summary_of(told)["error"]) == (["it is away"], "it is away")
+    assert (reported["notes"], summary_of(reported)["error"]) == (["it is away"], "it is away")
     for node in nodes.nodes.values():
         node.is_away = True
     with pytest.raises(BrokerUnreachable):
         await client.describe(["land-orders"])
 
 
-async def test_the_newest_that_any_node_knows_is_told(client: PipelineClient, nodes: Nodes) -> None:
+async def test_the_newest_that_any_node_knows_is_reported(client: PipelineClient, nodes: Nodes) -> None:
     await client.create("land-orders", "land", ORDERS)
     for node in nodes.nodes.values():
         await node.pipelines.load()
     await nodes.nodes[3].pipelines.stop("land-orders")
     assert nodes.nodes[1].pipelines.all()[0].is_wanted
-    assert [told["state"] for told in await client.describe()] == ["stopped"]
+    assert [reported["state"] for reported in await client.describe()] == ["stopped"]
     # One of them has heard that it is gone.
     await nodes.nodes[3].pipelines.delete("land-orders")
     with pytest.raises(NotFound):
@@ -217,9 +217,9 @@ async def test_a_pipeline_is_changed_stopped_parked_and_started(client: Pipeline
     states.append((await client.describe())[0]["state"])
     park = PipelineChanges(name="land-orders", parked="no such bucket")
     await nodes.nodes[1].apis[ALTER_KEY].handle(park)
-    (told,) = await client.describe()
-    states.append(told["state"])
-    assert (told["parked"], summary_of(told)["error"]) == ("no such bucket", "no such bucket")
+    (reported,) = await client.describe()
+    states.append(reported["state"])
+    assert (reported["parked"], summary_of(reported)["error"]) == ("no such bucket", "no such bucket")
     await client.alter("land-orders", {"lake": "s3://other"})
     states.append((await client.describe())[0]["state"])
     await client.stop("land-orders")
@@ -242,9 +242,9 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
     await nodes.nodes[1].subscriptions.create("cheap", ["orders"], {})
     assert (await client.change_rules("director", [small], validate_only=True)).rules == 2
     assert (await client.change_rules("director", [small], gone=["large"])).rules == 1
-    assert [told["rules"] for told in await client.describe()] == [[]]
-    (told,) = await client.describe(["director"])
-    assert told["rules"] == [
+    assert [reported["rules"] for reported in await client.describe()] == [[]]
+    (reported,) = await client.describe(["director"])
+    assert reported["rules"] == [
         {
             "name": "small",
             "topic": "orders",
@@ -272,7 +272,9 @@ async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: Pipel
         await client.alter("director", {"decode": "none"})
 
 
-async def test_what_its_owner_should_know_is_told_and_no_reason_to_refuse(client: PipelineClient, nodes: Nodes) -> None:
+async def test_what_its_owner_should_know_is_reported_and_no_reason_to_refuse(
+    client: PipelineClient, nodes: Nodes
+) -> None:
     node = nodes.nodes[1]
     node.topics = [topic_of(name) for name in ("orders", "bills")]
     assert (await client.create("known", "land", {"topics": "orders"})).notes == []
@@ -280,7 +282,7 @@ async def test_what_its_owner_should_know_is_told_and_no_reason_to_refuse(client
         "There is no topic 'ordres' yet; the pipeline waits for it; did you mean 'orders'?"
     ]
     many = ",".join(f"x{number}" for number in range(9))
-    assert (await client.alter("few", {"topics": many}))[-1] == "Nor are 4 more of its topics there yet."
+    assert (await client.alter("few", {"topics": many}))[-1] == "4 more of its topics do not exist yet either."
     sql = {"sql": "SELECT * FROM orders JOIN c", "into": "copies", "tables": '{"c": "/lake/c"}'}
     more = {"schemas": '{"order": "id long"}', "watermarks": '{"orders": "at 1 hour"}'}
     assert (await client.create("copying", "transform", {**sql, **more})).notes == [
@@ -290,7 +292,7 @@ async def test_what_its_owner_should_know_is_told_and_no_reason_to_refuse(client
     assert (await client.create("unclear", "transform", unclear)).notes == []
 
 
-async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nodes: Nodes) -> None:
+async def test_circles_of_several_pipelines_are_reported(client: PipelineClient, nodes: Nodes) -> None:
     nodes.nodes[1].topics = [topic_of(name) for name in ("orders", "large-orders", "audit", "copies")]
     await client.create("director", "route", {}, rules=[LARGE])
     await client.create("on", "transform", {"sql": "SELECT * FROM audit", "into": "copies"})
@@ -298,7 +300,7 @@ async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nod
     made = await client.create("return", "route", {}, rules=[back])
     expected = (
         "Messages may loop forever: copies to orders to audit to copies, through the pipelines director, on, return. "
-        "Have a condition end that."
+        "Add a condition that ends the loop."
     )
     assert made.notes == [expected]
     assert (await client.alter("return", {"batch.max.messages": "5"})) == [expected]
@@ -323,7 +325,7 @@ async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineCl
 
 async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:
     await client.create("land-orders", "land", ORDERS)
-    with pytest.raises(PipelineExists, match="exists already"):
+    with pytest.raises(PipelineExists, match="already exists"):
         await client.create("land-orders", "land", ORDERS)
     with pytest.raises(InvalidRequest, match="the kinds are: land, transform, route"):
         await client.create("other", "wash", {})

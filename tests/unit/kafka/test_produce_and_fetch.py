@@ -171,7 +171,7 @@ async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize(("isolation", "expected"), [(0, None), (1, ())])
-async def test_only_read_committed_is_told_of_aborted_transactions(
+async def test_only_read_committed_gets_aborted_transactions(
     tmp_path: Path, isolation: int, expected: tuple[()] | None
 ) -> None:
     async with topics_in(tmp_path) as topics:
@@ -234,7 +234,7 @@ async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(tmp_path: Pa
 
 
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
-async def test_produce_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
+async def test_produce_errors_are_reported_by_partition(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
@@ -418,11 +418,11 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
         waiting = asyncio.create_task(ask(fetch_api(topics), request))
         await asyncio.sleep(0.01)
         looked: list[int] = []
-        stretch = Partition.read_slice
+        read_slice = Partition.read_slice
 
         def counted(partition: Partition, offset: Offset, **limits: Any) -> Any:
             looked.append(partition.index)
-            return stretch(partition, offset, **limits)
+            return read_slice(partition, offset, **limits)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Partition, "read_slice", counted)
@@ -465,7 +465,7 @@ async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [7, 12, 17])
-async def test_fetch_errors_are_told_by_partition(tmp_path: Path, version: int) -> None:
+async def test_fetch_errors_are_reported_by_partition(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t")
         fetch = fetch_api(topics)
@@ -477,7 +477,7 @@ async def test_fetch_errors_are_told_by_partition(tmp_path: Path, version: int) 
 
 
 @pytest.mark.parametrize("version", [7, 12, 13, 17])
-async def test_a_session_tells_only_what_changed(tmp_path: Path, version: int) -> None:
+async def test_a_session_reports_only_changes(tmp_path: Path, version: int) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t", partitions=3)
         fetch = fetch_api(topics)

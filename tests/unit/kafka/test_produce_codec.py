@@ -69,7 +69,7 @@ def request_body(version: int, wanted: Any, *, transactional_id: str | None = No
     return bytes(writer.buffer)
 
 
-def told(request: Request | None) -> Any:
+def reported(request: Request | None) -> Any:
     """What a request says, comparable."""
     if request is None:
         return None
@@ -91,7 +91,7 @@ def test_ordinary_requests_are_read_the_plain_way_and_alike(
 ) -> None:
     frame = memoryview(request_body(version, wanted, acks=acks, transactional_id=transactional_id))
     header = header_of(version)
-    assert told(read_plain(frame, header)) == told(read_any(frame, header))
+    assert reported(read_plain(frame, header)) == reported(read_any(frame, header))
 
 
 @given(version=versions, wanted=topics, data=st.data())
@@ -102,17 +102,17 @@ def test_broken_requests_are_read_or_refused_alike(version: int, wanted: Any, da
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     frame = memoryview(content)[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
     header = header_of(version)
-    expected = outcome(lambda: told(read_any(frame, header)))
-    plain = told(read_plain(frame, header))
+    expected = outcome(lambda: reported(read_any(frame, header)))
+    plain = reported(read_plain(frame, header))
     assert plain is None or plain == expected
-    assert outcome(lambda: told(read(frame, header))) == expected
+    assert outcome(lambda: reported(read(frame, header))) == expected
 
 
 @given(version=versions, content=st.binary(max_size=80))
 def test_any_bytes_are_read_or_refused_alike(version: int, content: bytes) -> None:
     frame, header = memoryview(content), header_of(version)
-    plain = told(read_plain(frame, header))
-    assert plain is None or plain == outcome(lambda: told(read_any(frame, header)))
+    plain = reported(read_plain(frame, header))
+    assert plain is None or plain == outcome(lambda: reported(read_any(frame, header)))
 
 
 @given(

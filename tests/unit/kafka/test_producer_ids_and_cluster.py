@@ -65,7 +65,7 @@ async def test_every_idempotent_producer_gets_an_id_of_its_own(version: int) -> 
 
 
 @pytest.mark.parametrize("version", range(3, 6))
-async def test_a_producer_that_begins_anew_gets_a_new_id(version: int) -> None:
+async def test_a_producer_that_restarts_gets_a_new_id(version: int) -> None:
     answer = await ask_in(init_api(Counting()), version, init(producer_id=7, epoch=3))
     assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (ErrorCode.none, 1000, 0)
 
@@ -76,7 +76,7 @@ async def test_an_id_and_its_epoch_come_together(producer_id: int, epoch: int) -
     assert (answer.error_code, answer.producer_id) == (ErrorCode.invalid_request, -1)
 
 
-async def test_ids_that_cannot_be_had_are_told() -> None:
+async def test_ids_that_cannot_be_had_are_reported() -> None:
     answer = await ask(init_api(Failing()), init())
     assert (answer.error_code, answer.producer_id) == (ErrorCode.kafka_storage_error, -1)
 
@@ -91,7 +91,7 @@ async def test_the_cluster_is_described(membership: Membership, version: int) ->
     assert answer.cluster_authorized_operations == NOT_ASKED
 
 
-async def test_what_may_be_done_is_told_when_asked(membership: Membership) -> None:
+async def test_what_may_be_done_is_reported_when_asked(membership: Membership) -> None:
     wanted = DESCRIBE.DescribeClusterRequest(include_cluster_authorized_operations=True, include_fenced_brokers=False)
     assert (await ask(DescribeCluster(membership), wanted)).cluster_authorized_operations == CLUSTER_OPERATIONS
 

@@ -37,10 +37,10 @@ class Place:
 
     def __init__(self, partition: Partition) -> None:
         self.there = partition
-        self.tell: list[Callable[[Topic], None]] = []
+        self.listeners: list[Callable[[Topic], None]] = []
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
-        self.tell.append(listener)
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
+        self.listeners.append(listener)
 
     def partition(self, _topic: str, _index: int) -> Partition:
         return self.there
@@ -51,9 +51,9 @@ class Door:
 
     def __init__(self) -> None:
         self.bench = Workbench()
-        self.api = self.anew()
+        self.api = self.restarted()
 
-    def anew(self) -> PublishOnce:
+    def restarted(self) -> PublishOnce:
         """As after a failover: nothing is remembered."""
         self.place = Place(self.bench.partition)
         self.api = PublishOnce(cast("Topics", self.place), QuotaMeter(QUOTAS, PRODUCER_BYTE_RATE))
@@ -230,7 +230,7 @@ async def _follow(steps: list[tuple[str, object]]) -> None:
         if step == "wait":
             clock.advance_ms(cast("int", detail))
         elif step == "failover":
-            door.anew()
+            door.restarted()
         elif step == "otherwise":
             name = cast("str", detail)
             door.publish_otherwise(name)
@@ -251,8 +251,8 @@ async def test_partitions_that_are_gone_or_led_elsewhere_are_forgotten(monkeypat
     door = Door()
     await door.publish("a")
     assert len(door.api._ids) == 1
-    for tell in door.place.tell:
-        tell(door.bench.partition.topic)
+    for listener in door.place.listeners:
+        listener(door.bench.partition.topic)
     assert not door.api._ids
     # The same with one that this node does not lead any more, once another has been asked for often enough.
     await door.publish("a")

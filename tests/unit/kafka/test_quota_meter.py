@@ -77,7 +77,7 @@ def test_a_client_below_its_rate_never_waits(rate: int, seconds: int) -> None:
     assert all(bucket.take(rate, float(now)) == 0 for now in range(seconds))
 
 
-async def test_nobody_is_limited_until_somebody_has_a_quota(quotas: ClientQuotas) -> None:
+async def test_no_one_is_limited_until_someone_has_a_quota(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE)
     limiting = [meter.is_limiting]
     for change in ({CONSUMER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: 1.0}, {PRODUCER_BYTE_RATE: None}):
@@ -134,7 +134,7 @@ async def test_a_users_clients_share_one_bucket(quotas: ClientQuotas) -> None:
     assert meter.charge(Muted("other").info, 1) == 10
 
 
-async def test_no_wait_is_endless_and_a_change_begins_anew(quotas: ClientQuotas) -> None:
+async def test_every_wait_is_bounded_and_a_change_restarts_it(quotas: ClientQuotas) -> None:
     meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
     client = Muted()
     await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 1.0})
@@ -152,15 +152,15 @@ async def test_only_so_many_clients_are_remembered(quotas: ClientQuotas, monkeyp
     assert [meter.charge(Muted(name).info, 11) for name in ("a", "b", "a", "c", "a")] == [1000, 1000, 12000, 1000, 1000]
 
 
-async def test_the_numbers_are_told_for_each_kind(quotas: ClientQuotas) -> None:
+async def test_the_numbers_are_reported_for_each_kind(quotas: ClientQuotas) -> None:
     meters = QuotaMeters(quotas)
     await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 1.0})
     meters.fetch.charge(Muted().info, 12)
-    told = {metric.name: {sample.labels: sample.value for sample in metric.samples} for metric in meters.metrics()}
-    assert told["millstream_quotas"] == {(): 1}
-    requests = told["millstream_throttled_requests_total"]
+    reported = {metric.name: {sample.labels: sample.value for sample in metric.samples} for metric in meters.metrics()}
+    assert reported["millstream_quotas"] == {(): 1}
+    requests = reported["millstream_throttled_requests_total"]
     assert requests == {(("quota", PRODUCER_BYTE_RATE),): 0, (("quota", CONSUMER_BYTE_RATE),): 1}
-    assert told["millstream_throttled_seconds_total"].keys() == requests.keys()
+    assert reported["millstream_throttled_seconds_total"].keys() == requests.keys()
 
 
 async def exchange(api: Produce | Fetch, request: Any, client: ClientInfo) -> Any:

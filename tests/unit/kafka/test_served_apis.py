@@ -53,7 +53,7 @@ async def served(
         budget=Budget(1 << 20),
         connections=(),
         sources=(),
-        troubles=tuple,
+        unready_reasons=tuple,
         node=node,
         supervise=lambda name, work: asyncio.get_running_loop().create_task(work, name=name),
     )

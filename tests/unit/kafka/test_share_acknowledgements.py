@@ -75,7 +75,7 @@ def test_a_session_ends_with_its_connection() -> None:
     assert sessions.lost == [one, two]
 
 
-def test_a_session_that_was_opened_anew_outlives_the_older_connection() -> None:
+def test_a_session_that_was_reopened_outlives_the_older_connection() -> None:
     sessions, before, now = Sessions(), Presence(), Presence()
     opened(sessions, ONE, before)
     session = opened(sessions, ONE, now)

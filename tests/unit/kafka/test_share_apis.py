@@ -94,13 +94,13 @@ class Desk:
             part = "DescribeShareGroupOffsetsRequestTopic"
             wanted = (built(OFFSETS, version, part, topic_name=topic, partitions=partitions),)
         group = built(OFFSETS, version, "DescribeShareGroupOffsetsRequestGroup", group_id=GROUP, topics=wanted)
-        (told,) = (await self.ask(OFFSETS, version, groups=(group,))).groups
-        return told
+        (reported,) = (await self.ask(OFFSETS, version, groups=(group,))).groups
+        return reported
 
     async def starts(self, *partitions: int) -> list[tuple[int, int]]:
-        told = await self.offsets(*partitions)
-        assert told.error_code == ErrorCode.none
-        return [(one.partition_index, one.start_offset) for topic in told.topics for one in topic.partitions]
+        reported = await self.offsets(*partitions)
+        assert reported.error_code == ErrorCode.none
+        return [(one.partition_index, one.start_offset) for topic in reported.topics for one in topic.partitions]
 
     async def move(self, offset: int, *, partition: int = 0, topic: str = TOPIC) -> Any:
         place = built(MOVE, 0, "AlterShareGroupOffsetsRequestPartition", partition_index=partition, start_offset=offset)
@@ -229,7 +229,7 @@ async def desk(
         budget=Budget(1 << 20),
         connections=(),
         sources=(),
-        troubles=tuple,
+        unready_reasons=tuple,
         node=node,
         supervise=lambda _name, work: asyncio.ensure_future(work),
     )
@@ -265,7 +265,7 @@ async def test_a_member_joins_lives_and_leaves(desk: Desk) -> None:
     joined = await one.beat()
     assert (joined.error_code, joined.member_id, joined.member_epoch) == (ErrorCode.none, "one", 1)
     assert joined.heartbeat_interval == timedelta(seconds=5)
-    assert [(told.topic_id, told.partitions) for told in joined.assignment.topic_partitions] == [
+    assert [(reported.topic_id, reported.partitions) for reported in joined.assignment.topic_partitions] == [
         (desk.topic_id, (0, 1))
     ]
     lives = await one.beat()
@@ -319,7 +319,7 @@ async def test_a_group_is_declared_by_its_first_member_and_goes_with_it(desk: De
 # Sessions
 
 
-async def test_leases_are_told_as_long_as_they_were_granted(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_are_reported_as_long_as_they_were_granted(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def altered_meanwhile(_delivery: Delivery) -> None:
         await one.desk.subscriptions.alter(GROUP, {LEASE: "900000"})
 
@@ -383,7 +383,7 @@ async def test_the_last_request_gives_the_rest_to_others(one: Sharer) -> None:
     assert await one.got() == [(6, 9, 3)]
 
 
-async def test_a_session_that_is_opened_anew_keeps_its_leases(one: Sharer) -> None:
+async def test_a_session_that_is_reopened_keeps_its_leases(one: Sharer) -> None:
     assert await one.got() == [(0, 9, 1)]
     one.session = 0
     assert await one.got() == []
@@ -478,7 +478,7 @@ async def test_acknowledgements_that_are_refused_change_nothing(one: Sharer) -> 
     assert await one.codes((0, 7, ACCEPT), (9, 9, ACCEPT)) == ["none", "none"]
 
 
-async def test_nobody_acknowledges_for_others(one: Sharer) -> None:
+async def test_no_one_acknowledges_for_others(one: Sharer) -> None:
     two = Sharer(one.desk, "two")
     await one.fetch()
     await two.fetch()
@@ -569,15 +569,15 @@ async def test_at_most_once_a_message_is_done_when_it_is_given(one: Sharer) -> N
 # Offsets
 
 
-async def test_offsets_are_told_moved_and_forgotten(desk: Desk, one: Sharer) -> None:
+async def test_offsets_are_listed_moved_and_deleted(desk: Desk, one: Sharer) -> None:
     await one.fetch()
     await one.acknowledge((0, 3, ACCEPT))
-    told = await desk.offsets()
-    ((place,),) = [topic.partitions for topic in told.topics]
+    reported = await desk.offsets()
+    ((place,),) = [topic.partitions for topic in reported.topics]
     assert (place.partition_index, place.start_offset, place.lag, place.error_code) == (0, 4, 6, ErrorCode.none)
     assert await desk.starts(0, 1) == [(0, 4), (1, -1)]
-    told = await desk.offsets(0, topic="nowhere")
-    assert told.topics[0].partitions[0].error_code == ErrorCode.unknown_topic_or_partition
+    reported = await desk.offsets(0, topic="nowhere")
+    assert reported.topics[0].partitions[0].error_code == ErrorCode.unknown_topic_or_partition
     assert (await desk.move(2)).error_code == ErrorCode.non_empty_group
     assert (await desk.forget()).error_code == ErrorCode.non_empty_group
     await one.beat(member_epoch=-1)
@@ -594,7 +594,7 @@ async def test_offsets_are_told_moved_and_forgotten(desk: Desk, one: Sharer) -> 
     assert await three.got() == [(0, 9, 1)]
 
 
-async def test_offsets_of_queues_that_nobody_has_asked_for_since_the_start(desk: Desk, one: Sharer) -> None:
+async def test_offsets_of_queues_that_no_one_has_asked_for_since_the_start(desk: Desk, one: Sharer) -> None:
     await one.fetch()
     await one.acknowledge((0, 3, ACCEPT))
     engine = await desk.service.engine()
@@ -655,8 +655,8 @@ async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(d
     assert desk.subscriptions.get("readers") is None
     listed = await desk.ask(LIST_CONFIGS, 1, resource_types=(32,))
     assert "readers" in [one.resource_name for one in listed.config_resources]
-    told = await described(desk, "readers")
-    assert (told[session], told[heartbeat]) == (("9000", 8), ("700", 8))
+    reported = await described(desk, "readers")
+    assert (reported[session], reported[heartbeat]) == (("9000", 8), ("700", 8))
     assert (await described(desk, "others"))[session] == ("45000", 5)
     member = {"member_id": "m", "member_epoch": 0, "rebalance_timeout": timedelta(seconds=60)}
     for group, milliseconds in (("readers", 700), ("others", 5000)):

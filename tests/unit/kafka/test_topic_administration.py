@@ -110,7 +110,7 @@ class TestCreateTopics:
             (topic("t", assignments={0: (5, 5)}), ErrorCode.invalid_replica_assignment, "twice"),
         ],
     )
-    async def test_what_cannot_be_is_told_in_words(
+    async def test_what_cannot_be_is_reported_in_words(
         self, api: CreateTopics, topics: Topics, wanted: Any, code: ErrorCode, says: str
     ) -> None:
         (refused,) = (await ask(api, create(wanted))).topics
@@ -226,7 +226,7 @@ class TestCreatePartitions:
             (("orders", 3), [()], ErrorCode.invalid_replica_assignment, "empty"),
         ],
     )
-    async def test_what_cannot_be_is_told(
+    async def test_what_cannot_be_is_reported(
         self, api: CreatePartitions, wanted: tuple[str, int], assignments: Any, code: ErrorCode, says: str
     ) -> None:
         (refused,) = (await ask(api, self.grow(wanted, assignments=assignments))).results

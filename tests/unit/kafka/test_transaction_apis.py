@@ -100,7 +100,7 @@ class Broker:
         self.peers = WirePeers(lambda _: None, me=NodeId(1))
         self.routes = MarkerRoutes(self.topics, self.local, self.peers, me=NodeId(1))
         self.sender = MarkerSender(lambda: self.coordinator.shards, self.routes, Random(1))
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, self.peers, me=NodeId(1))
         self.init = InitProducerId(ids, self.coordinator)
         self.add = AddPartitionsToTxn(self.coordinator, known)
@@ -196,7 +196,7 @@ async def test_a_transaction_in_every_version(broker: Broker, version: int) -> N
 
 
 @pytest.mark.parametrize("version", range(6))
-async def test_a_fenced_producer_is_told_so_as_its_version_knows(broker: Broker, version: int) -> None:
+async def test_a_fenced_producer_is_notified_as_its_version_knows(broker: Broker, version: int) -> None:
     first = await broker.begin()
     await broker.begin()
     older = ErrorCode.invalid_producer_epoch
@@ -325,7 +325,7 @@ async def test_markers_from_another_node(broker: Broker, version: int) -> None:
     assert written.latest_coordinator == 3
 
 
-async def test_offsets_of_transactions_are_safe_from_coordinators_that_nobody_knows(broker: Broker) -> None:
+async def test_offsets_of_transactions_are_safe_from_coordinators_that_no_one_knows(broker: Broker) -> None:
     begun = await broker.begin()
     assert await broker.offsets(begun.producer_id, 0, version=5) is ErrorCode.none
     module = messages("write_txn_markers", 2)

@@ -232,7 +232,7 @@ async def test_a_long_poll_is_woken_by_the_marker(tmp_path: Path) -> None:
         assert found.aborted_transactions == ()
 
 
-async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path: Path) -> None:
+async def test_what_is_written_behind_an_open_transaction_wakes_no_one(tmp_path: Path) -> None:
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
         looks = 0
@@ -281,7 +281,7 @@ async def test_what_comes_behind_an_open_transaction_waits(tmp_path: Path) -> No
         (TransactionAbortable("no"), 11, ErrorCode.transaction_abortable),
     ],
 )
-async def test_refusals_are_told_as_the_version_understands(
+async def test_refusals_are_reported_as_the_version_understands(
     tmp_path: Path, error: MillstreamError, version: int, code: ErrorCode
 ) -> None:
     async with broker_in(tmp_path) as broker:
@@ -375,7 +375,7 @@ async def test_markers_that_bump_the_epoch_fence_what_comes_late(
         assert broker.partition.has_open_transaction(PRODUCER, 1)
 
 
-async def test_offsets_and_producers_tell_of_open_transactions(tmp_path: Path) -> None:
+async def test_offsets_and_producers_report_open_transactions(tmp_path: Path) -> None:
     from kio.schema.describe_producers.v0 import request as producers_of
     from kio.schema.list_offsets.v11 import request as offsets_of
 

@@ -197,7 +197,7 @@ def test_quarantined_rows_are_there_with_the_commit(storage: Storage) -> None:
         assert table.commit(files, {(TOPIC, 0): (start, start + 10)}, schema=RAW, quarantined=bad)
         assert not table.commit(files, {(TOPIC, 0): (start, start + 10)}, schema=RAW, quarantined=bad)
     assert delta_rows(storage) == once(0, [*range(8), *range(10, 18)])
-    assert delta_rows(storage.beside("__quarantine")) == once(0, [8, 9, 18, 19])
+    assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9, 18, 19])
 
 
 def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +214,15 @@ def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatc
         patched.setattr("millstream.pipelines.lake.delta_table._manifest", killed)
         with pytest.raises(Killed):
             table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW, quarantined=bad)
-    assert delta_rows(storage.beside("__quarantine")) == once(0, [])
+    assert delta_rows(storage.suffixed("__quarantine")) == once(0, [])
     again = DeltaTable(storage)
     assert next_offset(again) == 10
-    assert delta_rows(storage.beside("__quarantine")) == once(0, [8, 9])
+    assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9])
     assert next_offset(DeltaTable(storage)) == 10
-    assert delta_rows(storage.beside("__quarantine")) == once(0, [8, 9])
+    assert delta_rows(storage.suffixed("__quarantine")) == once(0, [8, 9])
 
 
-def test_a_table_that_is_deleted_begins_anew(storage: Storage) -> None:
+def test_a_deleted_table_is_rebuilt(storage: Storage) -> None:
     table = DeltaTable(storage)
     assert land(table, 0, 0, 10)
     files = write(table, [rows(0, range(10, 20))])

@@ -176,7 +176,7 @@ def test_vacuum_deletes_what_no_commit_knows_once_it_is_old(table: DeltaTable, s
     table.compact(before=HOUR_OVER)
     assert table.vacuum() == 0
     assert table.vacuum(grace=timedelta(0)) == 6
-    assert delta_rows(storage.beside("__quarantine")) == once(0, [50])
+    assert delta_rows(storage.suffixed("__quarantine")) == once(0, [50])
     assert delta_rows(storage) == once(0, range(60)) + once(1, [at for at in range(50) if at % 10 < 5])
 
 

@@ -177,7 +177,7 @@ class Landing(RuleBasedStateMachine):
             return
         landed = Counter((partition, offset) for partition, end in self.next.items() for offset in range(end))
         good = count(self.storage)
-        bad = count(self.storage.beside("__quarantine")) if self.bad else Counter()
+        bad = count(self.storage.suffixed("__quarantine")) if self.bad else Counter()
         assert bad == Counter(self.bad)
         assert good + bad == landed
 

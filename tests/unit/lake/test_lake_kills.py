@@ -51,7 +51,7 @@ def _check(storage: Storage, format: str, end: int) -> None:
     assert next_offset(open_table(storage.url, format=format)) == end
     count = delta_rows if format == "delta" else files_rows
     assert count(storage) == once(0, [offset for offset in range(end) if not is_bad(offset)])
-    assert count(storage.beside("__quarantine")) == once(0, filter(is_bad, range(end)))
+    assert count(storage.suffixed("__quarantine")) == once(0, filter(is_bad, range(end)))
     for batch in open_table(storage.url, format=format).scan(TOPIC, 0, 0, end):
         for row in batch.to_pylist():
             assert all(row[name] - row["offset"] in (0, 0.5) for name in NUMBERS)

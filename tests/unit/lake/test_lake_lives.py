@@ -45,7 +45,7 @@ def test_each_message_says_of_which_topic_it_is(tmp_path: Path, format: str) -> 
     assert [batch.column(TOPIC_ID).to_pylist() for batch in table.scan(OTHER, 0, 0, 9)] == [[OTHER] * 4]
 
 
-def test_files_that_another_program_put_together_are_told_apart(tmp_path: Path) -> None:
+def test_files_that_another_program_put_together_are_distinguished(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "orders"))
     land_both(table)
     for name in ("orders", "orders__quarantine"):

@@ -33,4 +33,4 @@ def test_a_commit_that_came_in_between_hides_no_quarantined_files(
     monkeypatch.setattr(DeltaLog, "commit", overtaken)
     files, refused = write(mine, [rows(0, range(10))]), write_quarantine(mine, 0, range(10, 15))
     assert mine.commit(files, {(TOPIC, 0): (0, 15)}, schema=RAW, quarantined=refused)
-    assert delta_rows(storage.beside(QUARANTINE_SUFFIX)) == once(0, range(10, 15))
+    assert delta_rows(storage.suffixed(QUARANTINE_SUFFIX)) == once(0, range(10, 15))

@@ -69,7 +69,7 @@ def test_reading_changes_nothing(
     assert read(tmp_path, format) == (20, list(range(18)), [18, 19])
 
 
-def test_a_quarantine_that_somebody_deleted_wedges_nothing(tmp_path: Path) -> None:
+def test_a_quarantine_that_someone_deleted_wedges_nothing(tmp_path: Path) -> None:
     table = open_table(str(tmp_path / "orders"))
     assert table.commit([], {(TOPIC, 0): (0, 2)}, schema=RAW, quarantined=write_quarantine(table, 0, [0, 1]))
     shutil.rmtree(tmp_path / "orders__quarantine")

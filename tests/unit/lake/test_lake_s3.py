@@ -64,7 +64,7 @@ def test_parquet_files_are_copied_into_place(place: Storage) -> None:
     assert files_rows(place) == once(0, [])
     assert table.commit(files, {(TOPIC, 0): (0, 11)}, schema=RAW, quarantined=bad)
     assert files_rows(place) == once(0, range(10))
-    assert files_rows(place.beside("__quarantine")) == once(0, [10])
+    assert files_rows(place.suffixed("__quarantine")) == once(0, [10])
     # One that another run has moved meanwhile is no failure.
     place.publish(files[0].path, files[0].path)
     assert next_offset(ParquetTable(place)) == 11

@@ -82,7 +82,7 @@ def test_times_are_rounded_outwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", [None, 2**60, -(2**60), 253402300799_999_999])
-def test_times_that_cannot_be_told_leave_a_file_without_bounds(tmp_path: Path, moment: int | None) -> None:
+def test_unrepresentable_times_leave_a_file_without_bounds(tmp_path: Path, moment: int | None) -> None:
     table = DeltaTable(Storage.at(str(tmp_path / "orders")))
     (file,) = write(table, [rows(0, range(3), timestamp=[0, moment, 0])])
     assert json.loads(file.stats) == {"numRecords": 3}
@@ -127,7 +127,7 @@ def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("condition", FILTERS)
-def test_filters_find_the_same_rows_whoever_reads(grown: str, condition: str) -> None:
+def test_filters_find_the_same_rows_for_every_reader(grown: str, condition: str) -> None:
     table = deltalake.DeltaTable(grown)
     connection = duckdb.connect()
     connection.register("orders", table.to_pyarrow_dataset())

@@ -155,7 +155,7 @@ def test_a_column_with_numbers_that_doubles_do_not_hold_stays(storage: Storage, 
     assert table.schema() == NARROW
 
 
-def test_what_files_do_not_tell_is_looked_at(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_files_do_not_say_is_looked_at(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.lake.task_writer.has_group_bounds", lambda _kind: False)
     table = DeltaTable(storage)
     assert land(table, 0, [1, None, 2**53 + 1])

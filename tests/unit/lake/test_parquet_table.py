@@ -67,7 +67,7 @@ def test_a_crash_before_files_are_moved_is_made_good(storage: Storage, monkeypat
     assert sum(files_rows(storage).values()) == 10
     assert next_offset(ParquetTable(storage)) == 21
     assert files_rows(storage) == once(0, range(20))
-    assert files_rows(storage.beside("__quarantine")) == once(0, [20])
+    assert files_rows(storage.suffixed("__quarantine")) == once(0, [20])
 
 
 def test_what_was_never_committed_is_deleted_and_files_that_are_gone_stay_gone(storage: Storage) -> None:

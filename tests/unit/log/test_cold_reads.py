@@ -109,21 +109,21 @@ def test_what_is_just_written_is_read_without_verifying_it(log: Log, files: Memo
 
 
 def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, files: MemoryFiles) -> None:
-    stretch = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
-    assert stretch is not None
+    chunk = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
+    assert chunk is not None
     path, position = place_of(log, 5)
     files.overwrite(path, position + PAYLOAD_AT, b"x")
     with pytest.raises(BrokenSegment):
-        stretch.read(0, stretch.size)
+        chunk.read(0, chunk.size)
     assert read_all(log) == without(5)
 
 
 def test_a_write_that_changes_nothing_does_not_disturb_an_answer(log: Log, files: MemoryFiles) -> None:
-    stretch = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
-    assert stretch is not None
+    chunk = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
+    assert chunk is not None
     segment = log.segments[0]
     files.overwrite(segment.path, 0, files.content(segment.path)[:100])
-    assert len(stretch.read(0, stretch.size)) == stretch.size
+    assert len(chunk.read(0, chunk.size)) == chunk.size
 
 
 def test_a_file_that_is_removed_is_lost_and_what_is_behind_it_is_served(log: Log, files: MemoryFiles) -> None:
@@ -210,7 +210,7 @@ async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch
     monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
     for _ in range(3):
         # Until it is known, nothing is passed over, and nobody looks twice.
-        with pytest.raises(InspectionPending, match="is being found out"):
+        with pytest.raises(InspectionPending, match="determining which offsets are lost"):
             log.read(17, max_bytes=500, up_to=log.end_offset)
     await looked_again.wait()
     assert scanned_in == [False]

@@ -58,8 +58,8 @@ def test_many_appends_share_one_sync(store: LogStore, files: MemoryFiles) -> Non
     (log,) = open_logs(store, 1)
     put(store, log, b"first")
     commit(store)
-    told: list[int] = []
-    log.listen(on_synced=lambda: told.append(log.synced_offset))
+    reported: list[int] = []
+    log.listen(on_synced=lambda: reported.append(log.synced_offset))
     before = files.syncs
     for number in range(20):
         put(store, log, b"%d" % number)
@@ -67,7 +67,7 @@ def test_many_appends_share_one_sync(store: LogStore, files: MemoryFiles) -> Non
     commit(store)
 
     assert files.syncs - before == 1
-    assert told == [21]
+    assert reported == [21]
     assert not store.commit_once()
 
 
@@ -257,25 +257,25 @@ def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
     put(store, log, b"first", sequence=0)
     commit(store)
     put(store, log, b"second", sequence=1)
-    told: list[object] = []
-    log.listen(on_synced=lambda: told.append(log.synced_offset), on_sync_failed=told.append)
+    reported: list[object] = []
+    log.listen(on_synced=lambda: reported.append(log.synced_offset), on_sync_failed=reported.append)
     under_way = store._begin_commit() if is_under_way else None
     files.remove(log.segments[0].path)
     while store.scrub_once():
         pass
     assert log.damaged_ranges == ((0, 2),)
-    assert [type(one) for one in told] == [StorageFailure]
+    assert [type(one) for one in reported] == [StorageFailure]
     if under_way is not None:
         store._run_job(under_way)
     # The retry is stored, and not taken for a duplicate of what is gone.
     put(store, log, b"second", sequence=1)
     commit(store)
-    assert (log.end_offset, told[-1]) == (3, 3)
+    assert (log.end_offset, reported[-1]) == (3, 3)
     (record,) = decode_records(log.read(2, max_bytes=1000, up_to=3))
     assert record.value == b"second"
     while store.scrub_once():
         pass
-    assert sum(isinstance(one, StorageFailure) for one in told) == 1
+    assert sum(isinstance(one, StorageFailure) for one in reported) == 1
 
 
 def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: LogStore, files: MemoryFiles) -> None:
@@ -294,7 +294,7 @@ def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: Log
     assert values(logs[0]) == [b"a"]
 
 
-def test_a_sync_of_the_directory_that_fails_is_told_and_tried_again(store: LogStore, files: MemoryFiles) -> None:
+def test_a_sync_of_the_directory_that_fails_is_reported_and_tried_again(store: LogStore, files: MemoryFiles) -> None:
     (log,) = open_logs(store, 1)
     failures: list[StorageFailure] = []
     log.listen(on_sync_failed=failures.append)

@@ -151,7 +151,7 @@ def with_token(asked: CompactionPass, token: str) -> CompactionPass:
     return msgspec.structs.replace(asked, token=token)
 
 
-def test_the_child_tells_what_is_wrong(tmp_path: Path) -> None:
+def test_the_child_reports_what_is_wrong(tmp_path: Path) -> None:
     asked = pass_over(tmp_path)
     path = Path(asked.groups[0][0].path)
     content = bytearray(path.read_bytes())

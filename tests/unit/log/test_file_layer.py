@@ -63,7 +63,7 @@ def test_names_are_made_changed_and_removed(layer: tuple[Files, str]) -> None:
     assert not files.exists(f"{root}/x")
 
 
-def test_missing_files_are_told(layer: tuple[Files, str]) -> None:
+def test_missing_files_are_reported(layer: tuple[Files, str]) -> None:
     files, root = layer
     with pytest.raises(FileNotFoundError):
         files.open(f"{root}/a")

@@ -114,7 +114,7 @@ def test_space_is_taken_ahead_so_that_a_full_disk_takes_checkpoints(disk: Memory
     write(again, k3=b"three")
 
 
-def test_of_two_states_the_later_one_wins_whoever_writes_first(disk: MemoryFiles) -> None:
+def test_of_two_states_the_later_one_wins_whichever_is_written_first(disk: MemoryFiles) -> None:
     ledger = Ledger(disk, "/data")
     early, late = ledger.next_version(), ledger.next_version()
     ledger.write([(key(1), late, b"late")])

@@ -176,7 +176,7 @@ def test_a_closed_log_refuses(store: LogStore, log: Log) -> None:
 
 
 def test_a_log_is_opened_once(store: LogStore, log: Log) -> None:
-    with pytest.raises(StorageFailure, match="open already"):
+    with pytest.raises(StorageFailure, match="already open"):
         open_log(store)
 
 

@@ -110,7 +110,7 @@ def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenSto
     assert values(again) == [b"x"]
 
 
-def test_logs_that_are_new_are_not_told_as_recovered(
+def test_logs_that_are_new_are_not_reported_as_recovered(
     open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
@@ -147,22 +147,22 @@ def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None)
     return made
 
 
-def test_a_listener_is_told_how_far_it_is() -> None:
+def test_a_listener_is_notified_how_far_it_is() -> None:
     heard: list[tuple[int, int]] = []
-    told = RecoveryProgress(lambda done, left: heard.append((done, left)))
+    reported = RecoveryProgress(lambda done, left: heard.append((done, left)))
     for number in range(30):
-        told.note(report(number), left=29 - number, now=number * recovery_module.LISTENER_S / 10)
+        reported.note(report(number), left=29 - number, now=number * recovery_module.LISTENER_S / 10)
     assert heard == [(1, 29), (11, 19), (21, 9)]
 
 
 def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
-    told = RecoveryProgress()
+    reported = RecoveryProgress()
     for number in range(30):
-        told.note(report(number, cut=1), left=40 - number, now=number * recovery_module.PROGRESS_S / 10)
+        reported.note(report(number, cut=1), left=40 - number, now=number * recovery_module.PROGRESS_S / 10)
     for number in range(30, 40):
-        told.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_module.PROGRESS_S / 10)
-    told.log_summary()
+        reported.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_module.PROGRESS_S / 10)
+    reported.log_summary()
     progress = [vars(line) for line in caplog.records if line.message == "recovering logs"]
     assert [(line["done"], line["left"]) for line in progress] == [(11, 30), (21, 20), (31, 10)]
     damaged = [line for line in caplog.records if line.message == "a log is damaged"]

@@ -131,7 +131,7 @@ class TestTakingOver:
             follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(3))
 
 
-def test_a_log_that_starts_anew_holds_nothing_of_before_also_after_a_crash(clock: ManualClock) -> None:
+def test_a_log_that_restarts_holds_nothing_of_before_also_after_a_crash(clock: ManualClock) -> None:
     files = MemoryFiles()
     store = open_store(files, clock)
     log = open_log(store)
@@ -289,7 +289,7 @@ def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock
     assert content(again) == expected
 
 
-def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has_begun_anew(clock: ManualClock) -> None:
+def test_a_late_checkpoint_of_a_failed_cut_removes_no_file_that_the_log_has_recreated(clock: ManualClock) -> None:
     """The thread knows only the names of what was cut off, and the log may have taken these by then."""
     files = MemoryFiles()
     store = open_store(files, clock)

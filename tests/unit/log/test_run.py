@@ -52,7 +52,7 @@ async def until_synced(log: Log) -> None:
         synced.clear()
 
 
-async def test_commits_of_one_and_of_many_logs_are_told(tmp_path: Path) -> None:
+async def test_commits_of_one_and_of_many_logs_are_reported(tmp_path: Path) -> None:
     store = LogStore.open(
         tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
     )
@@ -163,7 +163,7 @@ async def test_a_deleted_log_goes_while_the_store_runs(store: LogStore, files: M
     assert not any("partitions" in path for path in files.walk())
 
 
-async def test_closing_syncs_what_nobody_asked_for(store: LogStore, open_store: OpenStore, files: MemoryFiles) -> None:
+async def test_closing_syncs_what_no_one_asked_for(store: LogStore, open_store: OpenStore, files: MemoryFiles) -> None:
     async with running(store):
         for partition, flush in enumerate((FLUSH_OS, FLUSH_INTERVAL)):
             put(open_log(store, partition, TopicSettings(flush=flush)))
@@ -205,7 +205,7 @@ async def test_a_cancelled_store_can_be_closed(store: LogStore, open_store: Open
     assert open_store().clean_start
 
 
-async def test_the_numbers_are_told(store: LogStore) -> None:
+async def test_the_numbers_are_reported(store: LogStore) -> None:
     async with running(store):
         log = open_log(store)
         put(log)

@@ -60,7 +60,7 @@ def test_a_pass_over_whole_logs_finds_nothing(store: LogStore, logs: list[Log]) 
 
 
 @pytest.mark.parametrize("at", [BASE_OFFSET_AT, LENGTH_AT, EPOCH_AT, PAYLOAD_AT])
-def test_damage_is_found_that_nobody_reads(store: LogStore, logs: list[Log], files: MemoryFiles, at: int) -> None:
+def test_damage_is_found_that_no_one_reads(store: LogStore, logs: list[Log], files: MemoryFiles, at: int) -> None:
     for path, position in [place_of(log, offset) for log in logs for offset in (0, 17, 39)]:
         files.flip_bit(path, position + at, 0)
     scrub(store)
@@ -144,8 +144,8 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
         assert log.damaged_ranges == (((segment.base_offset, segment.next_offset),) if has_replicas else ())
     else:
         assert log.damaged_ranges == ((17, 18), (19, 20))
-    (told,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
-    assert (vars(told)["topic"], vars(told)["partition"]) == ("topic-0", 0)
+    (reported,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
+    assert (vars(reported)["topic"], vars(reported)["partition"]) == ("topic-0", 0)
     (counted,) = [one for one in store.metrics() if one.name == "millstream_log_scrub_read_errors_total"]
     assert [sample.value for sample in counted.samples] == [1]
 

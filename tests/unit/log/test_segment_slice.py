@@ -35,10 +35,10 @@ def log(store: LogStore) -> Log:
 
 
 def unread(log: Log, offset: int, max_bytes: int = 1 << 20) -> SegmentSlice:
-    stretch = log.read_slice(offset, max_bytes=max_bytes, up_to=log.end_offset, eager_bytes=0)
-    assert stretch is not None
-    assert stretch.data == b""
-    return stretch
+    chunk = log.read_slice(offset, max_bytes=max_bytes, up_to=log.end_offset, eager_bytes=0)
+    assert chunk is not None
+    assert chunk.data == b""
+    return chunk
 
 
 def numbers(data: bytes) -> list[int]:
@@ -63,8 +63,8 @@ def test_the_same_is_found_whether_it_is_read_at_once_or_later(log: Log, offset:
 
 
 def test_it_can_be_read_in_pieces(log: Log) -> None:
-    stretch = unread(log, 0)
-    assert b"".join(stretch.read(at, 1) for at in range(stretch.size)) == log.read(
+    chunk = unread(log, 0)
+    assert b"".join(chunk.read(at, 1) for at in range(chunk.size)) == log.read(
         0, max_bytes=1 << 20, up_to=log.end_offset
     )
 
@@ -104,8 +104,8 @@ def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: 
     log.append(encode_values(b"%0100d" % 100), leader_epoch=EPOCH)
     kept, cut = unread(log, 0), unread(log, log.end_offset - 1)
     expected = kept.read(0, kept.size)
-    for stretch in (kept, cut):
-        stretch.hold()
+    for chunk in (kept, cut):
+        chunk.hold()
     log.truncate_to(log.end_offset - 1)
     log.append(encode_values(b"%0100d" % 200), leader_epoch=EPOCH)
 
@@ -114,21 +114,21 @@ def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: 
         cut.read(0, cut.size)
 
 
-def test_a_log_that_starts_anew_gives_nothing_of_before(log: Log) -> None:
-    stretch = unread(log, 0)
-    stretch.hold()
+def test_a_log_that_restarts_gives_nothing_of_before(log: Log) -> None:
+    chunk = unread(log, 0)
+    chunk.hold()
     log.restart_at(0)
     log.append(encode_values(b"%0100d" % 7), leader_epoch=EPOCH)
     with pytest.raises(StorageFailure, match="deleted or truncated"):
-        stretch.read(0, stretch.size)
+        chunk.read(0, chunk.size)
 
 
-def test_after_a_read_failed_in_mid_answer_the_log_itself_tells_why(log: Log, files: MemoryFiles) -> None:
-    stretch = unread(log, 0)
-    segment = stretch._segment
+def test_after_a_read_failed_in_mid_answer_the_log_itself_says_why(log: Log, files: MemoryFiles) -> None:
+    chunk = unread(log, 0)
+    segment = chunk._segment
     files.truncate(segment.descriptor, segment.size // 2)
     with pytest.raises(BrokenSegment):
-        stretch.read(0, stretch.size)
+        chunk.read(0, chunk.size)
 
     # Now nothing is promised unread: what is whole is given, and the rest is known to be lost.
     again = log.read_slice(0, max_bytes=1 << 20, up_to=log.end_offset, eager_bytes=0)
@@ -146,20 +146,20 @@ def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
     for segment in segments:
         files.close(files.open(segment.path, create=True))
     held = [SegmentSlice(pool, segment, 0, 0, 0) for segment in segments]
-    for stretch in held:
-        stretch.hold()
+    for chunk in held:
+        chunk.hold()
     assert [segment.pins for segment in segments] == [1, 1, 0, 0]
-    del stretch
+    del chunk
     held.clear()
     assert [segment.pins for segment in segments] == [0, 0, 0, 0]
     pool.close_all()
     assert files.open_descriptors == 0
 
 
-def test_a_stretch_that_is_dropped_after_everything_was_closed_does_no_harm(log: Log) -> None:
-    stretch = unread(log, 0)
-    stretch.hold()
+def test_a_range_that_is_dropped_after_everything_was_closed_does_no_harm(log: Log) -> None:
+    chunk = unread(log, 0)
+    chunk.hold()
     log.delete_expired(1000)
     log.open_files.close_all()
-    del stretch
+    del chunk
     assert len(log.open_files) == 0

@@ -89,7 +89,7 @@ def test_the_mark_is_good_for_one_start(open_store: OpenStore, files: MemoryFile
     assert not open_store().clean_start
 
 
-def test_a_log_that_nobody_opened_is_still_recovered_later(open_store: OpenStore, files: MemoryFiles) -> None:
+def test_a_log_that_no_one_opened_is_still_recovered_later(open_store: OpenStore, files: MemoryFiles) -> None:
     store = open_store()
     put(open_log(store), b"a")
     files.kill()

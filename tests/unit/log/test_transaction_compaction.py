@@ -125,21 +125,21 @@ class Machine:
         found: list[RecordOf] = []
         at, stable = int(self.log.start_offset), self.stable
         while at < stable:
-            stretch = self.log.read_slice(at, max_bytes=250, up_to=stable)
-            assert stretch is not None
-            listed = self.log.producers.transactions.aborted.overlapping(at, stretch.next_offset)
+            chunk = self.log.read_slice(at, max_bytes=250, up_to=stable)
+            assert chunk is not None
+            listed = self.log.producers.transactions.aborted.overlapping(at, chunk.next_offset)
             pending = sorted((one.first_offset, one.producer_id) for one in listed)
             dropped: set[int] = set()
-            for header in iterate_headers(stretch.data):
+            for header in iterate_headers(chunk.data):
                 while pending and pending[0][0] <= header.last_offset:
                     dropped.add(pending.pop(0)[1])
-                data = stretch.data[header.position : header.end_position]
+                data = chunk.data[header.position : header.end_position]
                 if header.is_control:
                     if next(decode_records(data, control=True)).key == b"\0\0\0\0":
                         dropped.discard(header.producer_id)
                 elif not (header.is_transactional and header.producer_id in dropped):
                     found += [(one.offset, one.key, one.value) for one in decode_records(data)]
-            at = stretch.next_offset
+            at = chunk.next_offset
         return found
 
     def table(self) -> dict[bytes, bytes]:

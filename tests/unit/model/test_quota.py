@@ -35,7 +35,7 @@ from millstream.core.quota import (
         ([(USER, "alice")], "every client is the user ANONYMOUS"),
     ],
 )
-def test_what_cannot_have_a_quota_is_told(parts: list[tuple[str, str | None]], says: str) -> None:
+def test_what_cannot_have_a_quota_is_reported(parts: list[tuple[str, str | None]], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         QuotaEntity.of(parts)
 

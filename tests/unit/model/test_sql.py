@@ -62,7 +62,7 @@ def test_a_semicolon_may_end_it() -> None:
         ("SELECT * FROM orders-eu.x o", "write `orders-eu.x` in backquotes"),
         (
             "SELECT * FROM 'orders'",
-            "names stand in backquotes, not in quotes\n  SELECT * FROM 'orders'\n                ^^^^^^^^",
+            "names are written in backquotes, not in quotes\n  SELECT * FROM 'orders'\n                ^^^^^^^^",
         ),
         ("SELECT * FROM größen", "write `größen` in backquotes"),
     ],

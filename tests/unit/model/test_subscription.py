@@ -115,7 +115,7 @@ def test_a_start_names_a_place_or_a_time() -> None:
         ("x", ["a"], {FILTER: "x" * 8193}, InvalidSetting, "8192"),
     ],
 )
-def test_what_cannot_be_declared_is_told(
+def test_what_cannot_be_declared_is_reported(
     name: str, topics: list[str], overrides: dict[str, str], error: type[InvalidRequest], said: str
 ) -> None:
     with pytest.raises(error, match=said):

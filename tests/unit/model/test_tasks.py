@@ -24,7 +24,7 @@ async def test_results_come_in_order_and_nothing_to_do_is_nothing() -> None:
     assert await gather_or_cancel([]) == []
 
 
-async def test_a_failure_ends_the_others_and_is_told_as_it_is() -> None:
+async def test_a_failure_ends_the_others_and_is_reported_as_it_is() -> None:
     never = asyncio.Event()
     cleaned = []
 

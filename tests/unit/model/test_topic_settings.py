@@ -53,7 +53,7 @@ def test_every_setting_of_kafka_is_either_here_or_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MISSING))
-def test_a_setting_that_only_kafka_has_is_told_apart_from_an_unknown_one(name: str) -> None:
+def test_a_setting_that_only_kafka_has_is_distinguished_from_an_unknown_one(name: str) -> None:
     with pytest.raises(InvalidSetting, match=r"setting of Kafka that Millstream does not have: \w+"):
         TopicSettings.from_strings({name: "1"})
     with pytest.raises(InvalidSetting, match=r"unknown topic setting 'no\.such'; known are: cleanup\.policy, "):

@@ -52,7 +52,7 @@ class Polls:
             ended = asyncio.get_running_loop().create_future()
             self.polls += 1
             if not presence.has_left:
-                presence.when_left = lambda: ended.set_result(None)
+                presence.on_disconnect = lambda: ended.set_result(None)
                 await ended
             return [framed(b"what there is")]
 
@@ -61,7 +61,7 @@ class Polls:
     def _lease(self, presence: Presence, size: int) -> Coroutine[Any, Any, Buffers | None]:
         async def lease() -> Buffers:
             self.polls += 1
-            presence.when_undelivered(self._undo)
+            presence.on_undelivered(self._undo)
             return [framed(b"x" * size)]
 
         return lease()
@@ -73,7 +73,7 @@ class Polls:
         async def join() -> Buffers:
             task = asyncio.current_task()
             assert task is not None
-            presence.when_left = task.cancel
+            presence.on_disconnect = task.cancel
             self.polls += 1
             try:
                 await asyncio.get_running_loop().create_future()
@@ -247,23 +247,23 @@ async def test_a_connection_that_is_read_from_again_is_not_watched() -> None:
 
 async def test_a_descriptor_that_is_used_again_is_another_connections() -> None:
     hangups = Hangups()
-    told: list[str] = []
+    reported: list[str] = []
     ours, theirs = socket.socketpair()
 
     def first() -> None:
-        told.append("first")
+        reported.append("first")
 
     def second() -> None:
-        told.append("second")
+        reported.append("second")
 
     hangups.watch(ours.fileno(), first)
     hangups.forget(ours.fileno(), first)
     hangups.watch(ours.fileno(), second)
     hangups.forget(ours.fileno(), first)
     theirs.shutdown(socket.SHUT_WR)
-    while not told:
+    while not reported:
         await asyncio.sleep(0.001)
-    assert told == ["second"]
+    assert reported == ["second"]
     hangups.forget(ours.fileno(), second)
     hangups.close()
     ours.close()

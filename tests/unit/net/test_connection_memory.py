@@ -61,9 +61,9 @@ def framed(body: bytes) -> bytes:
 
 
 async def answer(client: Client) -> int:
-    size, told = struct.unpack(">ii", await client[0].readexactly(8))
+    size, reported = struct.unpack(">ii", await client[0].readexactly(8))
     assert size == 4
-    return int(told)
+    return int(reported)
 
 
 async def until_holding(budget: Budget, at_least: int) -> None:

@@ -10,7 +10,7 @@ from millstream.broker.net.presence import Presence
 def test_farewells_are_said_once_and_not_to_what_has_ended_before() -> None:
     presence, said = Presence(), list[str]()
     for name in ("one", "two", "three"):
-        presence.when_gone(name, partial(said.append, name))
+        presence.on_close(name, partial(said.append, name))
     presence.forget("two")
     presence.forget("nobody")
     # Its client has ended its side; what is under way may still be answered.
@@ -28,6 +28,6 @@ def test_a_farewell_may_forget_others() -> None:
         presence.forget("one")
         said.append("one")
 
-    presence.when_gone("one", farewell)
+    presence.on_close("one", farewell)
     presence.end()
     assert said == ["one"]

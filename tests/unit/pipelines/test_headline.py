@@ -8,7 +8,7 @@ from millstream.pipelines.jobs.error_reason import HEADLINE_LENGTH_MAX, headline
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "reported"),
     [
         ("", ""),
         ("one line", "one line"),
@@ -16,8 +16,8 @@ from millstream.pipelines.jobs.error_reason import HEADLINE_LENGTH_MAX, headline
         ("ParseException:\n\n[SYNTAX]:\n  near 'SELCT'\nmore", "ParseException: [SYNTAX]: near 'SELCT'"),
     ],
 )
-def test_it_is_what_tells_most(reason: str, told: str) -> None:
-    assert headline(reason) == told
+def test_it_is_the_most_specific_reason(reason: str, reported: str) -> None:
+    assert headline(reason) == reported
 
 
 def test_what_is_too_long_is_cut_between_sentences_with_the_advice_as_far_as_it_fits() -> None:

@@ -331,7 +331,7 @@ def test_what_is_found_beside_a_fraction_is_kept() -> None:
 
 
 @pytest.mark.parametrize("evolves", [False, True])
-def test_why_a_column_stays_is_told(evolves: bool) -> None:
+def test_why_a_column_stays_is_reported(evolves: bool) -> None:
     fixed = {("n",): "it is too large", ("o", "l", "[]"): "so it is"}
     decoder = Decoder(WHOLE, evolves=evolves, widens=True, fixed=fixed)
     decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
@@ -346,8 +346,8 @@ def test_why_a_column_stays_is_told(evolves: bool) -> None:
 
 def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
     known = pa.schema([pa.field("N", pa.int64()), *WHOLE.remove(0), pa.field("text", pa.string())])
-    given_anew = given_fields("n double, o struct<y string, x double>, text long, more date")
-    assert merge_schema(known, given_anew) == pa.schema(
+    given_again = given_fields("n double, o struct<y string, x double>, text long, more date")
+    assert merge_schema(known, given_again) == pa.schema(
         [
             pa.field("N", pa.float64()),
             pa.field("o", pa.struct([("x", pa.float64()), WHOLE.field("o").type.field("l"), ("y", pa.string())])),

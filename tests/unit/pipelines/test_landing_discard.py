@@ -62,7 +62,7 @@ def test_topics_of_an_earlier_round_leave_nothing_when_a_later_one_fails(
     assert not list(tmp_path.rglob("*.parquet"))
 
 
-def test_a_failure_is_told_also_when_files_cannot_be_deleted(
+def test_a_failure_is_reported_also_when_files_cannot_be_deleted(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = batch_of("done", tmp_path)
@@ -80,7 +80,7 @@ def test_a_failure_is_told_also_when_files_cannot_be_deleted(
         job._prepare([done])
 
 
-def test_a_topic_that_was_made_anew_leaves_nothing_and_the_others_are_committed(
+def test_a_topic_that_was_recreated_leaves_nothing_and_the_others_are_committed(
     job: LandJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same, remade = batch_of("same", tmp_path), batch_of("remade", tmp_path)

@@ -56,8 +56,8 @@ class Counted:
 def test_a_task_that_fails_takes_back_what_it_did() -> None:
     numbers = [pa.RecordBatch.from_pydict({"id": [0]})]
     work = Counted()
-    (told,) = FileTasks(work, [[file("a"), file("b")]])(numbers)
-    assert told.to_pydict() == {"path": ["a", "b"], "result": ['"a"', '"b"']}
+    (reported,) = FileTasks(work, [[file("a"), file("b")]])(numbers)
+    assert reported.to_pydict() == {"path": ["a", "b"], "result": ['"a"', '"b"']}
     assert work.discarded == []
     with pytest.raises(OSError, match="full"):
         list(FileTasks(work, [[file("a"), file("bad"), file("b")]])(numbers))

@@ -36,7 +36,7 @@ def write(storage: Storage, attempt: str, offsets: range = range(5)) -> TaskWrit
 def fail(leftovers: AbandonedFiles, writer: TaskWriter) -> None:
     with (
         pytest.raises(OSError, match="full"),
-        leftovers.watch(FAILED, [(writer.storage, writer.folder), (writer.storage.beside("__quarantine"), "")]),
+        leftovers.watch(FAILED, [(writer.storage, writer.folder), (writer.storage.suffixed("__quarantine"), "")]),
     ):
         raise OSError("full")
 
@@ -51,7 +51,7 @@ def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_pat
     other = "fedcba9876543210"
     write(storage, other)
     writer = write(storage, FAILED)
-    write(storage.beside("__quarantine"), FAILED)
+    write(storage.suffixed("__quarantine"), FAILED)
     fail(leftovers, writer)
     assert names(tmp_path) == [other]
     for clock.now in range(int(PAUSE_S), int(KEPT_S) + 1, int(PAUSE_S)):

@@ -55,7 +55,7 @@ def test_a_table_goes_on_where_it_is() -> None:
     assert topic_ranges("orders", found) == [Range("orders", 0, 30, 100), Range("orders", 1, 40, 50)]
 
 
-def test_a_new_table_begins_where_it_is_told() -> None:
+def test_a_new_table_starts_at_the_given_position() -> None:
     new = source({0: 5, 1: 0}, {0: 100, 1: 50})
     assert plans(new, {}, from_latest=False) == {
         0: PartitionPlan(None, 5, 100),

@@ -64,20 +64,20 @@ def test_offsets_that_no_message_has_are_not_lost() -> None:
     assert reading.lost == 1
 
 
-def test_a_log_that_ends_too_early_is_told() -> None:
+def test_a_log_that_ends_too_early_is_reported() -> None:
     log = Log(5, {})
     reading = Reading(log.records, log.log_start)
     with pytest.raises(LostData):
         offsets(reading, Range("orders", 0, 0, 10))
 
 
-def test_losses_of_several_stretches_are_summed_up_and_reported() -> None:
+def test_losses_of_several_ranges_are_summed_up_and_reported() -> None:
     logs = {0: Log(10, {2: 4}), 1: Log(10, {0: 3})}
     reading = Reading(
         lambda one: logs[one.partition].records(one), lambda topic, partition: logs[partition].log_start(topic, 0)
     )
     assert [len(offsets(reading, Range("orders", number, 0, 10))) for number in logs] == [8, 7]
-    told = to_arrow([Report(topic="orders", rows=15, lost=reading.lost)])
-    assert [part.split()[0] for part in REPORT_COLUMNS.split(", ")] == told.schema.names
-    (report,) = from_rows(tuple(row.values()) for row in told.to_pylist())
+    reported = to_arrow([Report(topic="orders", rows=15, lost=reading.lost)])
+    assert [part.split()[0] for part in REPORT_COLUMNS.split(", ")] == reported.schema.names
+    (report,) = from_rows(tuple(row.values()) for row in reported.to_pylist())
     assert (report.rows, report.lost) == (15, 5)

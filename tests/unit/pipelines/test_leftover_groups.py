@@ -74,7 +74,7 @@ async def test_the_group_of_a_dead_driver_goes_when_its_session_has_ended(server
     assert await exists(server, kept)
 
 
-async def test_a_group_that_somebody_has_by_hand_is_left_alone(server: Server, topic: str) -> None:
+async def test_a_group_of_a_manual_run_is_left_alone(server: Server, topic: str) -> None:
     name = topic[-40:]
     claim = await asyncio.to_thread(take, server, name, "pipeline-run-1")
     groups = LeftoverGroups(server.kafka, lambda _name: False)

@@ -47,7 +47,7 @@ def test_once_ends_when_everything_that_was_there_is_taken(lines: list[Step], ro
     assert script.contexts[0].member().member_id == "me"
 
 
-def test_it_goes_on_until_it_is_stopped_or_somebody_else_takes_over() -> None:
+def test_it_goes_on_until_it_is_stopped_or_someone_else_takes_over() -> None:
     stopping = threading.Event()
     script = Script(Step(rows=1), Step(rows=1))
     claim = FreeClaim()
@@ -65,7 +65,7 @@ def test_it_goes_on_until_it_is_stopped_or_somebody_else_takes_over() -> None:
         lost.run(once=False)
 
 
-def test_what_fails_is_told_with_what_was_done_before() -> None:
+def test_what_fails_is_reported_with_what_was_done_before() -> None:
     script = Script(Step(rows=1, lag=1), ValueError("no"))
     running = by_hand(script, FreeClaim())
     with pytest.raises(ValueError, match="no"):

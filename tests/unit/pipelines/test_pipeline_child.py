@@ -42,7 +42,7 @@ class Owner(SoleOwner):
         self.has_resigned = False
         self._listener: Callable[[], None] = lambda: None
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         self._listener = listener
 
     def be(self, *, mine: bool) -> None:
@@ -69,8 +69,12 @@ class Board(PipelineBoard):
         self.changed.set()
 
     def report(self, name: str) -> PipelineReport:
-        told = self.describe(name)
-        return PipelineReport(name=name, state="stopped") if told is None else msgspec.convert(told, PipelineReport)
+        reported = self.describe(name)
+        return (
+            PipelineReport(name=name, state="stopped")
+            if reported is None
+            else msgspec.convert(reported, PipelineReport)
+        )
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(HANG_S):
@@ -215,7 +219,7 @@ async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None
         assert scene.child.restarts == 0
 
 
-async def test_what_is_missing_is_told_until_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_missing_is_reported_until_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.runtime.child.LOOK_S", 0.01)
     async with scene_in(tmp_path) as scene:
         scene.missing = "pipelines run on Spark; install it"
@@ -227,7 +231,7 @@ async def test_what_is_missing_is_told_until_it_is_there(tmp_path: Path, monkeyp
         await scene.board.until(lambda: scene.board.report("a").state == "running")
 
 
-async def test_a_catalog_that_is_away_keeps_nobody_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_catalog_that_is_away_keeps_no_one_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.pipelines.runtime.child.PARK_PAUSE_S", 0.01)
     async with scene_in(tmp_path) as scene:
         park, calls = scene.declared.park, 0
@@ -275,8 +279,8 @@ def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> N
         roll.apply(DriverEvent(failed="replaced", stuck="b"))
         roll.driver_ended(71, is_death=True)
         assert (roll.is_suspect("a"), roll.is_suspect("b")) == (False, True)
-    told = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
-    assert [(one.restarts, one.still_s) for one in told.values()] == [(3, 0.0), (3, 0.0)]
+    reported = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
+    assert [(one.restarts, one.still_s) for one in reported.values()] == [(3, 0.0), (3, 0.0)]
     assert roll.blamed() == [("b", "replaced")]
     # Whoever was under way when a driver dies otherwise is suspected as before.
     roll.apply(DriverEvent(begun="a"))
@@ -284,7 +288,7 @@ def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> N
     assert roll.is_suspect("a")
 
 
-def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
+def test_why_a_driver_ended_is_reported_until_the_next_one_reports() -> None:
     roll = DriverReports(1)
     due = [landing("a")]
     assert roll.reports(due, is_running=True, idle_reason="")[0].state == "starting"
@@ -296,8 +300,8 @@ def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
     assert roll.reports(due, is_running=False, idle_reason="")[0].last_error == "the driver ended with signal 9"
     roll.driver_ended(DIED, is_death=True)
     assert "spark.log" in roll.reports(due, is_running=False, idle_reason="")[0].last_error
-    told = roll.reports(due, is_running=False, idle_reason="install them")[0]
-    assert (told.state, told.last_error) == ("waiting", "install them")
+    reported = roll.reports(due, is_running=False, idle_reason="install them")[0]
+    assert (reported.state, reported.last_error) == ("waiting", "install them")
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
     roll.driver_ended(0, is_death=False)
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=2, counts={"files": 1})]))
@@ -315,12 +319,12 @@ def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again
     failed = PipelineReport(name="a", state="parked", rows=5, restarts=4, last_error="no such column", last_error_ms=7)
     roll.apply(DriverEvent(reports=[failed]))
     roll.apply(DriverEvent(reports=[]))
-    (told,) = roll.reports_of_rest([parked])
-    assert (told.state, told.rows, told.restarts, told.last_error_ms) == ("parked", 5, 4, 7)
+    (reported,) = roll.reports_of_rest([parked])
+    assert (reported.state, reported.rows, reported.restarts, reported.last_error_ms) == ("parked", 5, 4, 7)
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=1)]))
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="starting")]))
-    (told,) = roll.reports([one], is_running=True, idle_reason="")
-    assert (told.state, told.rows, told.restarts) == ("starting", 6, 4)
+    (reported,) = roll.reports([one], is_running=True, idle_reason="")
+    assert (reported.state, reported.rows, reported.restarts) == ("starting", 6, 4)
     assert roll.reports_of_rest([landing("b")]) == []
     # Of one that is deleted nothing is kept, also when the driver still tells of it.
     roll.forget([])
@@ -328,7 +332,7 @@ def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again
     assert roll.reports_of_rest([parked]) == []
 
 
-def test_since_when_no_driver_could_be_started_is_told() -> None:
+def test_since_when_no_driver_could_be_started_is_reported() -> None:
     roll = DriverReports(1)
     roll.driver_ended(1, is_death=True)
     (first,) = roll.reports([landing("a")], is_running=False, idle_reason="")

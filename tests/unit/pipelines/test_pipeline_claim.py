@@ -32,7 +32,7 @@ def other_link(server: Server) -> Iterator[Link]:
     made.close()
 
 
-def test_the_group_shows_who_runs_it_and_nobody_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
+def test_the_group_shows_who_runs_it_and_no_one_else_gets_in(link: Link, other_link: Link, topic: str) -> None:
     claim = Claim(link, topic)
     claim.take()
     assert claim.is_held
@@ -55,12 +55,12 @@ def test_the_group_shows_who_runs_it_and_nobody_else_gets_in(link: Link, other_l
     second.leave()
 
 
-def test_a_driver_that_is_started_anew_takes_the_place_of_the_one_before(
+def test_a_driver_that_is_started_again_takes_the_place_of_the_one_before(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
     lost = threading.Event()
-    before = Claim(link, topic, instance_id=DRIVER_INSTANCE, when_lost=lost.set)
+    before = Claim(link, topic, instance_id=DRIVER_INSTANCE, on_lost=lost.set)
     before.take()
     after = Claim(other_link, topic, instance_id=DRIVER_INSTANCE)
     after.take()
@@ -98,7 +98,7 @@ def test_of_two_that_come_at_once_one_runs_it(
     held.leave()
 
 
-def test_whoever_runs_it_stays_when_another_joins_the_group_past_the_door(
+def test_the_runner_stays_when_another_joins_the_group_directly(
     link: Link, other_link: Link, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_module, "BEAT_S", 0.1)
@@ -124,7 +124,7 @@ def test_the_group_of_a_pipeline_goes_with_its_declaration_while_it_is_run(link:
     assert link.call(describe_group(link.client, group)).members == ()
     claim.take()
     link.call(pipelines.delete(topic))
-    with pytest.raises(GroupNotEmpty, match="is still being run"):
+    with pytest.raises(GroupNotEmpty, match="is still running"):
         link.call(pipelines.create(topic, "land", {"topics": topic}))
     claim.leave()
     with pytest.raises(UnknownGroup):
@@ -144,7 +144,7 @@ def test_consumers_and_pipelines_leave_each_others_groups_alone(
     consumer = Claim(link, f"pipeline-{topic}")
     consumer.take()
     consumer.leave()
-    with pytest.raises(GroupNotEmpty, match="is one of consumers, who have offsets in it; choose another name"):
+    with pytest.raises(GroupNotEmpty, match="is used by consumers and has offsets; choose another name"):
         link.call(pipelines.create(topic, "land", {"topics": topic}))
     link.call(pipelines.create(f"{topic}-2", "land", {"topics": topic}, is_wanted=False))
     with pytest.raises(InvalidGroupId):

@@ -46,7 +46,7 @@ class Scene:
             OPTIONS,
             None,
             self._send,
-            lambda _group, _when_lost: FreeClaim(),
+            lambda _group, _on_lost: FreeClaim(),
             jobs={PipelineKind.LAND: self._make},
             report_s=0.0,
             backoff_s=0.001,
@@ -80,7 +80,7 @@ def scene() -> Iterator[Scene]:
     made.driver.end()
 
 
-def test_it_runs_what_it_is_told_and_reports(scene: Scene) -> None:
+def test_it_runs_its_pipelines_and_reports(scene: Scene) -> None:
     first, second = scene.script("a", Step(rows=3)), scene.script("b", Step(rows=4))
     scene.driver.declare([Wanted(landing("a")), Wanted(landing("b"))])
     assert first.at_end.wait(HANG_S)
@@ -117,7 +117,7 @@ def test_one_that_was_parked_is_tried_again_by_another_number(scene: Scene) -> N
     assert script.at_end.wait(HANG_S)
 
 
-def test_one_that_was_deleted_and_made_anew_begins_after_the_end_of_the_other(scene: Scene) -> None:
+def test_one_that_was_deleted_and_recreated_begins_after_the_end_of_the_other(scene: Scene) -> None:
     script = scene.script("a")
     before = landing("a")
     scene.driver.declare([Wanted(before)])
@@ -163,7 +163,7 @@ def test_suspects_take_turns_until_a_step_went_well() -> None:
     turns.give_back("b", is_well=True)
 
 
-def test_what_is_told_and_said_survives_the_pipe() -> None:
+def test_commands_and_reports_survive_the_pipe() -> None:
     rules = (Rule(name="all", topic="orders", targets=("queue",)),)
     wanted = Wanted(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
     assert msgspec.json.decode(msgspec.json.encode(DriverCommand([wanted])), type=DriverCommand) == DriverCommand(

@@ -118,8 +118,8 @@ class LibraryError(Exception):
 def test_tasks_say_themselves_where_their_errors_come_from(
     error: Exception, fault: Fault, kind: type[Exception]
 ) -> None:
-    told = raised_in_task(error)
-    assert (fault_of(told), kind_in(told)) == (fault, kind)
+    reported = raised_in_task(error)
+    assert (fault_of(reported), kind_in(reported)) == (fault, kind)
     assert "millstream fault" not in reason_of(raised_in_task(BrokerUnreachable("away")))
 
 

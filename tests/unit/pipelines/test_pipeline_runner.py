@@ -24,7 +24,7 @@ class Watched:
 
     def __init__(self, script: Script, claim: FreeClaim) -> None:
         self.claim = claim
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.steps: list[object] = []
         self._news = threading.Condition()
         around = Surroundings(
@@ -44,16 +44,16 @@ class Watched:
 
     def until(self, state: str) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: state in self.told, HANG_S)
+            assert self._news.wait_for(lambda: state in self.reported, HANG_S)
 
-    def _claimed(self, group: str, when_lost: Any) -> FreeClaim:
+    def _claimed(self, group: str, on_lost: Any) -> FreeClaim:
         assert group == "pipeline-landing"
-        self.claim.when_lost = when_lost
+        self.claim.on_lost = on_lost
         return self.claim
 
     def _changed(self) -> None:
         with self._news:
-            self.told.append(self.runner.report().state)
+            self.reported.append(self.runner.report().state)
             self._news.notify_all()
 
 
@@ -87,11 +87,11 @@ def test_a_topic_that_is_missing_is_waited_for() -> None:
         assert script.at_end.wait(HANG_S)
         report = watched.runner.report()
         assert (report.state, report.rows, report.lag, report.restarts) == ("running", 3, 0, 0)
-    assert "waiting" in watched.told
-    assert "parked" not in watched.told
+    assert "waiting" in watched.reported
+    assert "parked" not in watched.reported
 
 
-def test_steps_are_counted_and_told() -> None:
+def test_steps_are_counted_and_reported() -> None:
     script = Script(Step(rows=5, lag=7, counts={"files": 2}), Step(lag=7), Step(rows=7, counts={"files": 1}))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -106,7 +106,7 @@ def test_steps_are_counted_and_told() -> None:
     assert (watched.claim.taken, watched.claim.left, script.closed) == (1, 1, 1)
 
 
-def test_a_failure_is_told_and_the_job_is_made_anew() -> None:
+def test_a_failure_is_reported_and_the_job_is_recreated() -> None:
     script = Script(Step(rows=1), ValueError("no such column"), Step(rows=2))
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
@@ -114,7 +114,7 @@ def test_a_failure_is_told_and_the_job_is_made_anew() -> None:
         assert (report.state, report.rows, report.restarts) == ("running", 3, 1)
         assert report.last_error == "ValueError: no such column"
         assert report.last_error_ms > 0
-        assert "retrying" in watched.told
+        assert "retrying" in watched.reported
     assert len(script.contexts) == 2
     assert watched.claim.taken == 1
 
@@ -159,7 +159,7 @@ def test_failures_while_the_group_is_not_heard_of_do_not_count() -> None:
         assert watched.runner.report().restarts == 3 * FAILURES_MAX
 
 
-def test_it_waits_while_somebody_else_runs_it() -> None:
+def test_it_waits_while_someone_else_runs_it() -> None:
     busy = [GroupNotEmpty("it is being run by 'cli'")] * 3
     script = Script(Step(rows=1))
     with running(script, FreeClaim(busy)) as watched:
@@ -259,7 +259,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (InvalidRequest("say what is landed"), "say what is landed"),
         (ValueError("wrong"), "ValueError: wrong"),
@@ -276,5 +276,5 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
         (ValueError("x" * 10_000), "ValueError: " + "x" * 3988 + " …"),
     ],
 )
-def test_reasons_are_told_without_traces(error: Exception, told: str) -> None:
-    assert reason_of(error) == told
+def test_reasons_are_reported_without_traces(error: Exception, reported: str) -> None:
+    assert reason_of(error) == reported

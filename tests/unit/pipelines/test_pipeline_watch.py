@@ -81,7 +81,7 @@ def test_who_gives_signs_is_left_alone_and_spark_is_not_asked() -> None:
         assert (one.given_up, scene.replaced, scene.asked, one.progress.still_s) == ([], [], 0, 0.0)
 
 
-def test_a_long_batch_of_which_spark_tells_progress_is_left_alone() -> None:
+def test_a_long_batch_that_makes_progress_is_not_cancelled() -> None:
     one = Pipeline()
     with watched(one) as scene:
         for tasks in range(100):
@@ -168,10 +168,10 @@ def test_a_java_that_does_not_answer_has_the_driver_replaced() -> None:
         for _ in range(3):
             scene.now_s += 0.01
             scene.watch.look()
-        assert scene.replaced[0] == ("", "Java has not answered for 0 s")
+        assert scene.replaced[0] == ("", "the Java process has not answered for 0 s")
 
 
-def test_nobody_is_blamed_while_java_does_not_answer() -> None:
+def test_no_one_is_blamed_while_java_does_not_answer() -> None:
     one = Pipeline(stall_s=10.0)
     with watched(one) as scene:
         scene.watch._java_s = 500.0
@@ -187,7 +187,7 @@ def test_nobody_is_blamed_while_java_does_not_answer() -> None:
         assert one.given_up == ["it made no progress for 10 s and was cancelled"]
 
 
-def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+def test_a_process_that_was_stopped_itself_blames_no_one() -> None:
     one = Pipeline()
     with watched(one) as scene:
         scene.pass_by(20)

@@ -27,7 +27,7 @@ _IN_A_TASK = (
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "reported"),
     [
         (
             _NO_BUCKET,
@@ -47,10 +47,10 @@ _IN_A_TASK = (
         ),
     ],
 )
-def test_it_is_said_in_one_line(said: str, told: str) -> None:
-    assert place_error(said) == told
-    assert reason_of(RuntimeError(said)) == told
-    assert reason_of(RuntimeError(f"Traceback (most recent call last):\n  File x\nOSError: {said}")) == told
+def test_it_is_said_in_one_line(said: str, reported: str) -> None:
+    assert place_error(said) == reported
+    assert reason_of(RuntimeError(said)) == reported
+    assert reason_of(RuntimeError(f"Traceback (most recent call last):\n  File x\nOSError: {said}")) == reported
 
 
 def test_other_errors_are_left_as_they_are() -> None:

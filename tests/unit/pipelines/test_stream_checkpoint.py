@@ -33,7 +33,7 @@ def test_a_batch_ends_somewhere_in_every_topic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "v1\n", "v9\n{}\n{}", 'v1\n{}\n{"a": 5}', "v1\n{}\nnothing", 'v1\n{}\n{"a": {"x": 1}}']
 )
-def test_what_cannot_be_read_is_told(tmp_path: Path, text: str) -> None:
+def test_what_cannot_be_read_is_reported(tmp_path: Path, text: str) -> None:
     begin(tmp_path, 0)
     tmp_path.joinpath("offsets", "0").write_text(text)
     with pytest.raises(CorruptState):
@@ -72,7 +72,7 @@ def test_a_stream_goes_on_only_where_the_pipeline_is(
     assert not checkpoint.archive_unless_at(committed)
 
 
-def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_path: Path) -> None:
+def test_a_stream_that_knows_less_batches_than_were_committed_restarts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for number, offset in enumerate((5, 10)):
         begin(folder, number, {"a": {0: offset}})
@@ -85,7 +85,7 @@ def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_pa
     assert checkpoint.archive_unless_at({"a": {0: 10}}, last_batch=2)
 
 
-def test_a_stream_of_which_half_a_file_was_left_begins_anew(tmp_path: Path) -> None:
+def test_a_stream_of_which_half_a_file_was_left_restarts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     for number, offset in enumerate((5, 10)):
         begin(folder, number, {"a": {0: offset}})
@@ -93,7 +93,7 @@ def test_a_stream_of_which_half_a_file_was_left_begins_anew(tmp_path: Path) -> N
     assert StreamCheckpoint(folder).archive_unless_at({"a": {0: 5}})
 
 
-def test_a_stream_that_did_not_begin_has_nothing_to_set_aside(tmp_path: Path) -> None:
+def test_a_stream_that_did_not_start_has_nothing_to_archive(tmp_path: Path) -> None:
     assert not StreamCheckpoint(tmp_path / "missing").archive_unless_at({"a": {0: 1}})
     tmp_path.joinpath("offsets").mkdir()
     assert not StreamCheckpoint(tmp_path).archive_unless_at({"a": {0: 1}})

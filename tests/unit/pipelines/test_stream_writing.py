@@ -121,7 +121,7 @@ def test_a_batch_that_was_committed_before_is_only_remembered(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("where", ["in a task", "beside the tasks", "at the end"])
-def test_a_batch_that_somebody_else_commits_meanwhile_is_there(stage: Stage, where: str) -> None:
+def test_a_batch_that_someone_else_commits_meanwhile_is_there(stage: Stage, where: str) -> None:
     def fenced_in_task(batch: Batch) -> list[Part]:
         if stage.last < 0:
             stage.last = 0
@@ -130,7 +130,7 @@ def test_a_batch_that_somebody_else_commits_meanwhile_is_there(stage: Stage, whe
         return [Part(batch, 3, None)] if where == "in a task" else [Part(batch, 3, ROWS)]
 
     stage.task = fenced_in_task
-    stage.offsets = ProducerFenced("batch 0 is committed already") if where == "beside the tasks" else None
+    stage.offsets = ProducerFenced("batch 0 is already committed") if where == "beside the tasks" else None
     stage.write(0)
     assert (stage.completed, stage.writing.counts(), stage.writing.failure) == ([], {}, None)
     # What the tasks of it remember is written whether or not the rows were.

@@ -24,7 +24,7 @@ def a_batch(base_offset: int = 0) -> bytearray:
     return encode_batch([NewRecord(b"k", b"v", (), 7), NewRecord(None, b"w", (), 3)], base_offset=base_offset)
 
 
-def test_a_header_tells_what_was_written() -> None:
+def test_a_header_describes_what_was_written() -> None:
     batch = encode_batch(
         [NewRecord(b"k", b"v", (), 7), NewRecord(None, b"w", (), 9)],
         base_offset=40,

@@ -234,16 +234,16 @@ def test_only_some_rows_are_written_in_the_order_given() -> None:
 @pytest.mark.parametrize("offsets", [[0, 5, 3], [0, 5, 11], [-1, 5, 6]])
 def test_columns_that_lie_are_refused(offsets: list[int]) -> None:
     column = BinaryColumn(offsets=np.array(offsets, np.int32), data=np.zeros(10, np.uint8))
-    with pytest.raises(InvalidBatch, match="do not fit"):
+    with pytest.raises(InvalidBatch, match="do not match"):
         choose_partitions(column, 2)
-    with pytest.raises(InvalidBatch, match="do not fit"):
+    with pytest.raises(InvalidBatch, match="do not match"):
         column.check()
 
 
 def test_columns_of_different_lengths_are_refused() -> None:
     columns = some_columns(3)
     short = BinaryColumn(offsets=np.zeros(2, np.int32), data=np.empty(0, np.uint8))
-    with pytest.raises(InvalidBatch, match="does not fit"):
+    with pytest.raises(InvalidBatch, match="does not match"):
         list(
             encode_columns(
                 Columns(

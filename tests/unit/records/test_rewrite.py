@@ -69,7 +69,7 @@ def test_an_empty_batch_stands_for_its_offsets() -> None:
     assert list(decode_batch(batch, header)) == []
 
 
-def test_times_that_cannot_be_told_from_the_horizon_are_left_alone() -> None:
+def test_times_indistinguishable_from_the_horizon_are_left_alone() -> None:
     batch = encode_batch([NewRecord(b"k", None, (), -(2**63))])
     header = read_header(batch)
     kept = list(raw_records(records_section(batch, header), header))

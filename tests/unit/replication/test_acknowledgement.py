@@ -26,23 +26,23 @@ class Listener:
 
     def __init__(self) -> None:
         self.is_finished = False
-        self.told: list[MillstreamError | None] = []
+        self.reported: list[MillstreamError | None] = []
 
     def acknowledged(self, error: MillstreamError | None) -> None:
-        self.told.append(error)
+        self.reported.append(error)
 
 
-def test_everyone_is_told_once_in_the_order_of_the_log() -> None:
+def test_everyone_is_notified_once_in_the_order_of_the_log() -> None:
     waiting, listeners = AcknowledgementQueue(), [Listener() for _ in range(4)]
     for number, listener in enumerate(listeners):
         waiting.add(Offset(number + 1), listener)
     waiting.acknowledge(Offset(2))
-    assert [len(listener.told) for listener in listeners] == [1, 1, 0, 0]
+    assert [len(listener.reported) for listener in listeners] == [1, 1, 0, 0]
     listeners[2].is_finished = True
     waiting.discard_finished()
     gone = NotLeader("gone")
     waiting.fail(gone)
-    assert [listener.told for listener in listeners] == [[None], [None], [], [gone]]
+    assert [listener.reported for listener in listeners] == [[None], [None], [], [gone]]
     assert not waiting
 
 
@@ -55,10 +55,10 @@ def test_those_who_wait_no_more_are_dropped_as_others_come() -> None:
         listener.is_finished = number % 2000 != 0
         assert len(waiting) <= 2 * (len(still) + DISCARD_MIN)
     waiting.acknowledge(Offset(20_000))
-    assert all(listener.told == [None] for listener in still)
+    assert all(listener.reported == [None] for listener in still)
 
 
-async def test_one_who_is_told_may_wait_anew() -> None:
+async def test_a_notified_waiter_may_wait_again() -> None:
     class Again(Listener):
         def acknowledged(self, error: MillstreamError | None) -> None:
             super().acknowledged(error)
@@ -70,10 +70,10 @@ async def test_one_who_is_told_may_wait_anew() -> None:
     waiting.add(Offset(1), Again())
     waiting.add(Offset(1), last)
     waiting.acknowledge(Offset(1))
-    assert last.told == [None]
+    assert last.reported == [None]
 
 
-async def test_a_watermark_that_stands_still_keeps_nobody_who_has_given_up() -> None:
+async def test_a_watermark_that_stands_still_keeps_no_one_who_has_given_up() -> None:
     store = LogStore.open(
         Path("/data"), files=MemoryFiles(), clock=ManualClock(), journal_bytes=10_000, producer_expiry_ms=10**9
     )
@@ -87,5 +87,5 @@ async def test_a_watermark_that_stands_still_keeps_nobody_who_has_given_up() -> 
         listener.is_finished = True
     partition.discard_finished()
     partition.close()
-    assert not any(listener.told for listener in listeners)
+    assert not any(listener.reported for listener in listeners)
     store.close_now()

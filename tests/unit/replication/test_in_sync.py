@@ -255,7 +255,7 @@ class InSyncMachine(RuleBasedStateMachine):
         self.advance()
 
     @invariant()
-    def whoever_may_lead_has_what_was_acknowledged(self) -> None:
+    def eligible_replicas_have_acknowledged_records(self) -> None:
         if not hasattr(self, "stored"):
             return
         may_lead = [self.stored.state, *(one.state for one in self.requests if one.revision == self.stored.revision)]

@@ -95,9 +95,9 @@ def test_a_killed_process_runs_no_more_and_a_paused_one_later(loop: SimulatedLoo
         await asyncio.sleep(10)
         return list(seen)
 
-    told = loop.run_until_complete(steer())
-    assert sorted(told[:2]) == ["killed 1001.0", "paused 1001.0"]
-    assert told[2:] == ["paused 1011.5", "paused 1012.5", "paused ended"]
+    reported = loop.run_until_complete(steer())
+    assert sorted(reported[:2]) == ["killed 1001.0", "paused 1001.0"]
+    assert reported[2:] == ["paused 1011.5", "paused 1012.5", "paused ended"]
 
 
 def test_nothing_to_do_is_a_deadlock_and_no_end_a_runaway(loop: SimulatedLoop) -> None:

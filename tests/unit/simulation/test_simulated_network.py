@@ -100,7 +100,7 @@ def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
     links.run(call)
 
 
-def test_a_change_whose_answer_is_lost_was_made_and_a_late_watch_tells_of_it(links: Links) -> None:
+def test_a_change_whose_answer_is_lost_was_made_and_a_late_watch_reports_it(links: Links) -> None:
     async def work() -> None:
         store = links.store()
         assert await store.change([Put("x", "1")], [Expect("x", 0)]) is not None
@@ -108,11 +108,11 @@ def test_a_change_whose_answer_is_lost_was_made_and_a_late_watch_tells_of_it(lin
         with pytest.raises(StoreUnavailable):
             await store.change([Put("x", "2")])
         assert not store.available
-        told = asyncio.create_task(anext(store.watch("", after=1)))
+        reported = asyncio.create_task(anext(store.watch("", after=1)))
         await asyncio.sleep(5)
-        assert not told.done()
+        assert not reported.done()
         links.network.heal_all()
-        assert [event.value for event in await told] == ["1", "2"]
+        assert [event.value for event in await reported] == ["1", "2"]
         assert (await store.read("x")).entries["x"].value == "2"
 
     links.run(work)

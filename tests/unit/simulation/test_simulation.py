@@ -27,5 +27,5 @@ def test_a_seed_goes_the_same_way_in_every_process() -> None:
     code = "from millstream_testing.simulation.world import simulate; print(simulate(1001, tracing=True).digest)"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=250).stdout
-    assert int(told) == simulate(1001).digest
+    reported = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=250).stdout
+    assert int(reported) == simulate(1001).digest

@@ -13,11 +13,11 @@ from millstream.pipelines.source import worker_heap
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(gc, "collect", lambda: told.append("collect"))
-    monkeypatch.setattr(gc, "freeze", lambda: told.append("freeze"))
+    reported: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: reported.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: reported.append("freeze"))
     monkeypatch.setattr(worker_heap, "_spared", 0)
-    return told
+    return reported
 
 
 def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, frozen: list[str]) -> None:

@@ -126,8 +126,10 @@ def test_every_row_goes_whole_and_in_order_to_its_topic_and_partition(broker: Br
     for topic, key, value, own, partition in zip(topics, keys, values, headers, named, strict=True):
         where = partition if partition is not None else (murmur2(key or b"") & 0x7FFFFFFF) % PARTITIONS
         wanted.setdefault((topic, where), []).append((key, value, len(own or ())))
-    told = {where: [(one.key, one.value, len(one.headers)) for one in found] for where, found in broker.records.items()}
-    assert told == wanted
+    reported = {
+        where: [(one.key, one.value, len(one.headers)) for one in found] for where, found in broker.records.items()
+    }
+    assert reported == wanted
 
 
 def test_more_is_gathered_where_there_are_many_partitions(

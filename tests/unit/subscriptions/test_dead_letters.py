@@ -153,9 +153,9 @@ async def test_a_letter_that_is_refused_for_what_it_is_does_not_hold_up_others(
             await asyncio.sleep(0.005)
     # The pauses between them grow, and each letter is told once.
     assert desk.letters._refused_backoff.next_s > 2 * FIRST_S
-    told = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
-    assert len(told) == 2
-    assert "millstream topic alter dead --set max.message.bytes=" in told[0]
+    reported = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
+    assert len(reported) == 2
+    assert "millstream topic alter dead --set max.message.bytes=" in reported[0]
     assert desk.delivery.refused_letters == {1, 3}
     assert "it does not fit" in desk.delivery.letter_refusal
     give(desk, "later")
@@ -265,7 +265,7 @@ async def test_messages_of_transactions_are_letters_and_those_that_cannot_be_ope
     assert desk.box.values() == ["aborted", "plain"]
 
 
-async def test_a_topic_that_is_made_anew_with_fewer_partitions_takes_the_letters(desk: Desk) -> None:
+async def test_a_topic_that_is_recreated_with_fewer_partitions_takes_the_letters(desk: Desk) -> None:
     desk.bench.partition = desk.bench.make_partition(3)
     desk.box.partition_count = 4
     await desk.open()
@@ -323,9 +323,7 @@ async def test_a_queue_that_closes_ends_the_writing(desk: Desk) -> None:
     assert desk.box.values() == []
 
 
-async def test_a_failure_that_nobody_has_thought_of_is_told_and_tried_again(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unforeseen_failure_is_reported_and_retried(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     desk.box.trouble = [ZeroDivisionError("a bug")]  # type: ignore[list-item]
     give(desk, "a")
     desk.reject(0)

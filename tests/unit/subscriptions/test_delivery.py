@@ -194,7 +194,7 @@ async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, m
     assert given_offsets(await waiting) == [behind]
 
 
-async def test_a_lease_that_ends_and_a_time_that_comes_wake_whoever_waits(bench: Workbench) -> None:
+async def test_the_end_of_a_lease_or_delay_wakes_waiters(bench: Workbench) -> None:
     delivery = await bench.open(lease_ms=100)
     at_ms = bench.clock.now_ms() + 150
     bench.publish("a")
@@ -278,7 +278,7 @@ async def test_an_ordered_queue_learns_its_keys_after_a_restart(bench: Workbench
 # -- what is durable ---------------------------------------------------------------------------------------------
 
 
-async def test_leases_are_told_when_the_promise_says_so(bench: Workbench) -> None:
+async def test_leases_are_reported_when_the_promise_says_so(bench: Workbench) -> None:
     for promise, index in ((EXACTLY_ONCE, 1), (AT_MOST_ONCE, 2)):
         bench.partition = bench.make_partition(index)
         bench.publish("a")
@@ -293,7 +293,7 @@ async def test_leases_are_told_when_the_promise_says_so(bench: Workbench) -> Non
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_a_lease_is_told_as_long_as_it_was_granted(bench: Workbench, is_there: bool) -> None:
+async def test_a_lease_is_reported_as_long_as_it_was_granted(bench: Workbench, is_there: bool) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE, lease_ms=1000)
     if is_there:
         bench.publish("a")
@@ -309,11 +309,11 @@ async def test_a_lease_is_told_as_long_as_it_was_granted(bench: Workbench, is_th
     bench.store.let_go()
     given = await waiting
     (lease,) = given[0].received.leases
-    (told,) = build_answer(given, 0.0).partitions
-    assert (lease.deadline_ms - bench.clock.now_ms(), told.lease_ms) == (1000, 1000)
+    (reported,) = build_answer(given, 0.0).partitions
+    assert (lease.deadline_ms - bench.clock.now_ms(), reported.lease_ms) == (1000, 1000)
 
 
-async def test_a_worker_that_leaves_before_it_is_told_gives_its_leases_back(bench: Workbench) -> None:
+async def test_a_worker_that_leaves_before_its_response_gives_its_leases_back(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
     bench.store.holds = True
@@ -328,7 +328,7 @@ async def test_a_worker_that_leaves_before_it_is_told_gives_its_leases_back(benc
     assert given_offsets(await waits(delivery, "stays")) == [0]
 
 
-async def test_a_worker_that_leaves_takes_nobody_with_it_who_waits_for_the_same_write(bench: Workbench) -> None:
+async def test_a_worker_that_leaves_takes_no_one_with_it_who_waits_for_the_same_write(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a", "b")
     delivery.try_receive(wanted(2))
@@ -426,7 +426,7 @@ async def test_a_queue_that_is_led_elsewhere_sends_everybody_away(bench: Workben
     delivery.close(NotLeader("again"))
 
 
-async def test_a_failure_that_nobody_has_thought_of_closes_the_queue(
+async def test_an_unforeseen_failure_closes_the_queue(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -439,7 +439,7 @@ async def test_a_failure_that_nobody_has_thought_of_closes_the_queue(
     bench.publish("a")
     assert await waiting == []
     assert delivery.is_closed
-    assert "a queue stopped because of a defect; it restarts from its stored state" in caplog.text
+    assert "a queue stopped because of a bug; it restarts from its stored state" in caplog.text
     monkeypatch.undo()
     again = await bench.open(lease_ms=100)
     again.try_receive(wanted())
@@ -578,8 +578,8 @@ async def test_a_batch_that_cannot_be_opened_is_named_and_passed_over(
     given = await receive([delivery], wanted(5), PLENTY, wait_s=0)
     given += await receive([delivery], wanted(5), PLENTY, wait_s=0)
     assert given_offsets(given) == [0, 2]
-    (told,) = [one for one in caplog.records if "skipped" in one.message]
-    assert (told.__dict__["first"], told.__dict__["last"]) == (1, 1)
+    (reported,) = [one for one in caplog.records if "skipped" in one.message]
+    assert (reported.__dict__["first"], reported.__dict__["last"]) == (1, 1)
 
 
 @pytest.mark.parametrize("codec", [COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD])

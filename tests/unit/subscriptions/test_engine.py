@@ -62,10 +62,10 @@ class KnownTopics:
     def partitions_of(self, topic: Topic) -> list[Partition]:
         return self.by_name[topic.name][1]
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         self.deletions.append(listener)
 
-    def when_leadership_changes(self, name: str, listener: Callable[[int, object], None]) -> None:
+    def on_leadership_change(self, name: str, listener: Callable[[int, object], None]) -> None:
         self.leaderships.setdefault(name, []).append(listener)
 
     def show(self, *partitions: Partition) -> None:
@@ -102,16 +102,16 @@ class Declared:
     def is_deleted(self, subscription_id: UUID) -> bool:
         return False
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         self.listeners.append(listener)
 
     def declare(self, subscription: Subscription, **changes: object) -> Subscription:
         made = dataclasses.replace(subscription, **changes)  # type: ignore[arg-type]
         self.ones[made.subscription_id] = made
-        self.tell()
+        self.notify()
         return made
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         for listener in self.listeners:
             listener()
 
@@ -171,7 +171,7 @@ async def test_a_topic_that_comes_after_the_subscription_is_delivered_from_its_s
     await node.engine.close()
 
 
-async def test_a_topic_that_is_made_anew_is_delivered_from_its_start(node: Node) -> None:
+async def test_a_topic_that_is_recreated_is_delivered_from_its_start(node: Node) -> None:
     node.bench.publish("a", "b", "c")
     node.topics.show(node.bench.partition)
     node.declared.declare(BILLING, starts={start_key(TOPIC.name, TOPIC.topic_id): (3,)})
@@ -265,7 +265,7 @@ async def test_a_queue_that_fails_is_opened_again_by_itself(node: Node, monkeypa
     before.try_receive(wanted())
     await node.opened(0)
     for _ in range(20):
-        node.declared.tell()
+        node.declared.notify()
         await turns()
     assert node.engine.tasks < 20
     node.bench.store.refusal = None
@@ -276,7 +276,7 @@ async def test_a_queue_that_fails_is_opened_again_by_itself(node: Node, monkeypa
     await node.engine.close()
 
 
-async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node) -> None:
+async def test_waiters_are_notified_of_further_queues_and_of_the_end(node: Node) -> None:
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(BILLING)
     await node.opened(1)
@@ -291,7 +291,7 @@ async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node
     assert (await waiting, await nowhere) == ([], [])
     deleted = node.engine.next_opening(billing)
     node.declared.ones.clear()
-    node.declared.tell()
+    node.declared.notify()
     assert deleted.done()
     last = node.engine.next_opening(billing)
     await node.engine.close()
@@ -330,14 +330,14 @@ async def test_a_subscription_that_is_deleted_while_its_queue_is_opened(node: No
     asking = asyncio.ensure_future(node.engine.delivery(share, node.bench.partition))
     await turns()
     node.declared.ones.clear()
-    node.declared.tell()
+    node.declared.notify()
     node.bench.store.loading.set()
     with pytest.raises(UnknownSubscription):
         await asking
     await node.engine.close()
 
 
-async def test_a_change_of_the_order_begins_the_queue_anew_and_keeps_its_state(node: Node) -> None:
+async def test_a_change_of_the_order_begins_the_queue_again_and_keeps_its_state(node: Node) -> None:
     node.topics.show(node.bench.partition)
     billing = node.declared.declare(BILLING)
     await node.opened(1)

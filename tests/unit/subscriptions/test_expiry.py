@@ -53,7 +53,7 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry_module, "CHECK_S_MIN", 600.0)
 
 
-async def test_a_subscription_that_nobody_uses_goes(catalog: Catalog) -> None:
+async def test_a_subscription_that_no_one_uses_goes(catalog: Catalog) -> None:
     clock = ManualClock()
     node = Node(catalog, clock)
     await node.subscriptions.create("stays", ["orders"], {})

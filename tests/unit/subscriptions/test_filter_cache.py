@@ -65,7 +65,7 @@ async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: 
     await cache.stop()
 
 
-async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingWorker) -> None:
+async def test_ranges_of_other_lengths_share_what_was_found(worker: CountingWorker) -> None:
     cache = FilterCache(worker)
     one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))

@@ -282,7 +282,7 @@ def test_the_same_filter_in_other_words_has_the_same_version() -> None:
     assert first.version != compile_filter("payload.total > 1001").version
 
 
-def test_a_filter_tells_what_it_uses() -> None:
+def test_a_filter_reports_what_it_uses() -> None:
     uses = compile_filter("payload.a.b > 1 AND payload.a.c > 1 AND headers['x'] = 'y'").uses
     assert uses.paths == {("a", "b"), ("a", "c")}
     assert uses.headers == {"x"}

@@ -120,7 +120,7 @@ async def test_aborted_transactions_are_left_out(worker: FilterWorker) -> None:
         assert 0 not in found.offsets
 
 
-async def test_corrupt_batches_are_told_by_both(worker: FilterWorker) -> None:
+async def test_corrupt_batches_are_reported_by_both(worker: FilterWorker) -> None:
     for count in (3, INLINE_MESSAGES_MAX + 1):
         broken = bytearray(batch(count))
         broken[61:66] = b"\xff" * 5

@@ -38,8 +38,8 @@ async def test_from_publication_to_acceptance(bench: Workbench) -> None:
     bench.publish("a")
     assert await state(delivery) == "waiting"
     (lease,) = delivery.try_receive(wanted()).leases
-    told = await message_state(delivery, 0, start=0, wait_s=0)
-    assert told == MessageState("leased", 1, lease.deadline_ms)
+    reported = await message_state(delivery, 0, start=0, wait_s=0)
+    assert reported == MessageState("leased", 1, lease.deadline_ms)
     delivery.settle_now("one", settle(0, Verb.RELEASE, 5000))
     assert await message_state(delivery, 0, start=0, wait_s=0) == MessageState(
         "delayed", 1, bench.clock.now_ms() + 5000
@@ -99,7 +99,7 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
     assert await state(delivery, 0) == "done"
 
 
-async def test_whoever_waits_is_told_the_end_however_much_happens(
+async def test_waiters_are_notified_of_the_end_however_much_happens(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
@@ -122,7 +122,7 @@ async def test_at_most_once_accepts_what_it_hands_out(bench: Workbench) -> None:
     assert await state(delivery) == "accepted"
 
 
-async def test_whoever_waits_is_told_when_the_queue_goes(bench: Workbench) -> None:
+async def test_waiters_are_notified_when_the_queue_goes(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
     waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))

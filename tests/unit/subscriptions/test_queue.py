@@ -145,7 +145,7 @@ def test_attempts_and_leases_hold_through_a_restart() -> None:
     assert [lease[:3] for lease in queue.acquire("b", now_ms=NOW_MS + 50, max_records=9)] == [(0, 0, 2)]
 
 
-def test_what_is_aside_and_available_is_found_after_a_restart() -> None:
+def test_what_is_parked_and_available_is_found_after_a_restart() -> None:
     queue = make_queue(100, window_max=100)
     queue.acquire("slow", now_ms=NOW_MS, max_records=1)
     queue.acquire("a", now_ms=NOW_MS, max_records=99)
@@ -382,7 +382,7 @@ def test_a_look_may_overlap_or_leave_a_hole() -> None:
     assert (queue.counter(DeltaKind.FILTERED), queue.counter(DeltaKind.ABSENT)) == (1, 3)
 
 
-def test_delayed_messages_hold_up_nobody_and_the_window_leaves_them_behind() -> None:
+def test_delayed_messages_hold_up_no_one_and_the_window_leaves_them_behind() -> None:
     queue = make_queue(window_max=200)
     due_ms = NOW_MS + 3_600_000
     for first in range(0, 1000, 50):

@@ -60,7 +60,7 @@ def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
 
 @patient
 @given(st.lists(deltas, min_size=1, max_size=6), st.sampled_from([1, 5]), st.data())
-def test_a_damaged_frame_is_told(some_deltas: list[Delta], times: int, data: st.DataObject) -> None:
+def test_a_damaged_frame_is_reported(some_deltas: list[Delta], times: int, data: st.DataObject) -> None:
     frame = bytearray(write_frame(HEADER, some_deltas * times))
     cut = data.draw(st.integers(0, len(frame) - 1))
     with pytest.raises(CorruptState):
@@ -94,7 +94,7 @@ def test_deltas_about_messages_that_are_not_there_are_refused(kind: DeltaKind) -
         fold.apply(Delta(kind, 2, 12, 1, 0, "a", 1))
 
 
-def test_a_snapshot_reads_back_and_damage_is_told() -> None:
+def test_a_snapshot_reads_back_and_damage_is_reported() -> None:
     fold = leased_queue().fold
     snapshot = write_snapshot(fold)
     assert is_snapshot(snapshot)
@@ -147,7 +147,7 @@ def test_those_behind_a_key_come_in_turn() -> None:
     assert order.in_use == 0
 
 
-def test_texts_are_numbered_while_somebody_refers_to_them() -> None:
+def test_texts_are_numbered_while_someone_refers_to_them() -> None:
     texts = InternTable()
     first, second = texts.add_references("a", 2), texts.add_references("b", 1)
     texts.remove_references(first, 1)

@@ -82,7 +82,7 @@ async def test_a_queue_that_is_closed_does_not_keep_others_from_giving(bench: Wo
     assert given_offsets(await receive([other, here], wanted(5), PLENTY, wait_s=0)) == [1]
 
 
-async def test_leases_of_one_queue_are_told_although_another_was_lost(bench: Workbench) -> None:
+async def test_leases_of_one_queue_are_reported_although_another_was_lost(bench: Workbench) -> None:
     here = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
     bench.partition = bench.make_partition(1)

@@ -33,7 +33,7 @@ _steps = st.lists(
 
 
 @given(_steps, st.lists(_settles, min_size=1, max_size=8), st.sampled_from([AT_LEAST_ONCE, AT_MOST_ONCE]))
-def test_who_holds_may_settle_and_nobody_else(
+def test_who_holds_may_settle_and_no_one_else(
     steps: list[tuple[str, int | Settlement]], asked: list[Settlement], delivery: str
 ) -> None:
     # Few offsets are dense, so that some that wait are kept aside.
@@ -56,8 +56,8 @@ def test_what_a_worker_does_not_hold_is_named_plainly() -> None:
     queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
     queue.begin(0, now_ms=NOW_MS)
     one, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
-    told = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
-    assert told == [
+    reported = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
+    assert reported == [
         "one does not hold message 0 any more, or never did",
         "one does not hold messages 0 to 3 any more, or never did",
     ]

@@ -203,7 +203,7 @@ async def test_a_failed_sync_is_survived() -> None:
     await store.close()
 
 
-async def test_what_is_not_durable_is_bounded_and_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_durable_is_bounded_and_reported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_lane, "UNWRITTEN_BYTES_MAX", 10)
     monkeypatch.setattr("millstream.broker.subscriptions.routed_store.CLOSE_S", 0.01)
     topics = MemoryTopics()
@@ -239,7 +239,7 @@ async def test_queues_of_deleted_subscriptions_go() -> None:
     await again.close()
 
 
-def test_records_that_are_none_are_told() -> None:
+def test_records_that_are_none_are_reported() -> None:
     with pytest.raises(CorruptState):
         read_record(StateRecord(b"short", b""))
     with pytest.raises(CorruptState, match="newer"):

@@ -168,7 +168,7 @@ def test_a_message_in_another_partition_is_found(story: Story, data: st.DataObje
 
 @settings(deadline=None)
 @given(stories(), st.data())
-def test_a_message_that_nobody_sent_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_message_that_no_one_sent_is_found(story: Story, data: st.DataObject) -> None:
     partition = data.draw(st.sampled_from(sorted(story.logs)))
     story.logs[partition].append(("z", 0))
     assert story.counts() == {Kind.PHANTOM: 1}
@@ -273,7 +273,7 @@ def test_a_saved_history_is_the_same_when_loaded(tmp_path_factory: pytest.TempPa
     assert list(History.load(path).events()) == list(history.events())
 
 
-def test_the_command_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "history.jsonl"
     history = _two_messages()
     history.save(path)

@@ -86,7 +86,7 @@ def test_what_is_sent_over_a_cut_link_arrives_when_it_is_healed(relay: LinkRelay
         assert link.recv(4, socket.MSG_WAITALL) == b"held"
 
 
-def test_nobody_gets_through_while_everything_is_cut(echo: str) -> None:
+def test_no_one_gets_through_while_everything_is_cut(echo: str) -> None:
     with RelayThread() as thread:
         relay = LinkRelay(thread, echo)
         relay.cut()
@@ -101,7 +101,7 @@ def test_nobody_gets_through_while_everything_is_cut(echo: str) -> None:
         relay.close()
 
 
-def test_a_step_is_seen_at_once_by_whoever_has_the_clock(tmp_path: Path) -> None:
+def test_a_step_is_seen_at_once_by_every_user_of_the_clock(tmp_path: Path) -> None:
     file = tmp_path / "clock"
     step(file, 0)
     clock = SteppedClock(file)

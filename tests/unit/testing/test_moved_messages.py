@@ -23,7 +23,7 @@ def test_partitions_and_keys_may_come_in_any_order() -> None:
     assert faults_of([moved(place, None) for place in reversed(WANTED)], WANTED) == []
 
 
-def test_what_is_missing_doubled_strange_or_out_of_order_is_told() -> None:
+def test_what_is_missing_doubled_strange_or_out_of_order_is_reported() -> None:
     assert faults_of(map(moved, WANTED[1:]), WANTED) == ["Place(partition=0, offset=0) is missing"]
     assert faults_of(map(moved, WANTED), WANTED[:-1]) == ["Place(partition=1, offset=3) does not belong there"]
     doubled = faults_of(map(moved, [*WANTED, WANTED[-1]]), WANTED)
@@ -36,5 +36,5 @@ def test_what_is_missing_doubled_strange_or_out_of_order_is_told() -> None:
     assert faults_of(torn, WANTED) == ["the key b'a' is in partitions [0, 1]"]
 
 
-def test_not_everything_is_told_of_a_target_that_has_nothing() -> None:
+def test_not_everything_is_reported_of_a_target_that_has_nothing() -> None:
     assert len(faults_of([], [Place(0, offset) for offset in range(1000)])) == FAULTS_MAX

@@ -24,14 +24,14 @@ def test_segments_may_begin_at_other_places(tmp_path: Path) -> None:
     assert differing_replicas({1: one, 2: other}, [TOPIC], 1) == []
 
 
-def test_one_other_byte_is_told(tmp_path: Path) -> None:
+def test_one_other_byte_is_reported(tmp_path: Path) -> None:
     one, other = replica(tmp_path / "one", at0=b"abc"), replica(tmp_path / "other", at0=b"abd")
     (found,) = differing_replicas({1: one, 2: other}, [TOPIC], 1)
     assert "node 1: 3 bytes" in found
     assert "node 2: 3 bytes" in found
 
 
-def test_a_replica_that_is_missing_or_empty_everywhere_is_told(tmp_path: Path) -> None:
+def test_a_replica_that_is_missing_or_empty_everywhere_is_reported(tmp_path: Path) -> None:
     one = replica(tmp_path / "one", at0=b"abc")
     assert len(differing_replicas({1: one, 2: tmp_path / "nobody"}, [TOPIC], 1)) == 1
     assert len(differing_replicas({1: one, 2: one}, [UUID(int=8)], 1)) == 1

@@ -92,7 +92,7 @@ def test_killing_only_the_main_process_leaves_its_children(tmp_path: Path) -> No
     assert is_gone(server.child_pid())
 
 
-def test_a_server_that_ends_at_once_tells_its_log(tmp_path: Path) -> None:
+def test_a_server_that_exits_at_once_shows_its_log(tmp_path: Path) -> None:
     server = FakeServer(tmp_path / "data")
     server.program = "import sys; sys.exit('no disk')"
     with pytest.raises(ServerFailed, match="no disk"):

@@ -96,7 +96,7 @@ def test_dead_letters_are_an_end_too() -> None:
     assert judge(*GOOD, letters=Counter([A])) == ["accepted and a dead letter"]
 
 
-def test_what_nobody_accepted_is_lost() -> None:
+def test_what_no_one_accepted_is_lost() -> None:
     refused = settle_answered(A, "one", Verb.ACCEPT, 1010, taken=False)
     assert "lost" in judge([receive_answered(A, "one", 1, 1000)], [refused], expected={A: Published(b"k", 0, 7)})
     unknown = settle_answered(A, "one", Verb.ACCEPT, 1010, taken=False, known=False)
@@ -177,7 +177,7 @@ def test_a_lease_before_something_that_is_durable_is_not_forgotten() -> None:
     assert judge(twice, done, delivery=AT_LEAST_ONCE, struck=(Span(1000, 1008),)) == []
 
 
-def test_a_live_lease_is_nobody_elses() -> None:
+def test_a_live_lease_is_no_one_elses() -> None:
     one = {A: Published(b"k", 0, 7)}
     both = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1099)]
     assert judge(both, [accepted(A, "two", 1100, 2)], expected=one) == ["with two workers at once"]
@@ -189,7 +189,7 @@ def test_a_live_lease_is_nobody_elses() -> None:
     assert judge(late, extended, expected=one, stepped=(Span(1110, 1115),)) == []
 
 
-def test_what_a_share_consumer_holds_is_nobody_elses_while_it_is_there() -> None:
+def test_what_a_share_consumer_holds_is_no_one_elses_while_it_is_there() -> None:
     one = {A: Published(b"k", 0, 7)}
     both = [shared(A, "share", 1, 990, 1000), receive_answered(A, "two", 2, 1080)]
     done = [accepted(A, "two", 1085, 2)]
@@ -224,8 +224,8 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE, is_alone=True) == add_returned
     assert judge(again, done, expected=one, struck=struck) == add_returned
     same = [one._replace(node=3) for one in again]
-    told = [one._replace(node=3) for one in done]
-    assert judge(same, told, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == add_returned
+    reported = [one._replace(node=3) for one in done]
+    assert judge(same, reported, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == add_returned
     assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
     # A worker that was given it twice has settled it by whichever.
     twice = [receive_answered(A, "one", 1, 1000), receive_answered(A, "one", 2, 1200)]
@@ -264,7 +264,7 @@ def test_what_workers_wrote_down_is_put_together() -> None:
     def about(worker: str, at_ms: int) -> dict[str, Any]:
         return {"worker": worker, "subscription": "s", "at_ms": at_ms}
 
-    told = histories(
+    reported = histories(
         [
             ReceiveSent(**about("one", 10), call=1, wanted=3),
             ReceiveAnswered(
@@ -279,21 +279,21 @@ def test_what_workers_wrote_down_is_put_together() -> None:
             ReceiveSent(**about("three", 20), call=1, wanted=1),
         ]
     )["s"]
-    assert told.deliveries == [Delivery(A, "one", 1, 10, 12, 112, 7), Delivery(B, "one", 1, 10, 12, 112, 7)]
-    assert [(one.place, one.is_sure, one.is_possible) for one in told.settlements] == [
+    assert reported.deliveries == [Delivery(A, "one", 1, 10, 12, 112, 7), Delivery(B, "one", 1, 10, 12, 112, 7)]
+    assert [(one.place, one.is_sure, one.is_possible) for one in reported.settlements] == [
         (A, True, True),
         (B, False, True),
     ]
-    assert told.calls == [
+    assert reported.calls == [
         Call("one", 10, 12, 3, 2, answered=True),
         Call("one", 16, 17, 3, 0, answered=False),
         Call("two", 18, 19, 1, 0, answered=False),
         Call("three", 20, None, 1, 0, answered=False),
     ]
-    assert told.last_ms == {"one": 17, "two": 19, "three": 20}
+    assert reported.last_ms == {"one": 17, "two": 19, "three": 20}
 
 
-def test_stretches_of_time() -> None:
+def test_durations() -> None:
     spans = Spans([Span(50, 60), Span(10, 20), Span(15, 30)])
     assert list(spans) == [Span(10, 30), Span(50, 60)]
     assert [spans.touch(*span) for span in [(0, 9), (0, 10), (30, 31), (31, 49), (60, 70), (61, 70)]] == [

@@ -180,7 +180,7 @@ def test_an_aborted_message_that_is_read_is_found(story: Story, data: st.DataObj
 
 
 @given(stories(), st.data())
-def test_a_message_that_nobody_asked_to_commit_is_found(story: Story, data: st.DataObject) -> None:
+def test_a_message_that_no_one_asked_to_commit_is_found(story: Story, data: st.DataObject) -> None:
     _, entry = choose(story, data, "killed before")
     entry.polled_at["audit"] = next(story.clock)
     assert story.counts() == {Kind.EARLY_READ: 1}
@@ -245,7 +245,7 @@ def test_a_committed_transaction_that_left_nothing_is_lost(story: Story, data: s
 
 
 @given(stories())
-def test_a_source_that_the_group_is_past_and_nobody_worked_on_is_lost(story: Story) -> None:
+def test_a_source_that_the_group_is_past_and_no_one_worked_on_is_lost(story: Story) -> None:
     story.end(story.begin("w9", 1, 9, first=1), "committed")
     assert story.counts() == {Kind.LOST: 1}
 
@@ -314,7 +314,7 @@ def test_two_readers_that_see_different_things_are_found(story: Story, data: st.
 
 
 @given(stories())
-def test_a_message_that_nobody_wrote_is_found(story: Story) -> None:
+def test_a_message_that_no_one_wrote_is_found(story: Story) -> None:
     story.logs["a", 0].append(Entry(("ghost", 0, 0), visible=True))
     assert story.counts() == {Kind.PHANTOM: 1}
 
@@ -339,14 +339,14 @@ def test_a_committed_offset_that_goes_back_is_found(story: Story, data: st.DataO
 
 
 @given(stories(), st.data())
-def test_an_offset_that_is_told_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
+def test_an_offset_that_is_reported_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(story.observed_offsets) - 1))
     story.observed_offsets[at] = msgspec.structs.replace(story.observed_offsets[at], at=0)
     assert story.counts() == {Kind.EARLY_READ: 1}
 
 
 @given(stories())
-def test_an_aborted_offset_that_is_told_is_found(story: Story) -> None:
+def test_an_aborted_offset_that_is_reported_is_found(story: Story) -> None:
     one = story.begin("w9", 1, 9)
     story.end(one, "aborted")
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
@@ -354,7 +354,7 @@ def test_an_aborted_offset_that_is_told_is_found(story: Story) -> None:
 
 
 @given(stories())
-def test_an_offset_that_nobody_committed_is_found(story: Story) -> None:
+def test_an_offset_that_no_one_committed_is_found(story: Story) -> None:
     story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 5, 3, next(story.clock)))
     assert story.counts()[Kind.INCONSISTENT] == 1
 
@@ -379,7 +379,7 @@ def test_a_history_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sto
     assert str(check(loaded, complete=["audit"])) == str(check(history, complete=["audit"]))
 
 
-def test_the_command_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "history.jsonl"
     history = TransactionHistory()
     history.note(ConsumerStarted("audit", committed=True))

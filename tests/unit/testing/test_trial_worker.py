@@ -75,7 +75,7 @@ def test_who_was_killed_waits_for_the_next_life_and_who_ended_gets_one(worker: T
 def test_a_program_that_fails_fails_the_trial(worker: TrialWorker) -> None:
     worker.life.process.send_signal(signal.SIGUSR1)
     worker.life.process.wait(WAIT_S)
-    with pytest.raises(TrialFailed, match=r"worker\.0 ended with exit code"):
+    with pytest.raises(TrialFailed, match=r"worker\.0 exited with code"):
         worker.tend()
 
 

@@ -93,7 +93,7 @@ class Node:
             latest_epoch=lambda: self.latest_epoch,
             pause_s=0.01,
         )
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
 
     async def begin(self, name: str = "tx", *partitions: TopicPartition, version: int = 0) -> ProducerRef:
         who = await self.coordinator.init(InitRequest(transactional_id=name, timeout_ms=60_000))
@@ -253,7 +253,7 @@ async def test_the_rest_of_the_markers_is_written_after_a_restart(node: Node) ->
         await restarted.close()
 
 
-async def test_a_shard_that_begins_anew_ends_what_it_had_decided(node: Node) -> None:
+async def test_a_shard_that_restarts_ends_what_it_had_decided(node: Node) -> None:
     who = await node.begin()
     node.writer.open.clear()
     await node.coordinator.end(who, commit=True, version=0)

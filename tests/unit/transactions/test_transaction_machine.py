@@ -112,7 +112,7 @@ class Producers:
             # Until the answer is there it may have happened or not.
             self.fates[number].add(True)
         try:
-            told = self.coordinator.run(lambda shard: shard.end(ref, commit=commit, version=client.version))
+            reported = self.coordinator.run(lambda shard: shard.end(ref, commit=commit, version=client.version))
         except ConcurrentTransactions:
             client.wants = commit
             return
@@ -128,7 +128,7 @@ class Producers:
         self.fates[number] = {commit}
         client.transaction = client.wants = None
         if client.version == 2:
-            client.who = told
+            client.who = reported
 
     def write_markers(self, at: int, *, finish: bool) -> None:
         endings = self.coordinator.run(lambda shard: shard.endings())

@@ -183,8 +183,8 @@ def test_kafkas_table_of_ends(
             coordinator.end(who, commit=commit, version=2)
         assert coordinator.transaction.state is state
         return
-    told = coordinator.end(who, commit=commit, version=2)
-    assert told == ((7, 5) if outcome == "same" else (7, 6))
+    reported = coordinator.end(who, commit=commit, version=2)
+    assert reported == ((7, 5) if outcome == "same" else (7, 6))
     assert coordinator.transaction.state is (state if outcome == "same" else TransactionState.PREPARE_ABORT)
 
 
@@ -324,7 +324,7 @@ def test_no_id_at_hand_puts_the_end_off(coordinator: Coordinator) -> None:
     assert (coordinator.state, coordinator.transaction.next_producer_id) == ("PrepareAbort", 55)
 
 
-def test_ids_that_nobody_uses_are_forgotten() -> None:
+def test_ids_that_no_one_uses_are_forgotten() -> None:
     coordinator = Coordinator(id_expiration_ms=10_000, sweep_ms=1000, tombstones_max=1)
     coordinator.put(transactional_id="a")
     coordinator.put(transactional_id="b")
@@ -422,17 +422,17 @@ def waiting(coordinator: Coordinator) -> Deferred[None]:
     return later
 
 
-def test_whoever_waits_for_an_end_is_told(coordinator: Coordinator) -> None:
+def test_waiters_for_an_end_are_notified(coordinator: Coordinator) -> None:
     coordinator.run(lambda shard: shard.wait_ended(ID))
     who = coordinator.init()
-    told = []
+    reported = []
     for _ in range(2):
         coordinator.add(who)
         coordinator.end(who)
-        told.append(waiting(coordinator))
-        assert [one.answered for one in told[-1:]] == [False]
-        if len(told) == 1:
+        reported.append(waiting(coordinator))
+        assert [one.answered for one in reported[-1:]] == [False]
+        if len(reported) == 1:
             coordinator.complete()
     coordinator.shard.unload()
-    assert [one.error for one in told[:1]] == [None]
-    assert isinstance(told[1].error, NotCoordinator)
+    assert [one.error for one in reported[:1]] == [None]
+    assert isinstance(reported[1].error, NotCoordinator)

@@ -67,12 +67,12 @@ async def test_a_broker_that_is_slow_to_answer_at_first_is_asked_again(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONNECT_S_MAX", 0.2)
-    tell, silent = broker.handlers[API_VERSIONS], asyncio.Event()
+    answer, silent = broker.handlers[API_VERSIONS], asyncio.Event()
 
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
         if broker.asked(API_VERSIONS) < 3:
             await silent.wait()
-        return await tell(header, frame)
+        return await answer(header, frame)
 
     broker.handlers[API_VERSIONS] = slow
     async with connect(broker, timeout_s=60):
@@ -81,7 +81,7 @@ async def test_a_broker_that_is_slow_to_answer_at_first_is_asked_again(
     assert broker.asked(API_VERSIONS) >= 3
 
 
-async def test_nobody_there_is_told_with_what_to_do() -> None:
+async def test_a_missing_broker_is_reported_with_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -117,7 +117,7 @@ async def test_one_of_several_addresses_is_enough(broker: ScriptedBroker) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "localhost", "localhost:x", "localhost:99999"])
-def test_an_address_that_is_none_is_told(text: str) -> None:
+def test_an_address_that_is_none_is_reported(text: str) -> None:
     with pytest.raises(InvalidSetting, match="HOST:PORT"):
         Client.connect(text)
 
@@ -169,7 +169,7 @@ async def test_versions_are_asked_for_once_per_connection(broker: ScriptedBroker
     assert broker.connections == 1
 
 
-async def test_an_api_that_is_not_served_is_told(broker: ScriptedBroker) -> None:
+async def test_an_api_that_is_not_served_is_reported(broker: ScriptedBroker) -> None:
     del broker.served[METADATA]
     async with connect(broker) as client:
         with pytest.raises(InvalidRequest, match="does not serve API 3"):
@@ -329,7 +329,7 @@ async def test_a_broker_that_answers_nothing_does_not_pile_requests_up(broker: S
 
     broker.handlers[PRIVATE] = swallow
     async with connect(broker) as client:
-        with pytest.raises(BrokerUnreachable, match="given up"):
+        with pytest.raises(BrokerUnreachable, match="abandoned"):
             await ask_and_give_up(client)
     assert broker.asked(PRIVATE) < 200
 
@@ -345,7 +345,7 @@ async def test_more_fetches_than_connections_wait_their_turn(broker: ScriptedBro
 # -- the cluster ----------------------------------------------------------------------------------------------
 
 
-async def test_metadata_tells_nodes_topics_and_what_is_missing(broker: ScriptedBroker) -> None:
+async def test_metadata_lists_nodes_topics_and_what_is_missing(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         answer = await client.metadata(["orders", "nope"])
         assert await client.leader_of("orders", 1) == NODE
@@ -356,7 +356,7 @@ async def test_metadata_tells_nodes_topics_and_what_is_missing(broker: ScriptedB
     assert broker.asked(METADATA) == 1
 
 
-async def test_unknown_topics_and_partitions_are_told_apart(broker: ScriptedBroker) -> None:
+async def test_unknown_topics_and_partitions_are_distinguished(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
         with pytest.raises(UnknownTopic, match="'nope'"):
             await client.leader_of("nope", 0)
@@ -364,7 +364,7 @@ async def test_unknown_topics_and_partitions_are_told_apart(broker: ScriptedBrok
             await client.fetch("orders", 7, 0)
 
 
-async def test_a_node_at_a_wrong_address_is_told(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_at_a_wrong_address_is_reported(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first pause would outlast the time of the request, so that nothing is tried twice.
     monkeypatch.setattr("millstream.protocol.wire.client.Backoff", lambda **_: Backoff(first_s=100.0, max_s=100.0))
     with socket.socket() as taken:
@@ -395,17 +395,17 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
     assert not codes
 
 
-async def test_whoever_is_named_is_asked_before_others_that_are_open(broker: ScriptedBroker) -> None:
+async def test_a_named_node_is_asked_before_others_that_are_open(broker: ScriptedBroker) -> None:
     other = ScriptedBroker()
     await other.start()
     messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
 
-    async def tell_both(header: codec.RequestHeader, frame: memoryview) -> Any:
-        told = await broker.answer_metadata(header, frame)
+    async def answer_with_both(header: codec.RequestHeader, frame: memoryview) -> Any:
+        reported = await broker.answer_metadata(header, frame)
         first = messages.MetadataResponseBroker(node_id=0, host="127.0.0.1", port=other.port)
-        return dataclasses.replace(told, brokers=(first, *told.brokers))
+        return dataclasses.replace(reported, brokers=(first, *reported.brokers))
 
-    broker.handlers[METADATA] = other.handlers[METADATA] = tell_both
+    broker.handlers[METADATA] = other.handlers[METADATA] = answer_with_both
     try:
         async with connect(broker) as client:
             await client.metadata(())
@@ -509,7 +509,7 @@ async def test_fetch_in_every_version(broker: ScriptedBroker, newest: int) -> No
     assert broker.headers[-1].version == min(newest, 12)
 
 
-async def test_an_offset_out_of_range_tells_what_there_is(broker: ScriptedBroker) -> None:
+async def test_an_offset_out_of_range_reports_the_range(broker: ScriptedBroker) -> None:
     broker.handlers[FETCH] = fetched(None, ErrorCode.offset_out_of_range)
     async with connect(broker) as client:
         with pytest.raises(OffsetOutOfRange, match="fetch from orders-0: the log reaches from 3 to 9") as caught:

@@ -83,7 +83,7 @@ async def test_a_connection_whose_request_was_withdrawn_is_not_used_again(broker
             assert another is not withdrawn
 
 
-async def test_a_pause_that_the_broker_asks_for_is_kept_whoever_asked(
+async def test_a_pause_that_the_broker_asks_for_is_kept_for_every_caller(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []

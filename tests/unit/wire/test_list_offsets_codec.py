@@ -72,7 +72,7 @@ async def test_offsets_of_many_topics_are_looked_up_with_few_requests(broker: Sc
     assert isinstance(gone, NotLeader)
 
 
-async def test_a_leader_that_is_away_is_told_in_the_place_of_its_offsets(broker: ScriptedBroker) -> None:
+async def test_a_leader_that_is_away_is_reported_in_place_of_its_offsets(broker: ScriptedBroker) -> None:
     broker.handlers[LIST_OFFSETS] = hang_up
     where = TopicPartition("orders", PartitionIndex(0))
     async with connect(broker) as client:

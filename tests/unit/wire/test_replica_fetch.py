@@ -110,6 +110,6 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
             read()
 
 
-def test_session_epochs_begin_anew_after_the_last() -> None:
+def test_session_epochs_restart_after_the_last() -> None:
     assert next_session_epoch(0) == 1
     assert next_session_epoch(2**31 - 1) == 1

@@ -76,7 +76,7 @@ async def test_of_a_range_that_is_refused_each_message_is_settled_alone() -> Non
 
 
 @pytest.mark.parametrize("unreachable", [1, 2])
-async def test_a_node_that_is_gone_keeps_nobody_from_settling_with_others(unreachable: int) -> None:
+async def test_a_node_that_is_gone_keeps_no_one_from_settling_with_others(unreachable: int) -> None:
     broker = Broker(unreachable=unreachable)
     results = await settled(broker, leased(3, node=1), leased(4, node=1), leased(5, node=2))
     assert [isinstance(error, BrokerUnreachable) for error in results] == [

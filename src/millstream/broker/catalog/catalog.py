@@ -369,7 +369,7 @@ class Catalog:
             if self._shared:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
             about.create(connection, checkfirst=True)
-            found = _about(connection, _SCHEMA_VERSION)
+            found = _metadata_value(connection, _SCHEMA_VERSION)
             if found is None:
                 metadata.create_all(connection)
                 connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
@@ -377,7 +377,7 @@ class Catalog:
             else:
                 _upgrade(connection, found)
             self._claim(connection)
-            self.cluster_id = _about(connection, _CLUSTER_ID) or ""
+            self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
 
     def _claim(self, connection: Connection) -> None:
         """Make sure that no other cluster uses this catalog, which would carry out what this one declares."""
@@ -385,7 +385,7 @@ class Catalog:
             return
         claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
         connection.execute(claimed.on_conflict_do_nothing(index_elements=[about.c.name]))
-        name = _about(connection, _CLUSTER_NAME)
+        name = _metadata_value(connection, _CLUSTER_NAME)
         if name != self._cluster:
             raise ClusterMismatch(
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
@@ -412,7 +412,7 @@ class Catalog:
                     )
                 )
         except IntegrityError as error:
-            raise TopicExists(f"topic {topic.name!r} exists already") from error
+            raise TopicExists(f"topic {topic.name!r} already exists") from error
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
@@ -592,7 +592,7 @@ class Catalog:
                     )
                 )
         except IntegrityError as error:
-            raise SubscriptionExists(f"subscription {subscription.name!r} exists already") from error
+            raise SubscriptionExists(f"subscription {subscription.name!r} already exists") from error
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
         """Store the topics and overrides that `change` computes from a subscription as it is declared now."""
@@ -652,7 +652,7 @@ class Catalog:
             with self._change() as connection:
                 insert_pipeline(connection, pipeline)
         except IntegrityError as error:
-            raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
+            raise PipelineExists(f"pipeline {pipeline.name!r} already exists") from error
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
@@ -696,7 +696,7 @@ class Catalog:
         except _AWAY as error:
             cause = getattr(error, "orig", None) or error
             if self._shared:
-                raise _away(what, cause) from error
+                raise _unavailable(what, cause) from error
             raise StorageFailure(
                 f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
             ) from error
@@ -715,11 +715,11 @@ class Catalog:
         self._engine.dispose()
 
 
-def _away(what: str, cause: object) -> CatalogUnavailable:
-    said = f"the catalog could not be {what}: {_first_line(cause)}"
+def _unavailable(what: str, cause: object) -> CatalogUnavailable:
+    summary = f"the catalog could not be {what}: {_first_line(cause)}"
     if _DENIED.search(str(cause)):
-        return CatalogDenied(f"{said}; check user, password and database in --catalog")
-    return CatalogUnavailable(f"{said}; it recovers when PostgreSQL is back")
+        return CatalogDenied(f"{summary}; check user, password and database in --catalog")
+    return CatalogUnavailable(f"{summary}; it recovers when PostgreSQL is back")
 
 
 def _first_line(error: object) -> str:
@@ -727,7 +727,7 @@ def _first_line(error: object) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _about(connection: Connection, name: str) -> str | None:
+def _metadata_value(connection: Connection, name: str) -> str | None:
     return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
 
 

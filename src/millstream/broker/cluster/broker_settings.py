@@ -61,7 +61,7 @@ def check_changes(scope: str, changes: Mapping[str, str | None]) -> None:
     for name, text in changes.items():
         if scope != ALL_NODES and name in _OF_THE_CLUSTER:
             raise InvalidRequest(
-                f"{name} holds for the whole cluster, since the controller goes by it; set it as the default of all "
+                f"{name} applies to the whole cluster, because the controller uses it; set it as the default of all "
                 "nodes (kafka-configs.sh --entity-default), or on topics"
             )
         if text is not None:
@@ -109,7 +109,7 @@ class BrokerSettings:
                 DECLARED[name].parse(text)
             except (KeyError, InvalidSetting):
                 # Written by a newer version.
-                _logger.error("a setting of nodes cannot be read and is left out", extra={"setting": name})
+                _logger.error("a node setting cannot be read and is ignored", extra={"setting": name})
             else:
                 in_force[name] = text
         return in_force
@@ -121,6 +121,6 @@ class BrokerSettings:
             for listener in self._listeners:
                 listener()
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)

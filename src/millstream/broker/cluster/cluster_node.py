@@ -125,8 +125,8 @@ class ClusterNode:
         self._start("removed files", self.topics.report_removed())
         self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
-        self.topics.when_roles_change(self.replicas.apply)
-        self.topics.when_dropped(self.replicas.forget)
+        self.topics.on_roles_change(self.replicas.apply)
+        self.topics.on_dropped(self.replicas.forget)
         await self.topics.load()
         self.view.listen(self._on_view_change)
         await self.replicas.start()
@@ -154,7 +154,7 @@ class ClusterNode:
             new_incarnation=self._new_text,
             backoff=self._backoff(),
         )
-        registration.when_admitted(self.topics.activate)
+        registration.on_admitted(self.topics.activate)
         self._controller = Controller(
             self._id,
             self._store,
@@ -225,7 +225,7 @@ class ClusterNode:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
                 _logger.log(
                     level,
-                    "quotas, subscriptions and pipelines could not be read; trying again",
+                    "quotas, subscriptions and pipelines could not be read; retrying",
                     extra={"error": str(error)},
                 )
                 await backoff.pause()
@@ -233,10 +233,10 @@ class ClusterNode:
             await self._catalog_changed.wait()
             self._catalog_changed.clear()
 
-    def troubles(self) -> Iterable[str]:
+    def unready_reasons(self) -> Iterable[str]:
         """Yield why this node should get no traffic."""
         if self._registration is None or self._registration.is_fenced:
-            yield "this node is not an admitted member of the cluster now"
+            yield "this node is not currently admitted to the cluster"
 
     def warnings(self) -> Iterable[str]:
         """Yield what is wrong in the cluster although this node works."""
@@ -260,10 +260,10 @@ class ClusterNode:
         registration = self._registration
         fenced = registration is None or registration.is_fenced or not registration.is_certain
         losses = 0 if registration is None else registration.losses
-        yield gauge("millstream_nodes", "Nodes that are alive, as this one sees it.", len(self.view.live))
-        yield gauge("millstream_node_fenced", "1 while the cluster may not count on this node.", int(fenced))
-        yield counter("millstream_node_losses_total", "Times that the cluster gave this node up while it ran.", losses)
-        yield gauge("millstream_coordination_available", "1 while the store answers.", int(self._store.available))
+        yield gauge("millstream_nodes", "Live nodes, as seen by this node.", len(self.view.live))
+        yield gauge("millstream_node_fenced", "1 while this node is fenced.", int(fenced))
+        yield counter("millstream_node_losses_total", "Times that this node was fenced while it ran.", losses)
+        yield gauge("millstream_coordination_available", "1 while etcd answers.", int(self._store.available))
         yield from self.replicas.metrics()
         if self._controller is not None:
             yield from self._controller.metrics()

@@ -106,11 +106,11 @@ class ClusterTopics(Topics):
         self._active = True
         self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
 
-    def when_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+    def on_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
         """Call `listener` with the partitions here whose agreed state has changed."""
         self._role_listeners.append(listener)
 
-    def when_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
+    def on_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
         """Call `listener` with partitions that are no longer hosted here."""
         self._drop_listeners.append(listener)
 
@@ -230,7 +230,7 @@ class ClusterTopics(Topics):
             await self._view.until(partial(self._has_seen, key, seen), AGREEMENT_S, what=f"{topic.name}-{index}")
             if revision is not None:
                 return
-        raise RequestTimedOut("the partition changes too often; ask again")
+        raise RequestTimedOut("the partition changes too often; try again")
 
     def _elected(self, topic: Topic, state: PartitionState, *, unclean: bool) -> PartitionState:
         live = self._view.live
@@ -278,11 +278,19 @@ class ClusterTopics(Topics):
         states = [partition.state for partition in led if partition.state is not None]
         under_replicated = sum(len(state.in_sync) < len(state.replicas) for state in states)
         yield gauge("millstream_partitions_led", "Partitions that this node leads.", len(led))
-        yield gauge("millstream_partitions_under_replicated", "Led, with a replica out of sync.", under_replicated)
         yield gauge(
-            "millstream_partitions_under_min_in_sync", "Led, and acks=all is refused.", self.under_min_in_sync()
+            "millstream_partitions_under_replicated",
+            "Partitions that this node leads with a replica out of sync.",
+            under_replicated,
         )
-        yield gauge("millstream_partitions_without_leader", "Of the cluster, without a leader.", self.without_leader())
+        yield gauge(
+            "millstream_partitions_under_min_in_sync",
+            "Partitions that this node leads and that refuse acks=all.",
+            self.under_min_in_sync(),
+        )
+        yield gauge(
+            "millstream_partitions_without_leader", "Partitions of the cluster without a leader.", self.without_leader()
+        )
 
     def without_leader(self) -> int:
         """Return how many partitions of the cluster have no leader."""

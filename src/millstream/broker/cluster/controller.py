@@ -197,7 +197,7 @@ class Controller:
                 await backoff.pause()
             except Exception:
                 # Whatever it was, a cluster without a controller is worse than one that retries.
-                _logger.exception("the controller failed; it starts again")
+                _logger.exception("the controller failed; restarting it")
                 await backoff.pause()
             finally:
                 self._stop_term()
@@ -229,7 +229,7 @@ class Controller:
         _logger.info("this node is the controller", extra={"term": term.revision})
         self._term = term
         self._reconciliation = Reconciliation(
-            term, self._view, self._declarations, Backoff(self._random), when_placed=self._wake.set
+            term, self._view, self._declarations, Backoff(self._random), on_placed=self._wake.set
         )
         self._dirty = set(self._view.states)
         self._wake.set()

@@ -109,7 +109,7 @@ class DamageRepair:
             except MillstreamError as error:
                 self._log(logging.WARNING, "lost offsets are not repaired yet; retrying", partition, lost, error)
             except Exception as error:
-                _logger.exception("the repair of a partition failed: a defect")
+                _logger.exception("the repair of a partition failed because of a bug")
                 self._log(logging.ERROR, "lost offsets could not be repaired", partition, lost, error)
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
@@ -210,5 +210,5 @@ class DamageRepair:
             counter(
                 "millstream_replicas_repaired_ranges_total", "Lost ranges repaired from a replica.", self._repaired
             ),
-            gauge("millstream_replicas_to_repair", "Partitions here that lost something.", waiting),
+            gauge("millstream_replicas_to_repair", "Partitions on this node with lost ranges.", waiting),
         ]

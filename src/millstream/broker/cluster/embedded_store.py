@@ -82,7 +82,7 @@ class EmbeddedService:
         self.expire()
         first_kept = self.revision - len(self._history) + 1
         if after + 1 < first_kept:
-            raise WatchLost(f"revision {after + 1} is forgotten; the oldest that is kept is {first_kept}")
+            raise WatchLost(f"revision {after + 1} is compacted; the oldest revision kept is {first_kept}")
         since = range(max(0, after + 1 - first_kept), len(self._history))
         return [event for number in since for event in self._history[number] if event.key.startswith(prefix)]
 
@@ -269,7 +269,7 @@ class EmbeddedStore(HealthReporting):
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EmbeddedSession:
         """Begin a session."""
         if self._session is not None and self._session.live:
-            raise StoreRefused("the session before this one has not ended")
+            raise StoreRefused("the previous session has not ended")
         lease = await self._call(lambda: self._service.grant(ttl_s))
         self._session = EmbeddedSession(self, lease, ttl_s, on_lost)
         return self._session

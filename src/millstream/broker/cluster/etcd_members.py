@@ -177,7 +177,7 @@ class EtcdMembers:
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
-    def when_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
+    def on_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener` when another member becomes the first, until the returned function is called."""
         self._moved.append(listener)
         return lambda: self._moved.remove(listener)
@@ -282,6 +282,6 @@ def _is_cut_off(error: Any) -> bool:
 
 def _refused(error: Any) -> StoreUnavailable:
     if error.code() == _CODE.OUT_OF_RANGE:
-        return WatchLost(f"etcd has forgotten that part of its history: {error.details()}")
+        return WatchLost(f"etcd has compacted that part of its history: {error.details()}")
     denied = error.code() in _DENIED or "authentication failed" in str(error.details()) or wants_login(error)
     return (StoreDenied if denied else StoreRefused)(f"etcd refused: {error.details()}")

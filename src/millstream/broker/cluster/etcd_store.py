@@ -273,7 +273,7 @@ class EtcdWatch:
         """Yield the responses of one connection until it breaks."""
         moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         member = await self._members.connected()
-        stop = self._members.when_moved(lambda: None if moved.done() else moved.set_result(None))
+        stop = self._members.on_moved(lambda: None if moved.done() else moved.set_result(None))
         call = member.watches.Watch(metadata=self._members.metadata)
         try:
             await call.write(_watch_request(self._prefix, after=self._after))
@@ -285,7 +285,7 @@ class EtcdWatch:
 
     def _take(self, answer: Any) -> list[Event]:
         if answer.compact_revision:
-            raise WatchLost(f"etcd has forgotten the changes before revision {answer.compact_revision}")
+            raise WatchLost(f"etcd has compacted the changes before revision {answer.compact_revision}")
         if answer.canceled:
             # Some versions of etcd say no more than that it is not permitted when a token is too old.
             self._members.use_token("")
@@ -354,7 +354,7 @@ class EtcdStore(HealthReporting):
             except WatchLost:
                 # etcd forgot the revision between two pages.
                 continue
-        raise StoreUnavailable("etcd forgets its history faster than it can be read")
+        raise StoreUnavailable("etcd compacts its history faster than it can be read")
 
     async def _read(self, prefix: bytes) -> Snapshot:
         entries: dict[str, Entry] = {}
@@ -390,7 +390,7 @@ class EtcdStore(HealthReporting):
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EtcdSession:
         """Begin a session. etcd counts in whole seconds, at least two."""
         if self._session is not None and self._session.live:
-            raise StoreRefused("the session before this one has not ended")
+            raise StoreRefused("the previous session has not ended")
         # A lease whose answer was lost ends by its time, so asking twice does no harm.
         request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         granted = await self._members.ask(lambda member: member.leases.LeaseGrant, request, repeatable=True)

@@ -69,7 +69,7 @@ class ClientQuotas:
             _logger.info("quota changed", extra={"entity": str(entity), "limits": str(limits)})
             self._notify()
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change."""
         self._listeners.append(listener)
 

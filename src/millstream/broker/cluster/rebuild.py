@@ -215,9 +215,7 @@ def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[No
     nodes = [one.node_id for one in inventories]
     both = set(replaced) & set(nodes)
     if both:
-        raise ClusterMismatch(
-            f"node {min(both)} is to be replaced, but its folder is given, too: leave one of them out"
-        )
+        raise ClusterMismatch(f"node {min(both)} is to be replaced, but its folder is given too; omit one of them")
     twice = {node for node in nodes if nodes.count(node) > 1}
     if twice:
         raise ClusterMismatch(f"node {min(twice)} is given twice; give each node's folder once, the newest")
@@ -246,6 +244,6 @@ async def check_unknown(store: CoordinationStore) -> None:
     for prefix in (keys.ADMITTED, keys.NODES, keys.CLUSTER_ID):
         if (await store.read(prefix)).entries:
             raise ClusterMismatch(
-                "etcd knows this cluster, so there is nothing to rebuild; if a new node has begun a new cluster, "
-                "stop it and remove what it wrote: etcdctl del --prefix /millstream/NAME/, with the name of the cluster"
+                "etcd knows this cluster, so there is nothing to rebuild; if a new node has started a new cluster, "
+                "stop it and delete its keys: etcdctl del --prefix /millstream/NAME/, with the name of the cluster"
             )

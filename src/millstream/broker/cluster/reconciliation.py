@@ -124,13 +124,13 @@ class Reconciliation:
         declarations: Declarations,
         backoff: Backoff,
         *,
-        when_placed: Callable[[], None],
+        on_placed: Callable[[], None],
     ) -> None:
         self._term = term
         self._view = view
         self._declarations = declarations
         self._backoff = backoff
-        self._when_placed = when_placed
+        self._on_placed = on_placed
         self._wanted = asyncio.Event()
         self._wanted.set()
 
@@ -150,7 +150,7 @@ class Reconciliation:
             except MillstreamError as error:
                 # The catalog or the store may be unavailable, which is reported elsewhere; elections continue.
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
-                _logger.log(level, "topics could not be reconciled; trying again", extra={"error": str(error)})
+                _logger.log(level, "topics could not be reconciled; retrying", extra={"error": str(error)})
                 self._wanted.set()
                 await self._backoff.pause()
 
@@ -204,7 +204,7 @@ class Reconciliation:
             changes.append(Delete(placement_key(topic.topic_id)))
         if await self._term.change(changes):
             _logger.info("topic agreed on", extra={"topic": topic.name, "new_partitions": len(missing)})
-            self._when_placed()
+            self._on_placed()
 
     async def _placed(self, topic: Topic, missing: list[int]) -> list[Proposal]:
         live = self._view.live

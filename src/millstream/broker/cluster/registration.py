@@ -61,7 +61,7 @@ class Registration:
         self._lost = asyncio.Event()
         self._admitted = asyncio.Event()
         self._leaving = False
-        self._when_admitted: list[Callable[[], None]] = []
+        self._on_admitted: list[Callable[[], None]] = []
         self.incarnation: str | None = None
         self.losses = 0
         """How often the cluster dropped this node although it ran."""
@@ -85,9 +85,9 @@ class Registration:
         """Whether the store has recently confirmed this node's session; otherwise others may have dropped it."""
         return self._session is not None and self._session.confirmed
 
-    def when_admitted(self, listener: Callable[[], None]) -> None:
+    def on_admitted(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the cluster admits this node for the first time."""
-        self._when_admitted.append(listener)
+        self._on_admitted.append(listener)
 
     async def admitted(self) -> None:
         """Wait until the cluster has admitted this node for the first time."""
@@ -109,7 +109,7 @@ class Registration:
                 self.losses += 1
                 _logger.warning("the cluster has dropped this node; registering again")
             except StoreUnavailable as error:
-                _logger.warning("registering failed; trying again", extra={"error": str(error)})
+                _logger.warning("registration failed; retrying", extra={"error": str(error)})
                 await self._close_session()
                 await self._backoff.pause()
 
@@ -193,7 +193,7 @@ class Registration:
             return
         _logger.info("admitted", extra={"node": self._me.node.node_id})
         self._record_admission()
-        for listener in self._when_admitted:
+        for listener in self._on_admitted:
             listener()
         self._admitted.set()
 
@@ -208,7 +208,7 @@ class Registration:
 def cluster_forgotten(node: NodeId) -> ClusterForgotten:
     """Return the error of a node that etcd does not know; electing without it, full logs could follow empty ones."""
     return ClusterForgotten(
-        f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
+        f"node {node} was part of a cluster, and etcd does not know it: check --etcd and --cluster; if etcd lost "
         "its data, restore it, or see `millstream cluster rebuild`. To start from scratch, give an empty --data"
     )
 
@@ -216,6 +216,6 @@ def cluster_forgotten(node: NodeId) -> ClusterForgotten:
 def node_id_taken(other: Node) -> NodeIdTaken:
     """Return the error of a node whose id another one has."""
     return NodeIdTaken(
-        f"node {other.node_id} of this cluster runs already, at {other.host}:{other.port}; "
+        f"node {other.node_id} of this cluster is already running at {other.host}:{other.port}; "
         "stop it first, or give this one a --node-id of its own"
     )

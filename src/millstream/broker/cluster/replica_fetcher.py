@@ -209,7 +209,7 @@ class ReplicaFetcher:
             await self._backoff.pause()
         except Exception:
             self._begin_session()
-            _logger.exception("following failed: a defect", extra={"leader": self.leader})
+            _logger.exception("following failed because of a bug", extra={"leader": self.leader})
             await self._backoff.pause()
 
     def _begin_session(self) -> None:
@@ -321,7 +321,9 @@ class ReplicaFetcher:
             self._hold(key, followed, error)
             return None
         except Exception as error:
-            _logger.exception("a replica failed: a defect", extra={"partition": str(followed.partition.log.partition)})
+            _logger.exception(
+                "a replica failed because of a bug", extra={"partition": str(followed.partition.log.partition)}
+            )
             self._hold(key, followed, LogUnavailable(f"a defect: {error!r}"))
             return None
         followed.failures = 0

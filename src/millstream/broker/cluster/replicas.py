@@ -373,6 +373,10 @@ class Replicas:
     def metrics(self) -> Iterable[Metric]:
         """Return how much is followed, and how many led partitions have a lagging replica."""
         followed = len(self._leader_of)
-        yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
+        yield gauge("millstream_replicas_followed", "Partitions that this node fetches from their leaders.", followed)
         yield from self._repair.metrics()
-        yield gauge("millstream_replicas_behind", "Led, with an in-sync replica that lags.", len(self._behind))
+        yield gauge(
+            "millstream_replicas_behind",
+            "Partitions that this node leads with an in-sync replica that lags.",
+            len(self._behind),
+        )

@@ -160,7 +160,7 @@ class StartupChecks:
                         "starting without the catalog, with the declarations in etcd", extra={"error": str(error)}
                     )
                     return
-                await self._wait("waits for the catalog, which it has never read", error, since_ms, backoff)
+                await self._wait("waits for the catalog, which it has not read yet", error, since_ms, backoff)
         if known not in (None, declared):
             raise ClusterMismatch(
                 f"the catalog belongs to another cluster ({declared}) than the one that etcd at {self._claim.etcd} "

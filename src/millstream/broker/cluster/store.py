@@ -108,7 +108,7 @@ class CoordinationStore(Protocol):
     def away_since_ms(self) -> int | None:
         """Since when, on the wall clock, it does not answer; None while it is available."""
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener`, on the event loop, each time `available` changes."""
 
     async def read(self, prefix: str) -> Snapshot:
@@ -173,7 +173,7 @@ class StoreHealth:
         """Whether the last call of the store was answered."""
         return self.away_since_ms is None
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""
         self._listeners.append(listener)
 
@@ -195,7 +195,7 @@ class StoreHealth:
         if self._answered_once:
             # Before that, the task that waits for the first answer reports it.
             _logger.warning(
-                "etcd is unavailable; data flows with the current leaders, changes of the cluster wait",
+                "etcd is unavailable; data flows with the current leaders, cluster changes wait",
                 extra={"reason": reason},
             )
         self._notify()
@@ -221,6 +221,6 @@ class HealthReporting:
         """Since when it does not answer."""
         return self._health.away_since_ms
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""
-        self._health.when_changed(listener)
+        self._health.on_change(listener)

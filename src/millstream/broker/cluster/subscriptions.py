@@ -147,7 +147,7 @@ class Subscriptions:
         await asyncio.to_thread(self._check, name, topics, settings)
         async with self._changing:
             if name in self._by_name:
-                raise SubscriptionExists(f"subscription {name!r} exists already")
+                raise SubscriptionExists(f"subscription {name!r} already exists")
             if len(self._by_name) >= SUBSCRIPTIONS_MAX:
                 raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
             made = Subscription(
@@ -228,7 +228,7 @@ class Subscriptions:
         self._notify()
         return found
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change."""
         self._listeners.append(listener)
 

@@ -86,7 +86,7 @@ class Topics:
         self._is_minimum_set = False
         self.broker_settings = BrokerSettings(config)
         """What was set for nodes while they ran; it changes the defaults of topics."""
-        self.broker_settings.when_changed(self._defaults_changed)
+        self.broker_settings.on_change(self._defaults_changed)
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
@@ -195,7 +195,7 @@ class Topics:
         """Return every move under way."""
         return {}
 
-    def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
+    def on_leadership_change(self, name: str, listener: LeadershipListener) -> None:
         """Call `listener` with each partition of a topic that this node leads, now and whenever that changes."""
         self._leadership_listeners.setdefault(name, []).append(listener)
         for partition in self._partitions.get(name, ()):
@@ -252,7 +252,7 @@ class Topics:
             overrides = await self._declarations.change_broker_settings(scope, changes, replace=replace)
             await self._broker_declared()
         await self._broker_agreed(scope, overrides, timeout_s)
-        _logger.info("settings of nodes changed", extra={"node": scope or "all", "settings": str(overrides)})
+        _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
 
     def _node_ids(self) -> Iterable[NodeId]:
         return (self._me,)
@@ -318,7 +318,7 @@ class Topics:
         await self._await_deletion(topic, timeout_s)
         _logger.info("topic deleted", extra={"topic": name})
 
-    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+    def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         """Call `listener` after each deletion of a topic."""
         self._deletion_listeners.append(listener)
 
@@ -400,9 +400,14 @@ class Topics:
         for name, text, attribute in totals:
             yield Metric(name, "counter", text, self._by_topic(attribute))
         yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
-        yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
+        yield Metric(
+            "millstream_high_watermark",
+            "gauge",
+            "The high watermark: the end of the acknowledged records.",
+            self._by_partition("high_watermark"),
+        )
         yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
-        text = "Bytes past their retention that stay, since they are not delivered or not landed yet."
+        text = "Bytes past their retention that are kept because they are not delivered or not landed yet."
         yield Metric("millstream_log_held_bytes", "gauge", text, self._held_samples())
 
     def _by_topic(self, attribute: str) -> Iterable[Sample]:
@@ -460,7 +465,7 @@ class Topics:
     ) -> Topic:
         check_topic_name(name)
         if name in self._by_name:
-            raise TopicExists(f"topic {name!r} exists already")
+            raise TopicExists(f"topic {name!r} already exists")
         twin = self._by_metric_name.get(_metric_name(name))
         if twin is not None:
             raise InvalidTopicName(

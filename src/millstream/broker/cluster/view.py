@@ -156,9 +156,9 @@ class ClusterView:
                     async for events in batches:
                         self.apply(events)
             except WatchLost as error:
-                _logger.warning("the history of the coordination store is gone; reading everything again: %s", error)
+                _logger.warning("the coordination store has compacted its history; reading everything again: %s", error)
             except StoreUnavailable as error:
-                _logger.warning("the coordination store cannot be read; trying again", extra={"error": str(error)})
+                _logger.warning("the coordination store cannot be read; retrying", extra={"error": str(error)})
                 await self._backoff.pause()
 
     def show(self, snapshot: Snapshot) -> None:

@@ -60,7 +60,7 @@ class StateTopics(Protocol):
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""
 
-    def when_leadership_changes(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
+    def on_leadership_change(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
         """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
@@ -209,7 +209,7 @@ class Runtime(Generic[S]):
     def _watch_leadership(self) -> None:
         if not self._is_watching and not self._closed:
             self._is_watching = True
-            self._topics.when_leadership_changes(self._topic.name, self._leadership_changed)
+            self._topics.on_leadership_change(self._topic.name, self._leadership_changed)
 
     def _leadership_changed(self, index: PartitionIndex, partition: StateLog | None) -> None:
         if partition is not None:

@@ -111,7 +111,7 @@ def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord)
         # One unreadable record must not disable the whole shard.
         _logger.warning("a record of state is skipped", extra={"shard": name, "offset": offset, "error": str(error)})
     except Exception:
-        _logger.exception("a record of state is skipped: a defect", extra={"shard": name, "offset": offset})
+        _logger.exception("a record of state is skipped because of a bug", extra={"shard": name, "offset": offset})
 
 
 RECORDS_MIN = 20_000
@@ -563,7 +563,7 @@ class Shard(Generic[S]):
             # The new leader runs its own shard; if it is this node again, it gets a new one.
             self._closed = True
         elif error is not None:
-            _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
+            _logger.error("the state could not be read back; retrying", exc_info=error, extra={"shard": self.name})
             self._reload(str(error))
 
     async def _load(self, delay_s: float) -> None:

@@ -81,7 +81,7 @@ class Confirmation(NamedTuple):
     """Refusals that a leader must be sure of: it gives them once the log has taken one more record.
 
     A node that was replaced and has not heard of it still holds the state of its time. Its appends are never
-    acknowledged, so it cannot tell a client that lives that it is over.
+    acknowledged, so it cannot end the session of a live client.
     """
 
     refusals: tuple[type[MillstreamError], ...]

@@ -192,7 +192,7 @@ class Group:
 
     def park_join(self, member: Member, reply: Deferred[Joined]) -> None:
         """Keep a join request until the generation is complete; an older one of the member gives way."""
-        self.refuse_join(member, RebalanceInProgress("a later request of the same member took this one's place"))
+        self.refuse_join(member, RebalanceInProgress("a later request of the same member replaced this one"))
         member.join_reply = reply
         self.awaiting_join += 1
 

@@ -72,7 +72,7 @@ class Join:
         later.refuse(GroupFull(f"group {group.group_id!r} has as many members as it may have"))
         if request.member_id not in group.members:
             return [], later
-        self._rebalance.remove(group, request.member_id, UnknownMember("the group has no room for this member"))
+        self._rebalance.remove(group, request.member_id, UnknownMember("the group has reached its maximum size"))
         return self._rebalance.rebalance_after_leaving(group, f"no room for member {request.member_id}"), later
 
     def _replaces_static(self, group: Group, request: JoinRequest) -> bool:

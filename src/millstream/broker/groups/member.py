@@ -137,7 +137,7 @@ class Member:
 
     def park_sync(self, reply: Deferred[Synced]) -> None:
         """Keep a sync request until the leader brings the assignment; an older one of the member gives way."""
-        self.refuse_sync(RebalanceInProgress("a later request of the same member took this one's place"))
+        self.refuse_sync(RebalanceInProgress("a later request of the same member replaced this one"))
         self.sync_reply = reply
 
     def answer_sync(self, answer: Synced) -> bool:

@@ -146,7 +146,7 @@ class Rebalance:
         group = self._registry.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
             return []
-        return self.prepare(group, "the group has more members than it may have now")
+        return self.prepare(group, "the group has more members than it may have")
 
     def _watch(self, group_id: str, member_id: str, timeout_ms: int) -> None:
         self._timers.schedule(
@@ -216,8 +216,8 @@ class Rebalance:
             return []
         late = sorted(group.pending_sync)
         for member_id in late:
-            self.remove(group, member_id, UnknownMember(f"member {member_id!r} did not ask for its share in time"))
-        return self.prepare(group, f"{len(late)} members did not ask for their share in time")
+            self.remove(group, member_id, UnknownMember(f"member {member_id!r} did not sync in time"))
+        return self.prepare(group, f"{len(late)} members did not sync in time")
 
     def _refuse_syncs(self, group: Group, error: MillstreamError) -> None:
         for member in group.members.values():

@@ -292,7 +292,7 @@ class GroupShard:
         """Delete offsets, except those of topics that the group consumes."""
         group = self._existing(group_id)
         if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
-            raise GroupNotEmpty(f"group {group_id!r} has members, whose topics cannot be known")
+            raise GroupNotEmpty(f"group {group_id!r} has members whose topics are unknown")
         records: Records = []
         answer: dict[str, dict[int, MillstreamError | None]] = {}
         for topic, partitions in unwanted.items():

@@ -62,7 +62,7 @@ CLUSTER_OPERATIONS: Final = _bits(
 GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
 
-SECURITY_DISABLED: Final = "there is no authorization here: every client may do everything, and no rule can change that"
+SECURITY_DISABLED: Final = "authorization is not supported: every client may do everything"
 
 
 RequestT = TypeVar("RequestT")
@@ -202,7 +202,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
         if self.waits_for_others:
-            client.presence.give_up_when_left()
+            client.presence.cancel_on_disconnect()
         response: Any
         try:
             request: RequestT = decode(body, self.request_type)

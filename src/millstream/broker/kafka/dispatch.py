@@ -75,7 +75,7 @@ class Dispatch:
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         """Answer one frame."""
         if not self._apis:
-            return self._when_loaded(bytearray(frame), connection)
+            return self._serve_when_loaded(bytearray(frame), connection)
         started = time.perf_counter()
         header = read_request_header(frame)
         client: ClientInfo | None = connection.state
@@ -90,7 +90,7 @@ class Dispatch:
             return answer
         return self._observe(self._latencies[api.key], answer, started)
 
-    async def _when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
+    async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
         await self._loaded.wait()
         answer = self.handle(memoryview(frame), connection)
         if isinstance(answer, Awaitable):
@@ -142,7 +142,7 @@ class Dispatch:
     ) -> Buffers:
         version = header.version
         if api.waits_for_others:
-            client.presence.give_up_when_left()
+            client.presence.cancel_on_disconnect()
         response = await api.answer(version, request, client)
         encoded = write_response(api.key, version, header.correlation_id, response)
         self._latencies[api.key].observe(time.perf_counter() - started)

@@ -1,7 +1,7 @@
-"""Features and their levels (KIP-584), as ApiVersions tells them and clients read them.
+"""Features and their levels (KIP-584), as ApiVersions reports them and clients read them.
 
 What clients make of them: a Java producer uses the second version of the transaction protocol when
-`transaction.version` is finalized at 2, and tools tell the version of a broker, and what it can do, from the finalized
+`transaction.version` is finalized at 2, and tools derive the version and capabilities of a broker from the finalized
 `metadata.version`. Here that level says which Kafka the APIs are those of; there is no metadata log behind it, and so
 no `kraft.version`. `group.version` is there once the consumer group protocol of KIP-848 is served, `share.version` once
 the share groups of KIP-932 are.

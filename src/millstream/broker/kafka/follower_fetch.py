@@ -1,9 +1,9 @@
 """Fetch by a follower, versions 15 to 18: what replication stands on.
 
 Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
-what it asks for tells the leader how far the follower has got. So only the process may that was the last to register as
-the node it names, and only for partitions of which that node carries a replica; the leader epoch has to be the current
-one; a follower whose log has diverged gets the diverging epoch (KIP-595). It is no consumer, so quotas do not count it.
+its fetch offset shows the leader how far the follower has replicated. It is therefore accepted only from the process
+that registered last as the node it names, and only for partitions of which that node has a replica. The leader epoch
+must be the current one; a follower whose log has diverged gets the diverging epoch (KIP-595). Quotas do not apply.
 
 A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
 later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the
@@ -98,7 +98,7 @@ class FollowerSession:
     def __len__(self) -> int:
         return len(self.partitions)
 
-    # -- what the partitions tell ---------------------------------------------------------------------------
+    # -- partition state ------------------------------------------------------------------------------------
 
     def appended(self, partition: Partition) -> None:
         """There is something to read."""
@@ -114,7 +114,7 @@ class FollowerSession:
             noted[key] = None
             self.wake()
 
-    # -- what the follower tells ----------------------------------------------------------------------------
+    # -- follower state -------------------------------------------------------------------------------------
 
     def update(self, wanted: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]) -> None:
         """Apply the changes of a request."""
@@ -252,7 +252,7 @@ class FollowerFetch:
             return self.answer(header, session, found)
         wait = _Wait(self, header, fetch, session, found)
         if client is not None:
-            client.presence.when_left = wait.finish
+            client.presence.on_disconnect = wait.finish
         return wait
 
     def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
@@ -383,7 +383,7 @@ class FollowerFetch:
     def answer(
         self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
     ) -> Buffers:
-        """Encode a response, and remember what it tells the follower."""
+        """Encode a response, and remember what the follower learns from it."""
         for key, answer in found.items():
             followed = session.partitions.get(key)
             if followed is not None:
@@ -393,7 +393,7 @@ class FollowerFetch:
 
 
 class _Wait(Promise):
-    """A fetch that waits until there is something to tell or its time is over; what is not urgent waits a little.
+    """A fetch that waits until there is something to report or its wait ends; what is not urgent waits a little.
 
     It is no task: the fetches of followers are so many that what a task costs would be seen.
     """

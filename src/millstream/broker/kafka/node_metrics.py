@@ -63,7 +63,12 @@ class GroupMetrics:
     def metrics(self) -> Iterable[Metric]:
         """Committed offsets and lag, by group, topic and partition."""
         yield Metric("millstream_group_committed_offset", "gauge", "The offset committed.", self._samples(lag=False))
-        yield Metric("millstream_group_lag", "gauge", "Records between it and the end.", self._samples(lag=True))
+        yield Metric(
+            "millstream_group_lag",
+            "gauge",
+            "Records between the committed offset and the end.",
+            self._samples(lag=True),
+        )
 
     def _samples(self, *, lag: bool) -> Iterator[Sample]:
         for group, topic, partition, offset in self._groups.committed():

@@ -66,7 +66,7 @@ class QuotaMeter:
         """Whether there is any quota of this kind. While there is none, nothing else here is touched."""
         self.throttled = 0
         self.throttled_ms = 0
-        quotas.when_changed(self._reset)
+        quotas.on_change(self._reset)
         self._reset()
 
     def charge(self, client: ClientInfo, size: int) -> int:
@@ -144,6 +144,6 @@ class QuotaMeters:
         yield Metric(
             "millstream_throttled_seconds_total",
             "counter",
-            "Time for which clients were throttled.",
+            "Total time that clients were throttled.",
             tuple(Sample(meter.throttled_ms / 1000, (("quota", meter.key),)) for meter in meters),
         )

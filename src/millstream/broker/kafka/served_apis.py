@@ -138,7 +138,7 @@ class ApiDependencies:
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
-    troubles: Callable[[], Iterable[str]]
+    unready_reasons: Callable[[], Iterable[str]]
     node: NodeState
     supervise: Supervise
     damage: Callable[[], Damaged] = tuple
@@ -214,7 +214,7 @@ class ServedApis:
             None if (topic := topics.by_id(topic_id)) is None else topic.name
         )
         self._parts.security.has_topic = lambda name: topics.get(name) is not None
-        self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
+        self._parts.topics.on_deletion(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
     async def close(self) -> None:
@@ -337,7 +337,7 @@ class ServedApis:
             parts.node,
             sources,
             parts.clock,
-            troubles=parts.troubles,
+            unready_reasons=parts.unready_reasons,
             damage=parts.damage,
             behind=lambda: lagging_replicas(parts.topics.hosted()),
             warnings=parts.warnings,

@@ -66,7 +66,7 @@ _BROKER_NAMES: Final[Mapping[str, str]] = MappingProxyType({topic: name for name
 """Settings of topics whose default is a setting of Kafka's brokers, and its name."""
 
 _THROTTLE: Final = "replication is not throttled"
-_CLEANER: Final = "compaction runs in one process beside the node, and has no settings but those of topics"
+_CLEANER: Final = "compaction runs in one separate process and has only topic settings"
 _MISSING: Final[Mapping[str, str]] = MappingProxyType(
     {
         "log.retention.hours": "set log.retention.ms",
@@ -82,9 +82,9 @@ _MISSING: Final[Mapping[str, str]] = MappingProxyType(
         "log.cleaner.io.buffer.size": _CLEANER,
         "log.cleaner.io.max.bytes.per.second": _CLEANER,
         "log.cleaner.threads": _CLEANER,
-        "max.connections.per.ip": "connections of one address share its turn, and are not limited in number",
-        "num.io.threads": "a node works in one event loop",
-        "num.network.threads": "a node works in one event loop",
+        "max.connections.per.ip": "connections are not limited by address; those of one address share its turn",
+        "num.io.threads": "a node runs in one event loop",
+        "num.network.threads": "a node runs in one event loop",
     }
 )
 """Settings of Kafka's brokers that are changed while they run there, and what there is here instead."""

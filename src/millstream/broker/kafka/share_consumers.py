@@ -64,7 +64,7 @@ class ShareSessions:
         if len(self._by_member) >= SESSIONS_MAX:
             return ErrorCode.share_session_limit_reached
         session = self._by_member[member] = ShareSession(member, presence)
-        presence.when_gone(session, lambda: self._gone(session))
+        presence.on_close(session, lambda: self._gone(session))
         return session
 
     def resume(self, member: SessionKey, epoch: int) -> ShareSession | ErrorCode:
@@ -199,7 +199,7 @@ class ShareConsumers:
     async def settle(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> Settled:
-        """Settle without waiting; `confirm` tells when the request may be answered."""
+        """Settle without waiting; `confirm` waits until the request may be answered."""
         return {
             place: await self._settle(subscription, member_id, place, batches, renews)
             for place, batches in asked.items()
@@ -300,7 +300,7 @@ def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> N
         raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
     known = _KINDS if renews else _WITHOUT_RENEW
     if not known.issuperset(types):
-        raise InvalidRequest(f"an acknowledgement is one of {sorted(known)} here")
+        raise InvalidRequest(f"an acknowledgement type is one of {sorted(known)}")
 
 
 def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:

@@ -182,7 +182,7 @@ class SubscriptionService:
         """Start loading states from the log, and the queues of declared subscriptions."""
         self.declared.use_filters(_compiled)
         self.declared.use_topics(lambda name: self.topics.get(name) is not None)
-        self.declared.when_changed(self._changed)
+        self.declared.on_change(self._changed)
         self.topics.use_delivery_floor(self._floor)
         await self.states.start()
         self._changed()

@@ -83,7 +83,7 @@ class TransactionService:
             SystemRandom(),
             latest_epoch=self.coordinator.latest_epoch,
         )
-        self.coordinator.when_ending(self.sender.wake)
+        self.coordinator.on_transaction_ending(self.sender.wake)
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 
     def metrics(self) -> Iterable[Metric]:
@@ -95,8 +95,10 @@ class TransactionService:
             "Transactional ids that this node coordinates, by state.",
             tuple(Sample(number, (("state", state),)) for state, number in sorted(states.items()) if number),
         )
-        yield gauge("millstream_transactions_ending", "Transactions whose markers are written.", self.sender.in_flight)
-        yield counter("millstream_marker_retries_total", "Times that markers were written again.", self.sender.retries)
+        yield gauge(
+            "millstream_transactions_ending", "Transactions whose markers are being written.", self.sender.in_flight
+        )
+        yield counter("millstream_marker_retries_total", "Retries of writing markers.", self.sender.retries)
 
     async def start(self) -> None:
         """Start loading transactions from the log, and writing markers that a crash left out."""

@@ -80,7 +80,7 @@ class Checkpoint:
             self.capture.mark_synced_files()
             log.mark_changed()
             _logger.warning(
-                "a checkpoint failed and will be tried again",
+                "a checkpoint failed and will be retried",
                 extra={"partition": str(log.partition), "error": str(self.error)},
             )
             return

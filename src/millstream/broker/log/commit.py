@@ -141,7 +141,9 @@ class TailRewrite:
             old.index_stored = min(old.index_stored, len(index))
             old.max_timestamp_ms = self.log.reader.find_max_timestamp(old, old.next_offset)
         except (OSError, MillstreamError) as error:
-            _logger.warning("the index of a segment could not be cut", extra={"file": old.path, "error": str(error)})
+            _logger.warning(
+                "the index of a segment could not be truncated", extra={"file": old.path, "error": str(error)}
+            )
 
 
 DIRECT_LOGS_MAX = 4

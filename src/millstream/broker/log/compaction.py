@@ -401,8 +401,12 @@ class Compactor:
         """Return the metrics of compaction."""
         name = "millstream_log_compaction"
         yield counter(f"{name}_passes_total", "Compactions of logs since the start.", self._passes)
-        yield counter(f"{name}_failures_total", "Compactions that were given up.", self._failures)
-        yield counter(f"{name}_read_bytes_total", "Bytes of segments that were compacted.", self._read_bytes)
-        yield counter(f"{name}_freed_bytes_total", "Bytes that compaction made free.", self._freed_bytes)
+        yield counter(f"{name}_failures_total", "Compactions that failed.", self._failures)
+        yield counter(f"{name}_read_bytes_total", "Bytes of segments that compaction read.", self._read_bytes)
+        yield counter(f"{name}_freed_bytes_total", "Bytes that compaction freed.", self._freed_bytes)
         yield gauge(f"{name}_last_seconds", "When the last compaction ended, 0 for never.", self._last_ms / 1000)
-        yield gauge(f"{name}_dirty_ratio", "The largest part of a log that waits for compaction.", self._dirty_ratio)
+        yield gauge(
+            f"{name}_dirty_ratio",
+            "The largest fraction of a compacted log that waits for compaction.",
+            self._dirty_ratio,
+        )

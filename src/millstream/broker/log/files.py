@@ -250,5 +250,5 @@ def write_fully(files: Files, descriptor: int, data: Readable, position: int) ->
     while written < len(rest):
         taken = files.write_at(descriptor, rest[written : written + WRITE_BYTES], position + written)
         if taken <= 0:
-            raise OSError(errno.EIO, "the disk took nothing of a write")
+            raise OSError(errno.EIO, "the disk accepted no bytes of a write")
         written += taken

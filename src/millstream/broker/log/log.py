@@ -421,7 +421,9 @@ class Log:
         if offset >= up_to or offset >= self.end_offset:
             return None
         if self.is_replaying:
-            raise InspectionPending(f"{self.partition}: after a cut, its transactions are being read from the log")
+            raise InspectionPending(
+                f"{self.partition}: after a truncation, its transactions are being read from the log"
+            )
         if self.damage:
             up_to = self._undamaged(offset, up_to)
         try:
@@ -551,7 +553,7 @@ class Log:
     def _locate_damage(self, broken: BrokenSegment) -> None:
         """Record which offsets are lost where a segment turned out to be broken, or raise until that is known."""
         if not self.maintenance.inspect(self, broken.segment, broken.position):
-            raise InspectionPending(f"{self.partition}: {broken}; which offsets are lost is being found out")
+            raise InspectionPending(f"{self.partition}: {broken}; determining which offsets are lost")
 
     def _record_missing(self, error: OSError) -> None:
         """Record that a segment is lost if its file was removed; raise any other error to the reader."""

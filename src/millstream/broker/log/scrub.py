@@ -337,7 +337,9 @@ class Scrubber:
         """Return the metrics of the scrub."""
         yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
         yield counter(
-            "millstream_log_scrub_read_errors_total", "Steps of the scrub that the disk failed.", self._read_errors
+            "millstream_log_scrub_read_errors_total",
+            "Steps of the scrub that failed because of the disk.",
+            self._read_errors,
         )
         yield counter("millstream_log_scrub_passes_total", "Passes of the scrub over all logs.", self._passes)
         last_s = self._progress.finished_ms / 1000

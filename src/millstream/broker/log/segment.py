@@ -230,7 +230,7 @@ class Segment:
         return position
 
     def readable_from(self, position: int) -> int:
-        """How many bytes can be read from a position on before the next damaged stretch, or the end."""
+        """Return how many bytes can be read from a position before the next damaged range or the end."""
         return min([self.size, *(start for start in self.holes if start > position)]) - position
 
     def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:

@@ -201,7 +201,7 @@ class LogStore:
         """Open the log of a partition, creating it if necessary; recover it after an unclean stop."""
         key = (topic_id, partition.partition)
         if key in self._logs:
-            raise StorageFailure(f"{partition} is open already")
+            raise StorageFailure(f"{partition} is already open")
         directory = self._folder.log_folder(topic_id, partition.partition)
         opening = OpenOptions(
             files=self._files,
@@ -266,7 +266,7 @@ class LogStore:
             return
         try:
             if log.is_replaying:
-                raise OSError(EBUSY, "the log is being cut")
+                raise OSError(EBUSY, "the log is being truncated")
             self.checkpoint_now(log)
         except OSError:
             self._unrecovered.add(log.key)
@@ -359,7 +359,7 @@ class LogStore:
             return False
         self._run_job(inspection)
         if not inspection.is_lost:
-            reason = "looking again found nothing wrong" if inspection.error is None else str(inspection.error)
+            reason = "a second read found nothing wrong" if inspection.error is None else str(inspection.error)
             raise StorageFailure(f"{segment.path} could not be read at byte {position}: {reason}")
         return True
 
@@ -750,11 +750,11 @@ class LogStore:
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
         transactions = [log.producers.transactions for log in self._logs.values()]
         opened = sum(len(log_folder.open) for log_folder in transactions)
-        yield gauge("millstream_log_open_transactions", "Transactions that are open, each on each partition.", opened)
+        yield gauge("millstream_log_open_transactions", "Open transactions, counted on each partition.", opened)
         aborted = sum(len(log_folder.aborted) for log_folder in transactions)
         yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers have to skip.", aborted)
-        yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
+        yield gauge("millstream_log_failed_partitions", "Partitions whose disk fails or is full.", len(self.failures))
         lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]
         yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
         yield gauge("millstream_log_damaged_offsets", "Offsets that the disk lost.", sum(lost))
-        yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)
+        yield gauge("millstream_log_free_bytes", "Free bytes on the disk of the data folder.", self.free_bytes)

@@ -171,7 +171,7 @@ def _check_can_truncate(log: Log) -> None:
     if health.broken or health.repairing:
         raise StorageFailure(f"{log.partition} cannot be truncated while its disk fails: {health.failure}")
     if health.is_truncating and not health.truncation_failed:
-        raise StorageFailure(f"{log.partition} is being truncated already")
+        raise StorageFailure(f"{log.partition} is already being truncated")
 
 
 def retry_truncation(log: Log, files: Files) -> bool:

@@ -221,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._turns.keep(self._flow, reply.cost_bytes)
             else:
                 # It becomes durable in the same commit as everyone else's, so it counts until then.
-                reply.when_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
+                reply.on_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
         self._replies.clear()
         self._ready.clear()
         self._outgoing.clear()
@@ -487,7 +487,7 @@ class Connection(asyncio.BufferedProtocol):
             self._release(buffer)
         if isinstance(answer, Promise):
             answer.cost_bytes = self._turns.promise(self._flow, len(frame))
-            answer.when_kept = self._promise_kept
+            answer.on_kept = self._promise_kept
             self._replies.append(answer)
         elif isinstance(answer, list):
             self._answer(answer)
@@ -498,7 +498,7 @@ class Connection(asyncio.BufferedProtocol):
             self._flush_replies()
         elif answer is not None:
             promise = promise_of(answer, self.fail)
-            promise.when_kept = self._promise_kept
+            promise.on_kept = self._promise_kept
             self._replies.append(promise)
 
     def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
@@ -532,7 +532,7 @@ class Connection(asyncio.BufferedProtocol):
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None
-        self.presence.when_left = None
+        self.presence.on_disconnect = None
         if buffer is None:
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:

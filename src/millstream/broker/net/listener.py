@@ -128,8 +128,16 @@ class Listener:
         yield gauge("millstream_turns_waiting", "Connections that wait for their turn.", self._turns.waiting)
         yield counter("millstream_turns_total", "Turns given to connections that had to wait.", self._turns.given)
         yield counter("millstream_connections_total", "Connections accepted.", traffic.connections_accepted)
-        yield counter("millstream_connections_refused_total", "Turned away: too many.", traffic.connections_refused)
-        yield counter("millstream_connections_failed_total", "Closed for bad input.", traffic.connections_failed)
+        yield counter(
+            "millstream_connections_refused_total",
+            "Connections refused because too many were open.",
+            traffic.connections_refused,
+        )
+        yield counter(
+            "millstream_connections_failed_total",
+            "Connections closed because of invalid input.",
+            traffic.connections_failed,
+        )
         yield counter("millstream_requests_total", "Requests received.", traffic.frames_in)
         yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)

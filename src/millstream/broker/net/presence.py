@@ -17,11 +17,11 @@ from enum import Enum
 class Presence:
     """A client that has ended its side still gets finished responses, but no request waits on its behalf any more."""
 
-    __slots__ = ("_on_gone", "_undelivered", "has_left", "is_gone", "when_left")
+    __slots__ = ("_on_gone", "_undelivered", "has_left", "is_gone", "on_disconnect")
 
     def __init__(self) -> None:
         self.has_left = False
-        self.when_left: Callable[[], object] | None = None
+        self.on_disconnect: Callable[[], object] | None = None
         """Called when the client leaves; set by the request that waits, of which there is one at a time."""
         self._on_gone: dict[object, Callable[[], object]] = {}
         self._undelivered: list[Callable[[], object]] = []
@@ -30,11 +30,11 @@ class Presence:
     def leave(self) -> None:
         """Note that the client has closed the connection, or its half of it."""
         self.has_left = True
-        when_left, self.when_left = self.when_left, None
-        if when_left is not None:
-            when_left()
+        on_disconnect, self.on_disconnect = self.on_disconnect, None
+        if on_disconnect is not None:
+            on_disconnect()
 
-    def when_gone(self, who: object, callback: Callable[[], object]) -> None:
+    def on_close(self, who: object, callback: Callable[[], object]) -> None:
         """Call `callback` when the connection is gone, for state that lasts as long as it."""
         self._on_gone[who] = callback
 
@@ -50,7 +50,7 @@ class Presence:
         for call in (*undelivered, *farewells.values()):
             call()
 
-    def when_undelivered(self, undo: Callable[[], object]) -> None:
+    def on_undelivered(self, undo: Callable[[], object]) -> None:
         """Call `undo` if the connection ends before the current response has left it."""
         if self.is_gone:
             undo()
@@ -66,13 +66,13 @@ class Presence:
         """Note that all responses so far have left the connection."""
         self._undelivered.clear()
 
-    def give_up_when_left(self) -> None:
+    def cancel_on_disconnect(self) -> None:
         """Cancel the current task when its client leaves, or after its first step if it has left already."""
         task = asyncio.current_task()
         if task is not None and self.has_left:
             asyncio.get_running_loop().call_soon(task.cancel)
         elif task is not None:
-            self.when_left = task.cancel
+            self.on_disconnect = task.cancel
 
 
 class Hangups:

@@ -48,14 +48,14 @@ Reply = Buffers | Stream
 class Promise:
     """A place in the order of a connection's replies, which is filled by `keep`."""
 
-    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "is_kept", "when_kept")
+    __slots__ = ("_latency", "_started", "buffers", "cost_bytes", "is_kept", "on_kept")
 
     def __init__(self) -> None:
         self.buffers: Reply | None = None
         self.is_kept = False
         self.cost_bytes = 0
         """What the request counts as until its response leaves."""
-        self.when_kept: Callable[[], None] | None = None
+        self.on_kept: Callable[[], None] | None = None
         """Called once, as soon as the promise is kept."""
         self._latency: Histogram | None = None
         self._started = 0.0
@@ -71,14 +71,14 @@ class Promise:
         self.is_kept = True
         if self._latency is not None:
             self._latency.observe(time.perf_counter() - self._started)
-        if self.when_kept is not None:
-            self.when_kept()
+        if self.on_kept is not None:
+            self.on_kept()
 
     def __await__(self) -> Generator[Any, None, Reply | None]:
         """Wait for the response in a task."""
         if not self.is_kept:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.when_kept = lambda: None if waiter.done() else waiter.set_result(None)
+            self.on_kept = lambda: None if waiter.done() else waiter.set_result(None)
             yield from waiter
         return self.buffers
 

@@ -41,7 +41,7 @@ class PipelineAdvice:
         for name in missing[:NAMED_MAX]:
             yield f"There is no topic {name!r} yet; the pipeline waits for it{suggestion(name, known) or '.'}"
         if len(missing) > NAMED_MAX:
-            yield f"Nor are {len(missing) - NAMED_MAX} more of its topics there yet."
+            yield f"{len(missing) - NAMED_MAX} more of its topics do not exist yet either."
 
     def _loops(self, pipeline: Pipeline) -> Iterator[str]:
         routes = _routes([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
@@ -54,7 +54,7 @@ class PipelineAdvice:
                     names = sorted({pipeline.name, *(routes[one][other] for one, other in steps)})
                     yield (
                         f"Messages may loop forever: {' to '.join(round_trip)}, through the pipelines "
-                        f"{', '.join(names)}. Have a condition end that."
+                        f"{', '.join(names)}. Add a condition that ends the loop."
                     )
                     return
 

@@ -39,7 +39,7 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
             continue
         for topic in _shared(settings, theirs):
             raise InvalidPipeline(
-                f"{topic} is landed by pipeline {other.name!r} already, and a table has one pipeline: change that one "
+                f"{topic} is already landed by pipeline {other.name!r}, and a table has one pipeline: change that one "
                 f"(`millstream pipeline update {other.name} --set …`), or give this one a place of its own (`lake`)"
             )
 
@@ -125,7 +125,7 @@ class Pipelines:
         async with self._changing:
             # Asked of the catalog, since another node may have just declared it.
             if await self._declarations.pipeline_named(name) is not None:
-                raise PipelineExists(f"pipeline {name!r} exists already")
+                raise PipelineExists(f"pipeline {name!r} already exists")
             if len(self._by_name) >= PIPELINES_MAX:
                 raise InvalidPipeline(f"there are {PIPELINES_MAX} pipelines already; delete some first")
             made = Pipeline(
@@ -219,7 +219,7 @@ class Pipelines:
         self._notify()
         return found
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change."""
         self._listeners.append(listener)
 

@@ -46,7 +46,7 @@ class LandedBoard:
     def start(self) -> None:
         """Let retention ask here."""
         self._read()
-        self._pipelines.when_changed(self._read)
+        self._pipelines.on_change(self._read)
         self._topics.use_landed_floor(self.floor)
 
     def take(self, pipeline_id: UUID, place: tuple[str, str], topic_id: UUID, offsets: Offsets) -> None:

@@ -34,7 +34,7 @@ class PipelineOwner(Protocol):
     def is_elsewhere(self) -> bool:
         """Whether another node does."""
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
 
     async def resign(self) -> None:
@@ -47,7 +47,7 @@ class SoleOwner:
     is_mine = True
     is_elsewhere = False
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Do nothing: it never changes."""
 
     async def resign(self) -> None:
@@ -88,7 +88,7 @@ class ElectedOwner:
         """Whether another node does."""
         return not self.is_mine and self._view.pipelines_owner not in (None, self._me)
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
@@ -120,7 +120,7 @@ class ElectedOwner:
             await self._store.change([Delete(keys.PIPELINES_OWNER)], [Expect(keys.PIPELINES_OWNER, revision)])
         except StoreUnavailable as error:
             # The key expires with this node's session.
-            _logger.debug("the place could not be given up", extra={"error": str(error)})
+            _logger.debug("the ownership of pipelines could not be released", extra={"error": str(error)})
 
     async def _win(self) -> int:
         """Wait until the key is free and create it; return its revision."""

@@ -83,14 +83,14 @@ class PipelineBoard:
             return
         yield _gauge(
             "parked",
-            "Whether a pipeline is parked, since it cannot be run as declared; reported by every node.",
+            "1 if a pipeline is parked because it cannot run as declared; reported by every node.",
             [_sample(one.name, float(bool(one.parked))) for one in declared],
         )
         lags = [(one.name, self.lag(one.name)) for one in declared]
         if any(lag is not None for _, lag in lags):
             yield _gauge(
                 "lag",
-                "Messages that are there and that a pipeline did not take yet, also while it is not run.",
+                "Messages that a pipeline has not read yet, whether or not it is running.",
                 [_sample(name, lag) for name, lag in lags if lag is not None],
             )
         if self._reports:
@@ -99,22 +99,24 @@ class PipelineBoard:
     def _metrics_of_the_driver(self, reports: list[PipelineReport]) -> Iterable[Metric]:
         yield _gauge(
             "state",
-            "1 for the state that a pipeline is in: waiting, starting, running, retrying, parked or stopped.",
+            "1 for the current state of a pipeline: waiting, starting, running, retrying, parked or stopped.",
             [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
         )
-        yield _counter("rows", "Messages that a pipeline took.", [_sample(one.name, one.rows) for one in reports])
+        yield _counter("rows", "Messages that a pipeline has read.", [_sample(one.name, one.rows) for one in reports])
         yield _gauge(
             "rows_per_second",
-            "Messages that a pipeline takes each second, lately.",
+            "Messages that a pipeline reads per second.",
             [_sample(one.name, one.rows_per_s) for one in reports],
         )
         now_ms = time.time() * 1000
         yield _gauge(
             "failing_seconds",
-            "For how long nothing of a pipeline has gone well; 0 while it does.",
+            "Seconds since a pipeline began to fail; 0 while it succeeds.",
             [_sample(one.name, _seconds(one.failing_ms, now_ms)) for one in reports],
         )
-        yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
+        yield _counter(
+            "batches", "Batches that a pipeline has completed.", [_sample(one.name, one.batches) for one in reports]
+        )
         yield _counter(
             "restarts",
             "Restarts of a pipeline after a failure.",
@@ -122,22 +124,22 @@ class PipelineBoard:
         )
         yield _counter(
             "stalls",
-            "How often a batch of a pipeline was given up, since it made no progress.",
+            "Batches of a pipeline that were cancelled because they made no progress.",
             [_sample(one.name, one.stalls) for one in reports],
         )
         yield _gauge(
             "still_seconds",
-            "For how long the batch that is under way has made no progress.",
+            "Seconds that the current batch has made no progress.",
             [_sample(one.name, one.still_s) for one in reports],
         )
         yield _counter(
             "counted",
-            "What jobs count beside messages, by its name: files, quarantined rows and such.",
+            "Other counters of jobs, by name, such as files and quarantined rows.",
             [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.counts.items())],
         )
         yield _counter(
             "driver_restarts",
-            "How often the Spark driver of this node ended and was started again.",
+            "Restarts of the Spark driver of this node.",
             [Sample(self.restarts)],
         )
 

@@ -635,7 +635,7 @@ class Partition(Replica):
     def _not_enough(self, in_sync: InSync) -> NotEnoughReplicas:
         return NotEnoughReplicas(
             f"{self.log.partition} has {len(in_sync.state.in_sync)} replicas in sync, "
-            f"min.insync.replicas asks for {in_sync.min_in_sync}"
+            f"min.insync.replicas requires {in_sync.min_in_sync}"
         )
 
     # -- what moves -----------------------------------------------------------------------------------------

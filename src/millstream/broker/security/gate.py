@@ -272,7 +272,7 @@ class RevokedSessions:
     def __init__(self, state: SecurityState, attempts: FailedAttempts) -> None:
         self._listeners: list[Collection[Connection]] = []
         self._attempts = attempts
-        state.when_changed(self._look)
+        state.on_change(self._look)
 
     def watch(self, connections: Collection[Connection]) -> None:
         """Look at these connections too."""

@@ -70,7 +70,7 @@ class SecurityState:
         found = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
         return next((one for one in found if one is not None), None)
 
-    def when_changed(self, listener: Callable[[], None]) -> None:
+    def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)
 

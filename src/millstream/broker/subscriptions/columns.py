@@ -315,7 +315,7 @@ class Stragglers(Columns):
         index = bisect_left(self.offsets, offset)
         if index < len(self.offsets) and self.offsets[index] == offset:
             if self.states[index] != DONE:
-                raise CorruptState(f"message {offset} cannot be revived before it is done")
+                raise CorruptState(f"message {offset} cannot be redelivered before it is done")
             self.clear(index)
             self.keys[index] = key
             self.finished_count -= 1

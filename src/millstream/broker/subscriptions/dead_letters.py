@@ -371,7 +371,7 @@ class DeadLetters:
 
 
 def _redrive_headers(record: Record) -> Headers:
-    """Build the headers that tell when the message was first published and how often it was redriven."""
+    """Build the headers that record when the message was first published and how often it was redriven."""
     details = dict(record.headers)
     published = str(record.timestamp_ms).encode()
     if REDRIVEN not in details:

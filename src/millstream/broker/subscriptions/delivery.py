@@ -267,7 +267,7 @@ class Delivery:
     # Workers
 
     def try_receive(self, demand: Demand) -> Received:
-        """Lease what is available now; `leases_durable` tells when the worker may be answered."""
+        """Lease what is available now; `leases_durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver:
@@ -305,7 +305,7 @@ class Delivery:
         return results
 
     def settle_now(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
-        """Settle leases without waiting; `durable` tells when the worker may be answered."""
+        """Settle leases without waiting; `durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
@@ -315,8 +315,8 @@ class Delivery:
     def settle_all(self, worker: str, settlements: Sequence[Settlement], gaps: Sequence[Settlement] = ()) -> None:
         """Settle all ranges, or raise and change nothing; no range is named twice.
 
-        Gaps are offsets in which the worker found no message: whether it holds them does not matter. `durable` tells
-        when the worker may be answered.
+        Gaps are offsets in which the worker found no message: whether it holds them does not matter. `durable` waits
+        until the worker may be answered.
         """
         end = self.partition.high_watermark
         if any(one.last >= end for one in (*settlements, *gaps)):
@@ -791,7 +791,7 @@ class Delivery:
 
     def _restart_after_defect(self, error: Exception) -> None:
         """Close the queue after an unexpected error; it is restored from its stored state."""
-        self._log_restart(logging.ERROR, "a queue stopped because of a defect", str(error), error)
+        self._log_restart(logging.ERROR, "a queue stopped because of a bug", str(error), error)
         self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
 
     def _log_restart(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:

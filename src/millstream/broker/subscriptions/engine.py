@@ -86,8 +86,8 @@ class Engine:
 
     def start(self) -> None:
         """Open the queues of all subscriptions, and follow later declarations."""
-        self._dependencies.subscriptions.when_changed(self._declarations_changed)
-        self._dependencies.topics.when_deleted(self._topic_deleted)
+        self._dependencies.subscriptions.on_change(self._declarations_changed)
+        self._dependencies.topics.on_deletion(self._topic_deleted)
         self._declarations_changed()
 
     async def close(self) -> None:
@@ -323,9 +323,7 @@ class Engine:
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
             self._followed.add(topic)
-            self._dependencies.topics.when_leadership_changes(
-                topic, lambda _index, led: self._partition_led(topic, led)
-            )
+            self._dependencies.topics.on_leadership_change(topic, lambda _index, led: self._partition_led(topic, led))
 
     def _partition_led(self, topic: str, led: Partition | None) -> None:
         """Open the queues of a partition that this node leads from now on."""

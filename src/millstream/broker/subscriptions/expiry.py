@@ -44,7 +44,7 @@ class Expiry:
         self._last_used = last_used
         self._delete = delete
         self._changed = asyncio.Event()
-        subscriptions.when_changed(self._changed.set)
+        subscriptions.on_change(self._changed.set)
 
     async def run(self) -> None:
         """Check as often as the shortest expiry requires, forever; idle while nothing expires."""

@@ -104,7 +104,9 @@ class FilterWorker:
         async with self._lock:
             answer = await self._ask(request)
         if not isinstance(answer, FilterMatches):
-            raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "the answer is of another kind")
+            raise CorruptBatch(
+                answer.reason if isinstance(answer, Unreadable) else "the response has an unexpected type"
+            )
         self.evaluated_in_child += 1
         return answer.evaluation()
 

@@ -5,7 +5,7 @@ Later messages of the key are blocked in the order of their offsets; a delayed m
 are known by a 64-bit hash. 0 means no key, and messages without a key are never blocked.
 
 After a restart the keys are read from the log again: first those of messages that hold their key, wherever they are,
-which tells what is blocked; then the others in the order of their offsets, as far as messages are demanded.
+which determines what is blocked; then the others in the order of their offsets, as far as messages are demanded.
 """
 
 from __future__ import annotations

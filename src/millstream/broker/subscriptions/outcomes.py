@@ -212,7 +212,7 @@ async def message_state(delivery: Delivery, offset: int, *, start: int | None, w
     while True:
         found = _current_state(delivery, offset, start)
         if found is None:
-            # The outcome may not be written yet, and only the written frame tells it.
+            # The outcome may not be written yet, and only the written frame has it.
             await delivery.durable(is_all=True)
             return _recalled_state(delivery, offset)
         left_s = deadline - asyncio.get_running_loop().time()

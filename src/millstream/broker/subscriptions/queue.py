@@ -639,7 +639,7 @@ class Queue:
         if sum(one.offset < fold.window.start for one in wanted) > left:
             raise PolicyViolation(
                 f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
-                "revive the others when some of these are done"
+                "redrive the others when some of these are done"
             )
         for run in _consecutive(wanted):
             first, last = run[0].offset, run[-1].offset

@@ -145,7 +145,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """Every shard that this node runs."""
         return self._runtime.shards
 
-    def when_ending(self, listener: Callable[[], None]) -> None:
+    def on_transaction_ending(self, listener: Callable[[], None]) -> None:
         """Call `listener` when markers may have to be written."""
         self._on_ending = listener
 

@@ -1,7 +1,7 @@
 """Asks the coordinator of a transaction whether a partition belongs to it, on this node or on another one.
 
-The answers are those that a producer can make something of, as in Kafka: who cannot reach the coordinator tells it
-NOT_ENOUGH_REPLICAS, which every client tries again, and a fenced producer gets INVALID_PRODUCER_EPOCH.
+The answers are those that a producer can handle, as in Kafka: if the coordinator cannot be reached, the producer gets
+NOT_ENOUGH_REPLICAS, which every client retries, and a fenced producer gets INVALID_PRODUCER_EPOCH.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CoordinatorGate:
 
 def _client_error(error: MillstreamError | None) -> MillstreamError | None:
     if isinstance(error, _UNREACHABLE):
-        return NotEnoughReplicas(f"the coordinator of the transaction could not say yes: {error}")
+        return NotEnoughReplicas(f"the coordinator of the transaction could not confirm it: {error}")
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))
     return error

@@ -131,7 +131,7 @@ class MarkerRoutes:
             answer = await self._peers.send(node, request)
             results = [_answers(batch, result) for batch, result in zip(batches, answer.markers, strict=True)]
         except (MillstreamError, ValueError) as error:
-            lost = error if isinstance(error, MillstreamError) else NotLeader(f"node {node} left answers out")
+            lost = error if isinstance(error, MillstreamError) else NotLeader(f"node {node} omitted results")
             results = [dict.fromkeys(batch.partitions, lost) for batch in batches]
         for batch, answers in zip(batches, results, strict=True):
             if not batch.answers.done():

@@ -146,7 +146,7 @@ class MarkerSender:
         except MillstreamError as error:
             return str(error)
         except Exception:
-            _logger.exception("a transaction could not be ended: a defect")
+            _logger.exception("a transaction could not be ended because of a bug")
             return "a defect"
         return None
 
@@ -183,7 +183,7 @@ class MarkerSender:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _logger.error("a transaction could not be ended: a defect", exc_info=task.exception())
+            _logger.error("a transaction could not be ended because of a bug", exc_info=task.exception())
 
 
 def _marker(ending: Ending, coordinator_epoch: int) -> Marker:

@@ -97,7 +97,7 @@ class Batches:
         """Raise if what this attempt writes could never be committed."""
         known = self.queries.get(attempt.query)
         if known is not None and attempt.batch <= known.batch:
-            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
+            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
         if known is not None and attempt.run and attempt.run == known.ended_run:
             raise ProducerFenced(f"the run {attempt.run!r} of query {attempt.query!r} was given up")
         if not self._has_room(attempt.query):
@@ -110,7 +110,7 @@ class Batches:
             raise InvalidRequest(f"{who.transactional_id!r} does not belong to a batch")
         transaction = self._checked(Member(*who))
         if attempt.batch <= self.last_batch_of(attempt.query):
-            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
+            raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
         if transaction.state is TransactionState.PREPARED:
             return [], None
         if transaction.state not in _MAY_PREPARE:
@@ -143,7 +143,7 @@ class Batches:
         When a run is named, no further attempt of it may begin.
         """
         if batch <= self.last_batch_of(query):
-            raise InvalidTransactionState(f"batch {batch} of query {query!r} is committed already")
+            raise InvalidTransactionState(f"batch {batch} of query {query!r} is already committed")
         undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
         records = [self._ended(one, f"batch {batch} is aborted") for one in undecided]
         if run and self._has_room(query):
@@ -320,7 +320,7 @@ class TransactionShard:
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
         """Whether partitions are part of the producer's transaction."""
         transaction = self._known(who.transactional_id)
-        # Only open transactions are verified, so the epoch is checked first: it tells a late batch from a current one.
+        # Only open transactions are verified, so the epoch is checked first, to detect late batches.
         _check_producer(transaction, who)
         _check_not_ending(transaction)
         return [], {
@@ -346,7 +346,7 @@ class TransactionShard:
         if transaction.state in IDLE:
             raise InvalidTransactionState(f"{transactional_id!r} has no transaction to abort")
         if transaction.is_committing:
-            raise InvalidTransactionState(f"{transactional_id!r} is being committed, which cannot be taken back")
+            raise InvalidTransactionState(f"{transactional_id!r} is being committed, which cannot be undone")
         was = transaction.state.value
         if transaction.state in ENDING:
             return [], was
@@ -587,7 +587,7 @@ def _check_not_ending(transaction: Transaction) -> None:
     """Refuse for now what comes while markers are written.
 
     As in Kafka this precedes what is said of the epoch, and mostly of the id: the client may have been answered the id
-    and epoch that count only once the markers are there, so neither tells a zombie from the producer itself.
+    and epoch that count only once the markers are there, so neither distinguishes a zombie from the producer itself.
     """
     if transaction.state in ENDING:
         raise _concurrent(transaction)

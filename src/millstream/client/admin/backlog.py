@@ -53,7 +53,7 @@ class Reader(NamedTuple):
 
 
 def reader_of(pipeline: Pipeline) -> Reader | None:
-    """Return what a pipeline reads; None if its settings do not tell."""
+    """Return the topics that a pipeline reads; None if its settings do not name them."""
     try:
         settings = pipeline.settings
         topics = frozenset(pipeline.flows())

@@ -64,7 +64,7 @@ async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
         answer: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
     except (BrokerUnreachable, ProtocolViolation) as error:
         raise RequestRefused(
-            f"node {node} does not tell its clients ({error}); only Millstream does, no other kind of broker",
+            f"node {node} does not list its clients ({error}); only Millstream brokers do",
             code=UNSUPPORTED_VERSION,
         ) from error
     return answer

@@ -144,7 +144,7 @@ class DeadLetterTopic(NamedTuple):
     subscriptions: list[str]
     letters: int
     unreached: list[int]
-    """The partitions that nobody led or whose leader did not answer; their letters are not counted."""
+    """The partitions without a leader, or whose leader did not answer; their letters are not counted."""
     refused: int
     """Messages that the topic refuses as letters, which are tried again."""
     refusals: list[str]
@@ -494,7 +494,7 @@ async def check_no_open_letters(client: Client, topic: str) -> None:
     found = await _dead_letter_topic(client, topic)
     if found is not None and found.unreached:
         raise CoordinatorUnavailable(
-            f"the open dead letters of topic {topic!r} cannot be counted, since nobody answers for its partitions "
+            f"the open dead letters of topic {topic!r} cannot be counted: no leader answers for partitions "
             f"{', '.join(map(str, found.unreached))} now; try again when they have a leader"
         )
     if found is not None and found.letters:

@@ -340,7 +340,7 @@ async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> di
 def _committed(answers: Mapping[str, Any], name: str) -> Committed:
     answer = answers.get(name)
     if answer is None:
-        raise ProtocolViolation(f"the answer with offsets does not name group {name!r}")
+        raise ProtocolViolation(f"the response with offsets does not include group {name!r}")
     if answer.error_code:
         raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
     return {
@@ -454,5 +454,5 @@ async def plan_reset(
             where = TopicPartition(topic, PartitionIndex(index))
             moves.append((where, committed.get(where), after))
     if not moves:
-        raise NotFound(f"there is nothing to move: group {name!r} has no offsets there; name topics to move it in")
+        raise NotFound(f"nothing to move: group {name!r} has no offsets there; name topics to move it in")
     return moves

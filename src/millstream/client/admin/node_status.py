@@ -35,19 +35,19 @@ class DamagedOffsets(NamedTuple):
         """Say what to do about it."""
         if self.is_repaired:
             return (
-                "nothing, while the nodes that carry the partition run: the offsets are fetched from another replica; "
-                "if this stays, the log of this node says why"
+                "nothing while the replicas run: the offsets are fetched from another replica; "
+                "if this persists, see the log of this node"
             )
         if self.topic == TRANSACTION_STATE:
             # No group reads this topic; what it lost are decisions about transactions.
             return (
-                "the other offsets are unharmed and in use; transactions whose state was there may never end by "
+                "the other offsets are intact and in use; transactions whose state was lost may never end by "
                 "themselves: find them with millstream transaction list --hanging, and end them with "
                 "millstream transaction abort"
             )
         return (
-            "the other offsets are unharmed and served; restore these from a copy, if you have one, and let a group "
-            f"step over them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "
+            "the other offsets are intact and served; restore these from a copy, if you have one, and move a group "
+            f"past them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "
             f"--to {self.next_offset}"
         )
 

@@ -103,12 +103,12 @@ class PipelineClient:
             return
         except GroupNotEmpty:
             raise GroupNotEmpty(
-                f"a pipeline {name!r} is still being run, by hand or since it was deleted just now; "
+                f"a pipeline {name!r} is still running, manually or because it was just deleted; "
                 f"`millstream group describe {group}` shows where, and when it has ended"
             ) from None
         raise GroupNotEmpty(
-            f"the group {group!r} of the pipeline is one of consumers, who have offsets in it; choose another name, or "
-            f"take the group away: millstream group delete {group}"
+            f"the group {group!r} of the pipeline is used by consumers and has offsets; choose another name, or "
+            f"delete the group: millstream group delete {group}"
         )
 
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
@@ -176,7 +176,7 @@ class PipelineClient:
             async with asyncio.timeout(LISTED_S):
                 return await self._ask(node, LIST_KEY, body)
         except TimeoutError:
-            return RequestTimedOut(f"node {node} did not tell within {LISTED_S:g} s how its pipelines do")
+            return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
         except NotFound:
             # The catalog itself said so: nodes that still know it have not heard of the deletion.
             raise

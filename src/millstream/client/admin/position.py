@@ -14,9 +14,7 @@ EARLIEST_TIMESTAMP = -2
 LATEST_TIMESTAMP = -1
 """The two timestamps with a special meaning in offset lookups."""
 
-HELP = (
-    "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it names no zone) or how long ago (90s, 15m, 2h, 7d)"
-)
+HELP = "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it has no time zone) or an age (90s, 15m, 2h, 7d)"
 
 _NAMES = {"start": "start", "earliest": "start", "beginning": "start", "end": "end", "latest": "end"}
 _AGO = re.compile(r"(\d+)\s*(ms|s|m|h|d|w)\Z")

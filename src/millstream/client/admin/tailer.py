@@ -201,7 +201,7 @@ class Tailer:
         self.lost.append(offsets)
         reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
         at = header.next_offset
-        self._note(f"{offsets}; going on at {at}. To do: let a group step over it with: {reset} --to {at}.")
+        self._note(f"{offsets}; continuing at {at}. To do: move a group past it with: {reset} --to {at}.")
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Send a request; retry for a while if the broker is unreachable, for example during a restart."""
@@ -214,7 +214,7 @@ class Tailer:
                 await self._start_over()
             except (BrokerUnreachable, RequestTimedOut) as error:
                 if deadline is None:
-                    self._note(f"Lost the broker; trying for {self._patience_s:g} s to find it again ({error}).")
+                    self._note(f"Lost the connection to the broker; retrying for {self._patience_s:g} s ({error}).")
                     deadline = loop.time() + self._patience_s
                 if loop.time() > deadline:
                     raise
@@ -241,7 +241,7 @@ class Tailer:
             if one.first <= self._positions[where] < one.next_offset:
                 self._positions[where] = Offset(one.next_offset)
                 self.lost.append(str(one))
-                self._note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
+                self._note(f"{one}; continuing at {one.next_offset}. To do: {one.advice}.")
                 moved = True
         return moved
 
@@ -253,5 +253,5 @@ class Tailer:
         for where, at in self._positions.items():
             start, end = bounds[where.partition]
             if not start <= at <= end:
-                self._note(f"{where}: offset {at} is gone; going on from {start}.")
+                self._note(f"{where}: offset {at} no longer exists; continuing at {start}.")
                 self._positions[where] = Offset(start)

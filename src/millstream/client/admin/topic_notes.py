@@ -68,7 +68,7 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
         copies = replication_of(topic)
         if usual is not None and copies < usual:
             has = "copy instead" if copies == 1 else "copies instead"
-            reason = "because no more nodes are running; replicas are not added when others join"
+            reason = "because only that many nodes are running; replicas are not added when others join"
             return [f"It has {copies} {has} of {usual}, {reason}."]
     return []
 
@@ -79,7 +79,7 @@ async def change_notes(
     """Return notes on changed settings or added partitions."""
     notes = []
     if partitions is not None and partitions > len(topic.partitions):
-        notes.append("New messages of a key may go to another partition than earlier ones.")
+        notes.append("New messages of a key may go to a different partition than earlier ones.")
     if not _DELETING.isdisjoint(changed):
         waiting = [one for one in await pipelines_reading(client, topic) if one.backlog is None or one.backlog.left]
         notes += [one.sentence(topic.name) for one in waiting]

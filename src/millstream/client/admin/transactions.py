@@ -230,8 +230,9 @@ async def abort_on_partition(
         known = next((one for one in await list_transactions(client) if one.producer_id == producer_id), None)
         named = "its transactional id" if known is None else repr(known.transactional_id)
         raise InvalidTransactionState(
-            f"the transaction of producer {producer_id} on {where} does not hang: its coordinator knows it, and to end "
-            f"it on one partition would tear it; abort all of it with `millstream transaction abort {named}`"
+            f"the transaction of producer {producer_id} on {where} is not hanging: its coordinator knows it, and "
+            f"ending it on one partition would break its atomicity; abort all of it with "
+            f"`millstream transaction abort {named}`"
         )
     marker = messages.WritableTxnMarker(
         producer_id=producer_id,

@@ -81,7 +81,7 @@ _REFUSALS: Final = {
     HTTPStatus.UNPROCESSABLE_ENTITY: "The request is well-formed but invalid.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are in progress; `Retry-After` says when to try again.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The gateway failed.",
-    HTTPStatus.BAD_GATEWAY: "The broker's answer was invalid.",
+    HTTPStatus.BAD_GATEWAY: "The broker's response was invalid.",
     HTTPStatus.SERVICE_UNAVAILABLE: "The broker is temporarily unable to do this; try again.",
     HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; the request may have been executed.",
 }

@@ -66,7 +66,7 @@ class PushChild(SupervisedChild):
         self._pushed: list[PushSubscription] = []
         self._news = asyncio.Event()
         self._worker = ""
-        declared.when_changed(self._look)
+        declared.on_change(self._look)
         self._look()
 
     @property

@@ -161,7 +161,7 @@ class PushProcess:
             self._line.receive,
             Settler(declared.name, worker, self._line.ask, self._client),
             self._sender(declared),
-            when_changed=self._news.set,
+            on_change=self._news.set,
         )
         self._pushers[known] = pusher
         task = asyncio.get_running_loop().create_task(pusher.run(), name=f"push {declared.name}")

@@ -123,14 +123,14 @@ class Pusher:
         settler: Settler,
         sender: Sender,
         *,
-        when_changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.declared = declared
         self._worker = worker
         self._receive = receive
         self._settler = settler
         self._sender = sender
-        self._when_changed = when_changed
+        self._on_change = on_change
         self._endpoint = Endpoint(declared.in_flight_max)
         self._statistics = Statistics(declared.name)
         self._in_flight: dict[asyncio.Task[None], LeasedMessage] = {}
@@ -284,7 +284,7 @@ class Pusher:
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("push of a message failed", extra={"subscription": self.declared.name}, exc_info=error)
         self._changed.set()
-        self._when_changed()
+        self._on_change()
 
     async def _deliver(self, message: LeasedMessage) -> None:
         """Send a message until it is settled, or return it when time is up."""
@@ -333,7 +333,7 @@ class Pusher:
         if (endpoint.state == "down") != (was == "down"):
             extra = {"subscription": self.declared.name, "host": self.declared.host, "reason": answer.reason}
             _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=extra)
-        self._when_changed()
+        self._on_change()
 
     def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:
         """Whether this message waits here for the endpoint to recover; one of them does."""

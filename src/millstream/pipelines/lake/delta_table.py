@@ -64,7 +64,7 @@ class DeltaTable:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.log = DeltaLog(storage)
-        self.quarantine = DeltaLog(storage.beside(QUARANTINE_SUFFIX))
+        self.quarantine = DeltaLog(storage.suffixed(QUARANTINE_SUFFIX))
         self._known: set[TopicPartition] = set()
         """The partitions seen in the table: one that has lost them is another table."""
 
@@ -123,7 +123,7 @@ class DeltaTable:
                 self._bring_quarantined(table)
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
-        raise Conflict(f"{ATTEMPTS_MAX} commits to {self.storage.url} came too late: other writers commit all the time")
+        raise Conflict(f"{ATTEMPTS_MAX} commits to {self.storage.url} came too late: other writers keep committing")
 
     def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
         """Delete files for which no commit was tried; see `LakeTable`."""

@@ -137,12 +137,12 @@ class ParquetTable:
         return landed_since(self._staged.log, self._files(), moment, columns)
 
     def _files(self, ending: str = "") -> FallbackFiles:
-        return _PublishedAndStaged(self.storage.beside(ending), self._staged.storage.beside(ending)).files()
+        return _PublishedAndStaged(self.storage.suffixed(ending), self._staged.storage.suffixed(ending)).files()
 
     def _publish(self) -> None:
         """Move committed files to where they are read."""
         _publish(self._staged.log, self.storage)
-        _publish(self._staged.quarantine, self.storage.beside(QUARANTINE_SUFFIX))
+        _publish(self._staged.quarantine, self.storage.suffixed(QUARANTINE_SUFFIX))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Storage:
         """Return the local folder, if it is one."""
         return None if "://" in self.url else Path(self.url)
 
-    def beside(self, ending: str) -> Storage:
+    def suffixed(self, ending: str) -> Storage:
         """Return the storage with a suffix added to its name."""
         return Storage(f"{self.url}{ending}", self.options)
 

@@ -84,7 +84,7 @@ class Widening:
                 return
         self._log.refresh()
         self._discard(kept=self._log.paths())
-        raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers commit all the time")
+        raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers keep committing")
 
     def _is_wanted(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
         schema = schema_of(table)

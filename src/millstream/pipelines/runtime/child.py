@@ -111,8 +111,8 @@ class PipelineChild(SupervisedChild):
         """Parked pipelines that the catalog does not know of yet."""
         self._news = asyncio.Event()
         self._to_park = asyncio.Event()
-        declared.when_changed(self._look)
-        owner.when_changed(self._look)
+        declared.on_change(self._look)
+        owner.on_change(self._look)
         self._look()
 
     @property
@@ -319,7 +319,7 @@ class PipelineChild(SupervisedChild):
                     _logger.debug("a pipeline was deleted before it was parked", extra={"pipeline": name})
                 except MillstreamError as error:
                     _logger.warning(
-                        "a pipeline could not be parked in the catalog yet",
+                        "a pipeline could not be marked as parked in the catalog yet",
                         extra={"pipeline": name, "error": str(error)},
                     )
                     await asyncio.sleep(PARK_PAUSE_S)

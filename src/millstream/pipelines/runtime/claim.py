@@ -60,9 +60,9 @@ class Claim:
         *,
         instance_id: str | None = None,
         is_declared: bool = False,
-        when_lost: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Claim a group; `when_lost` is called on the link's loop when the group has fenced this member.
+        """Claim a group; `on_lost` is called on the link's loop when the group has fenced this member.
 
         The group of a pipeline that `is_declared`, as all are that drivers run, is deleted with its declaration, even
         while it is run.
@@ -70,7 +70,7 @@ class Claim:
         self._link = link
         self._group = group
         self._is_declared = is_declared or instance_id is not None
-        self._when_lost = when_lost
+        self._on_lost = on_lost
         self._me = GroupMember(instance_id=instance_id)
         self._keeping: Future[None] | None = None
         self._last_beat = 0.0
@@ -205,7 +205,7 @@ class Claim:
         except MillstreamError as error:
             self._is_held = False
             _logger.warning("another run has taken over a pipeline", extra={"group": self._group, "error": str(error)})
-            self._when_lost()
+            self._on_lost()
 
     async def _beat(self) -> None:
         from kio.schema.heartbeat.v4 import request

@@ -324,8 +324,8 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
         events.send(DriverEvent(failed=reason_of(error)))
         raise
 
-    def claim(group: str, when_lost: Callable[[], None]) -> HeldClaim:
-        return Claim(link, group, instance_id=DRIVER_INSTANCE, when_lost=when_lost)
+    def claim(group: str, on_lost: Callable[[], None]) -> HeldClaim:
+        return Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
 
     driver = Driver(options, spark, events.send, claim)
     for line in ears.lines():

@@ -32,7 +32,7 @@ class ManualRun:
         context: JobContext,
         claim: HeldClaim,
         *,
-        when_stepped: Callable[[Tally], None] = lambda _tally: None,
+        on_step: Callable[[Tally], None] = lambda _tally: None,
         cancel: Callable[[], None] = lambda: None,
         jobs: Mapping[PipelineKind, JobKind] = JOBS,
     ) -> None:
@@ -41,7 +41,7 @@ class ManualRun:
         self.progress = Progress()
         self._context = replace(context, rules=pipeline.rules, member=claim.member, progress=self.progress.sign)
         self._claim = claim
-        self._when_stepped = when_stepped
+        self._on_step = on_step
         self._cancel = cancel
         self._given_up = ""
         self._jobs = jobs
@@ -79,7 +79,7 @@ class ManualRun:
                 self.progress.sign()
             if there is None:
                 there = step.rows + step.lag
-            self._when_stepped(self.tally)
+            self._on_step(self.tally)
             if once and (not step.lag or self.tally.rows >= there > 0):
                 return
             self._rest(step.wait_s)

@@ -212,7 +212,7 @@ class Watch:
         except TimeoutError:
             self._silent_s += passed_s
             if self._silent_s >= self._java_s:
-                self._replace("", f"Java has not answered for {self._silent_s:.0f} s")
+                self._replace("", f"the Java process has not answered for {self._silent_s:.0f} s")
             return
         except Exception as error:
             # Java is ending, or has forgotten a job that it has just named.

@@ -98,7 +98,7 @@ def parse(text: str) -> exp.Expression:
     except ParseError as error:
         raise _syntax_error(text, found, error) from None
     except RecursionError:
-        raise refusal(text, 0, len(text), f"at most {DEPTH_MAX} operators stand within each other") from None
+        raise refusal(text, 0, len(text), f"operators are nested more than {DEPTH_MAX} deep") from None
     except Exception as error:
         # The parser fails in various ways on unexpected text.
         raise refusal(text, 0, len(text), f"this cannot be read as a condition ({type(error).__name__})") from error
@@ -125,7 +125,7 @@ def _tokens(text: str) -> list[Token]:
         start = _open_quote(text)
         if start is None:
             raise refusal(text, 0, len(text), "this cannot be read as SQL") from None
-        raise refusal(text, start, len(text), "what is opened here is not closed") from None
+        raise refusal(text, start, len(text), "this is not closed") from None
     except Exception as error:
         raise refusal(text, 0, len(text), f"this cannot be read as SQL ({type(error).__name__})") from error
 
@@ -154,10 +154,12 @@ def _check_tokens(text: str, found: list[Token]) -> None:
         if kind is TokenType.NOT and token.text == "!":
             raise refusal(text, token.start, token.end + 1, "write NOT instead of !")
         if before is TokenType.STRING is kind:
-            raise refusal(text, token.start, token.end + 1, "a text follows a text; write \\' for a quote within one")
+            raise refusal(
+                text, token.start, token.end + 1, "a string follows a string; write \\' for a quote within one"
+            )
         depth += (kind in _OPENING) - (kind in _CLOSING)
         if depth > DEPTH_MAX:
-            raise refusal(text, token.start, token.end + 1, f"at most {DEPTH_MAX} parentheses stand within each other")
+            raise refusal(text, token.start, token.end + 1, f"parentheses are nested more than {DEPTH_MAX} deep")
         before = kind
 
 
@@ -301,7 +303,7 @@ class _Translator:
         if self._nodes > NODES_MAX:
             raise self.refusal(tree, f"a filter has at most {NODES_MAX} operators and operands")
         if depth > DEPTH_MAX:
-            raise self.refusal(tree, f"at most {DEPTH_MAX} operators stand within each other")
+            raise self.refusal(tree, f"operators are nested more than {DEPTH_MAX} deep")
         self._check_arguments(tree)
         kind = type(tree)
         if kind in _COMPARISONS:
@@ -392,7 +394,7 @@ class _Translator:
         for choice, place in zip(choices, tree.expressions, strict=True):
             self._check_pair(place, operand, choice)
         if common_kind([choice.kind for choice in choices]) is Kind.ANY:
-            raise self.refusal(tree, "the list of an IN has literals of one kind")
+            raise self.refusal(tree, "the list of IN must have literals of one type")
         if kind_of(operand) is Kind.ANY and any(choice.kind is Kind.TIMESTAMP for choice in choices):
             raise self.refusal(tree, "write CAST(… AS TIMESTAMP) IN (…) to look for timestamps")
         return Membership(operand, choices)
@@ -401,7 +403,7 @@ class _Translator:
         self._nodes -= 1
         node = self._node(tree, 0)
         if not isinstance(node, Literal):
-            raise self.refusal(tree, "the list of an IN has literals only")
+            raise self.refusal(tree, "the list of IN must contain only literals")
         if kind_of(operand) is Kind.TIMESTAMP and isinstance(node.value, str):
             self._check_text(tree, node.value, Kind.TIMESTAMP)
             return Literal(value.moment(node.value), Kind.TIMESTAMP)
@@ -486,7 +488,9 @@ class _Translator:
         target = _TARGETS.get(tree.args["to"].this)
         if target is None or tree.args["to"].expressions:
             known = ", ".join(CASTS)
-            raise self.refusal(tree, f"a cast to {tree.args['to'].sql('spark')} is not offered; there are {known}")
+            raise self.refusal(
+                tree, f"a cast to {tree.args['to'].sql('spark')} is not supported; the types are {known}"
+            )
         operand = self._operand(tree.this, depth)
         if kind_of(operand) is Kind.TIMESTAMP and target not in ("BIGINT", "DOUBLE", "TIMESTAMP"):
             raise self.refusal(tree, f"a timestamp is not cast to {target}")
@@ -585,7 +589,7 @@ class _Translator:
             return str(tree.this)
         if isinstance(tree, exp.Literal) and str(tree.this).isdigit() and len(str(tree.this)) < 10:
             return int(str(tree.this))
-        raise self.refusal(tree, "in brackets stands a name in quotes, or a position from 0 on")
+        raise self.refusal(tree, "brackets take a name in quotes, or a position from 0 on")
 
 
 _KINDS: dict[type[exp.Expression], Callable[[_Translator, exp.Expression, int], Node]] = {

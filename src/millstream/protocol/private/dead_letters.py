@@ -26,7 +26,7 @@ async def open_letters(client: Client, topic: str) -> int:
     unreached = sorted(partitions - {queue["partition"] for queue in described["queues"]})
     if unreached:
         raise CoordinatorUnavailable(
-            f"the open dead letters of topic {topic!r} cannot be counted, without a leader for its partitions "
+            f"the open dead letters of topic {topic!r} cannot be counted: no leader answers for partitions "
             f"{', '.join(map(str, unreached))} now; try again when they have a leader"
         )
     return sum(queue["backlog"] for queue in described["queues"])

@@ -102,5 +102,5 @@ async def publish_once(
                 raise
             await asyncio.sleep(error.wait_s)
     if len(answer.placed) != len(records):
-        raise ProtocolViolation(f"{len(records)} messages were published, the broker tells of {len(answer.placed)}")
+        raise ProtocolViolation(f"{len(records)} messages were published, but the broker reported {len(answer.placed)}")
     return [Placed(*one) for one in answer.placed]

@@ -76,7 +76,7 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
         """Return the reason if the quota is why there are no messages."""
         if self.partitions or not self.throttle_ms:
             return None
-        reason = f"this client is beyond its consumer_byte_rate for {self.throttle_ms} ms yet"
+        reason = f"this client exceeds its consumer_byte_rate for another {self.throttle_ms} ms"
         return QuotaExceeded(reason, wait_s=self.throttle_ms / 1000)
 
 

@@ -33,7 +33,7 @@ class BinaryColumn:
         """Raise `InvalidBatch` unless every row lies within the data, so that kernels can trust the offsets."""
         offsets = self.offsets
         if offsets[0] < 0 or offsets[-1] > self.data.size or np.any(offsets[1:] < offsets[:-1]):
-            raise InvalidBatch("the offsets of a column do not fit to its data")
+            raise InvalidBatch("the offsets of a column do not match its data")
 
     def lengths(self) -> Int32s:
         """The length of every row, -1 for null."""

@@ -190,7 +190,7 @@ def _records_table(columns: Columns) -> Table:
     table["header_count"] = np.diff(headers.offsets)
     inside = headers.offsets[0] >= 0 and headers.offsets[-1] <= len(headers.keys)
     if not inside or np.any(table["header_count"] < 0) or np.any(table["header_count"] > HEADERS_MAX):
-        raise InvalidBatch(f"a record has at most {HEADERS_MAX} headers, and all of them have to be there")
+        raise InvalidBatch(f"a record has at most {HEADERS_MAX} headers, none of which may be missing")
     return table
 
 
@@ -211,7 +211,7 @@ def _fill(table: Table, field: str, column: BinaryColumn | None) -> None:
         table[f"{field}_at"], table[f"{field}_length"] = 0, -1
         return
     if len(column) != table.size:
-        raise InvalidBatch(f"a column of {len(column)} rows does not fit to {table.size} records")
+        raise InvalidBatch(f"a column of {len(column)} rows does not match {table.size} records")
     column.check()
     table[f"{field}_at"] = column.offsets[:-1]
     table[f"{field}_length"] = column.lengths()

@@ -172,7 +172,7 @@ class Channel(asyncio.BufferedProtocol):
     async def _exchange(self, api_key: int, version: int, body: list[Buffer]) -> memoryview:
         await self._writable.wait()
         if len(self._pending) >= _UNANSWERED_MAX:
-            self.abort("too many requests were given up before their answers came")
+            self.abort("too many requests were abandoned before their responses arrived")
         correlation_id = self._write(api_key, version, body)
         answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         # The entry stays when the caller is cancelled, so that the late response is recognised and dropped.
@@ -332,7 +332,7 @@ class Channel(asyncio.BufferedProtocol):
         correlation_id = codec.read_correlation_id(frame)
         answer = self._pending.pop(correlation_id, None)
         if answer is None:
-            raise ProtocolViolation(f"an answer to request {correlation_id} came, which was not sent")
+            raise ProtocolViolation(f"received a response to request {correlation_id}, which was not sent")
         if not answer.done():
             answer.set_result(frame)
 

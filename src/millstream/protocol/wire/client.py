@@ -510,7 +510,7 @@ class Client:
                     raise
                 if not is_silent and not backoff.failures:
                     _logger.warning(
-                        "no broker answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
+                        "no broker answers at %s yet; retrying for %.3g s", _places(self._bootstrap), left_s
                     )
             # A silent broker has been waited for already.
             delay_s = backoff.take_s()
@@ -537,7 +537,7 @@ class Client:
         tried = _places(addresses) + ("" if silent else within)
         raise BrokerUnreachable(
             f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
-            f"or give the address of one that runs {self._given_as}"
+            f"or give the address of a running one {self._given_as}"
         ) from silent
 
     def _pool(self, host: str, port: int) -> Pool:

@@ -66,7 +66,7 @@ def encode_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, versio
 def _version(reader: Reader) -> int:
     version = reader.int16()
     if version < 0:
-        raise ProtocolViolation(f"version {version} of a consumer's message cannot be")
+        raise ProtocolViolation(f"version {version} of a consumer's message is invalid")
     return version
 
 

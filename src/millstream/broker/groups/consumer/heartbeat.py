@@ -84,10 +84,10 @@ def check_room(group: ConsumerGroup, member: ConsumerMember, context: GroupConte
     if known is None and member.instance_id is not None:
         known = group.find_static(member.instance_id)
     if known is None and len(group.members) >= limits.members_max:
-        raise GroupFull(f"group {group.group_id!r} has {limits.members_max} members, and may not have more")
+        raise GroupFull(f"group {group.group_id!r} has {limits.members_max} members, which is the maximum")
     added_bytes = member.subscription.size_bytes - (0 if known is None else known.subscription.size_bytes)
     if added_bytes > 0 and group.members_bytes + added_bytes > limits.members_bytes_max:
-        raise GroupFull(f"the members of group {group.group_id!r} say more of themselves than is kept")
+        raise GroupFull(f"the members of group {group.group_id!r} send more metadata than is stored")
 
 
 def _updated_subscription(before: Subscription, request: ConsumerHeartbeat) -> Subscription:

@@ -45,7 +45,9 @@ _logger = logging.getLogger(__name__)
 def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[ConsumerGroup, list[StateRecord]]:
     """Convert a classic group with members; return the consumer group and the records that create it."""
     if not group.uses_consumer_protocol:
-        raise UnknownGroup(f"group {group.group_id!r} is not one of consumers, and cannot become a consumer group")
+        raise UnknownGroup(
+            f"group {group.group_id!r} does not use the consumer protocol type and cannot become a consumer group"
+        )
     if len(group.members) > members_max:
         raise UnknownGroup(f"group {group.group_id!r} has more members than a consumer group may have")
     upgraded = ConsumerGroup(group.group_id)

@@ -70,7 +70,7 @@ class Goal:
 def next_position(
     position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool = False
 ) -> Position:
-    """The position after a heartbeat with which the member tells what it owns, or None if that has not changed.
+    """The position after a heartbeat in which the member reports what it owns, or None if that has not changed.
 
     `topics_changed` says that the member changed its topics just now: those it does not want any more go at once, even
     if the target is not new.
@@ -102,7 +102,7 @@ def _next_position(position: Position, goal: Goal, owned: Assignment | None, *, 
         return _advance(position, goal, owned)
     if position.state is MemberState.UNKNOWN:
         if owned is None or owned:
-            raise FencedMemberEpoch("the state of the member is not known here; it has to join again")
+            raise FencedMemberEpoch("the state of the member is unknown; it has to rejoin")
         return _advance(position.at(goal.epoch), goal, owned)
     if position.epoch != goal.epoch:
         return _advance(position, goal, owned)

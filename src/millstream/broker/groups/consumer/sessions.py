@@ -44,7 +44,7 @@ class Sessions:
     def await_revocation(self, group_id: str, member: ConsumerMember) -> None:
         """Give the member its rebalance timeout to give up what it must."""
         epoch = member.epoch
-        reason = "did not give up its partitions in time"
+        reason = "did not revoke its partitions in time"
         delay_ms = max(0, member.subscription.rebalance_timeout_ms)
 
         def late(now: ConsumerMember) -> bool:
@@ -62,7 +62,7 @@ class Sessions:
         """A classic member has joined; now it has to ask for its assignment."""
         self._timers.cancel((_JOIN, group_id, member.member_id))
         delay_ms = max(0, member.subscription.rebalance_timeout_ms)
-        self._schedule(_SYNC, group_id, member.member_id, delay_ms, "did not ask for its share in time")
+        self._schedule(_SYNC, group_id, member.member_id, delay_ms, "did not sync in time")
 
     def synced(self, group_id: str, member_id: str) -> None:
         """A classic member has asked for its assignment."""

@@ -202,7 +202,7 @@ class ShareShard:
 
     def _check_free(self, group_id: str) -> None:
         if self._is_taken(group_id):
-            raise UnknownGroup(f"{group_id!r} is a group of another kind")
+            raise UnknownGroup(f"{group_id!r} is a group of another type")
         self._check_room()
 
     def _existing(self, group_id: str) -> ShareGroup:

@@ -1,4 +1,4 @@
-"""AbortBatch (key 32012), version 0: Millstream's private request that aborts every attempt at a batch.
+"""AbortBatch (key 32012), version 0: aborts every attempt at a batch.
 
     {"query": "q", "batch": 3, "run": "4f2a"}   answer: {"error": 0, "message": null, "aborted": 2}
 

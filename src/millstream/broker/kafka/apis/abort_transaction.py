@@ -1,4 +1,4 @@
-"""AbortTransaction (key 32014), version 0: Millstream's private request that ends a transaction which hangs.
+"""AbortTransaction (key 32014), version 0: aborts a hanging transaction.
 
     {"transactional_id": "tx"}   answer: {"error": 0, "message": null, "state": "Ongoing"}
 

@@ -1,4 +1,4 @@
-"""AddOffsetsToTxn (key 25), versions 0 to 4: the offsets of a group become part of a producer's transaction.
+"""AddOffsetsToTxn (key 25), versions 0 to 4: adds the offsets of a group to a producer's transaction.
 
 What is added is the partition of `__consumer_offsets` that holds the group; TxnOffsetCommit brings the offsets.
 Clients of the second version of the protocol do not send this: there TxnOffsetCommit adds the partition itself.

@@ -1,4 +1,4 @@
-"""AddPartitionsToTxn (key 24), versions 0 to 5: partitions become part of a producer's transaction.
+"""AddPartitionsToTxn (key 24), versions 0 to 5: adds partitions to a producer's transaction.
 
 All or nothing: when one partition does not exist (UNKNOWN_TOPIC_OR_PARTITION), the others get OPERATION_NOT_ATTEMPTED,
 as in Kafka. While the last transaction of the id is still being ended, the answer waits a moment for that, and is

@@ -1,4 +1,4 @@
-"""AlterClientQuotas (key 49), versions 0 and 1: sets and removes limits of clients.
+"""AlterClientQuotas (key 49), versions 0 and 1: sets and removes client quotas.
 
 An entity is a user, a client id or both, each by name or as the default (no name). Limits are `producer_byte_rate` and
 `consumer_byte_rate`, in bytes per second; Kafka's others are refused by name. Each entity is changed as a whole or not

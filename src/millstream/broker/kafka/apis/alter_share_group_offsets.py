@@ -1,4 +1,4 @@
-"""AlterShareGroupOffsets (key 91), version 0: has a share group go on elsewhere (KIP-932).
+"""AlterShareGroupOffsets (key 91), version 0: moves a share group to other offsets (KIP-932).
 
 The group must have no members (NON_EMPTY_GROUP); one that does not exist yet is made. A partition that does not exist
 is UNKNOWN_TOPIC_OR_PARTITION; an offset that it does not reach is moved to the nearest that it has.

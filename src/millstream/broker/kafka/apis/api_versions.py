@@ -4,7 +4,7 @@ The list is made from the APIs that are registered, so there is no second one to
 requests are listed for Millstream's own clients only, which may also connect to Apache Kafka. The features and their
 levels are those of `broker/kafka/feature.py`.
 
-Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
+Version notes: 1 adds the throttle time, 3 is flexible and carries the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
 0; 4 has these too. The response header is that of version 0 in every version, since a client reads it before it knows
 what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the versions

@@ -1,4 +1,4 @@
-"""ClientList (key 32001), version 0: Millstream's private request for the clients that are connected to a node.
+"""ClientList (key 32001), version 0: lists the clients that are connected to a node.
 
 `millstream client list` uses it. The response holds:
 

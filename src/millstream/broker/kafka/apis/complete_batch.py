@@ -1,4 +1,4 @@
-"""CompleteBatch (key 32011), version 0: Millstream's private request that commits all parts of a batch together.
+"""CompleteBatch (key 32011), version 0: commits all parts of a batch atomically.
 
     {"query": "q", "batch": 3,
      "members": [{"transactional_id": "spark/q/3/0/…", "producer_id": 7, "producer_epoch": 0}, …]}

@@ -1,4 +1,4 @@
-"""ConsumerGroupDescribe (key 69), versions 0 to 1: consumer groups (KIP-848) with their members and assignments.
+"""ConsumerGroupDescribe (key 69), versions 0 to 1: describes consumer groups, their members and assignments (KIP-848).
 
 A group that does not exist, or is a classic one, is GROUP_ID_NOT_FOUND; DescribeGroups has those. Each member has its
 current and its target assignment. Version 1 adds whether a member uses the classic protocol.

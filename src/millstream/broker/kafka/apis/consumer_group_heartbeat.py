@@ -1,4 +1,5 @@
-"""ConsumerGroupHeartbeat (key 68), versions 0 to 1: a consumer joins, stays in or leaves its group (KIP-848).
+"""ConsumerGroupHeartbeat (key 68), versions 0 to 1: keeps a consumer in its group; consumers also join and leave with
+it (KIP-848).
 
 One request does it all. Epoch 0 joins, with everything that the group has to know of the member; a positive epoch
 renews the session and carries only changes; -1 leaves, -2 leaves a static member's place for its next process. The
@@ -98,7 +99,7 @@ def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
         raise InvalidRequest(f"there is no member epoch {epoch}")
     if message.server_assignor is not None and message.server_assignor not in ASSIGNORS:
         raise UnsupportedAssignor(
-            f"assignor {message.server_assignor!r} is not known; there are {', '.join(ASSIGNORS)}"
+            f"assignor {message.server_assignor!r} is unknown; the assignors are {', '.join(ASSIGNORS)}"
         )
 
 
@@ -106,7 +107,7 @@ def _check_join(message: ConsumerGroupHeartbeatRequest) -> None:
     if message.rebalance_timeout // _MILLISECOND == _AS_BEFORE:
         raise InvalidRequest("a member that joins must send its rebalance timeout")
     if message.topic_partitions is None or message.topic_partitions:
-        raise InvalidRequest("a member that joins has to say that it has no partitions")
+        raise InvalidRequest("a member that joins must send an empty list of partitions")
     if message.subscribed_topic_names is None and message.subscribed_topic_regex is None:
         raise InvalidRequest("a member that joins must send its topics, by name or by regular expression")
 

@@ -1,4 +1,4 @@
-"""CreatePartitions (key 37), versions 0 to 3: gives topics more partitions; they never get fewer.
+"""CreatePartitions (key 37), versions 0 to 3: adds partitions to topics; partitions are never removed.
 
 The new partitions may be placed on nodes by hand, one list of nodes for each of them.
 

@@ -1,4 +1,4 @@
-"""CreateTopics (key 19), versions 2 to 7: declares topics, durably, each on its own.
+"""CreateTopics (key 19), versions 2 to 7: creates topics, durably, each independently.
 
 -1 partitions or -1 replicas leave the number to the node. Instead of numbers, a request may place every partition on
 nodes by hand; then both numbers must be -1. A name that comes twice in a request is refused for both. `validate_only`

@@ -1,4 +1,4 @@
-"""DeleteRecords (key 21), versions 0 to 2: cuts the beginning of partitions off, up to an offset.
+"""DeleteRecords (key 21), versions 0 to 2: deletes the records of partitions before an offset.
 
 -1 cuts off everything that is acknowledged. An offset beyond that is OFFSET_OUT_OF_RANGE; one below the start changes
 nothing. Topics that keep the last record per key (`cleanup.policy=compact`) refuse it, and so do the broker's own.
@@ -71,7 +71,7 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
         before = end if wanted.offset == _TO_THE_END else Offset(wanted.offset)
         if not 0 <= before <= end:
             raise OffsetOutOfRange(
-                f"{topic}-{wanted.partition_index} can be cut up to {end}, not {before}",
+                f"{topic}-{wanted.partition_index} can be deleted up to {end}, not {before}",
                 start=partition.log_start,
                 end=end,
             )

@@ -1,4 +1,4 @@
-"""DeleteShareGroupOffsets (key 92), version 0: forgets where a share group is on some topics (KIP-932).
+"""DeleteShareGroupOffsets (key 92), version 0: deletes the offsets of a share group for some topics (KIP-932).
 
 The group must have no members (NON_EMPTY_GROUP). It then begins on these topics as if for the first time, where its
 `share.auto.offset.reset` says.

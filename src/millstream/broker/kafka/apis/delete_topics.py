@@ -1,4 +1,4 @@
-"""DeleteTopics (key 20), versions 1 to 6: deletes topics and everything in them, each on its own.
+"""DeleteTopics (key 20), versions 1 to 6: deletes topics and all their records, each independently.
 
 A topic is named by its name or, from version 6 on, by its id; naming it by both, by neither, or twice is refused.
 

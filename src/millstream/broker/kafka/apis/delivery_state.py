@@ -1,4 +1,4 @@
-"""DeliveryState (key 32039), version 0: Millstream's private request for the delivery state of a message.
+"""DeliveryState (key 32039), version 0: returns the delivery state of a message.
 
     [subscription, topic, partition, offset, wait ms]
     answer: [error, message, state, attempt, next ms, is final]
@@ -50,14 +50,14 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
         if subscription.topics and request.topic not in subscription.topics:
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
         if request.wait_ms < 0:
-            raise InvalidRequest("no wait is negative")
+            raise InvalidRequest("the wait must not be negative")
         partition = self._service.topics.partition(request.topic, request.partition)
         engine = await self._service.engine()
         delivery = await engine.delivery(subscription, partition)
         end = partition.log.end_offset
         if not 0 <= request.offset < end:
             raise OffsetOutOfRange(
-                f"{partition.log.partition} ends at {end}, no message stands at {request.offset}",
+                f"{partition.log.partition} ends at {end}, there is no message at {request.offset}",
                 start=partition.log_start,
                 end=end,
             )

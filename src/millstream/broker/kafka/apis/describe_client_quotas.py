@@ -1,4 +1,4 @@
-"""DescribeClientQuotas (key 48), versions 0 and 1: the quotas of clients that match a filter.
+"""DescribeClientQuotas (key 48), versions 0 and 1: returns the client quotas that match a filter.
 
 A filter names a type of entity (`user`, `client-id`) with an exact name, the default, or any name; `strict` leaves out
 entities that have other types too. An empty filter asks for all quotas, and for none if it is strict.
@@ -95,4 +95,4 @@ def _check(component: ComponentData) -> None:
     if component.match_type not in (EXACT, THE_DEFAULT, ANY_NAME):
         raise _Refused(ErrorCode.invalid_request, f"the match type {component.match_type} is unknown")
     if (component.match is not None) != (component.match_type == EXACT):
-        raise _Refused(ErrorCode.invalid_request, f"the {kind} has a name to match just if it is matched exactly")
+        raise _Refused(ErrorCode.invalid_request, f"the {kind} needs a name to match only for an exact match")

@@ -1,4 +1,4 @@
-"""DescribeCluster (key 60), versions 0 to 2: the cluster's id, its nodes and its controller.
+"""DescribeCluster (key 60), versions 0 to 2: returns the cluster's id, its nodes and its controller.
 
 Version notes: 1 adds the kind of endpoint that is asked for; this one speaks for brokers, and a request for controllers
 is refused. 2 adds fenced nodes, of which a single node has none.
@@ -33,7 +33,9 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
     async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
         """Describe the cluster, unless something else than brokers is wanted."""
         if request.endpoint_type == _CONTROLLERS:
-            return _refused(ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint has brokers")
+            return _refused(
+                ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint serves brokers"
+            )
         if request.endpoint_type != _BROKERS:
             return _refused(ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown")
         asked = request.include_cluster_authorized_operations

@@ -1,6 +1,6 @@
-"""DescribeConfigs (key 32), versions 1 to 4: the settings of topics, of this node, and of groups.
+"""DescribeConfigs (key 32), versions 1 to 4: returns the settings of topics, of this node, and of groups.
 
-Each setting tells its value, where that comes from (the topic, what was set for this node or for all nodes while they
+Each setting has its value, its source (the topic, what was set for this node or for all nodes while they
 ran, this node's configuration, or the built-in default), on request what it would be otherwise (synonyms) and its
 documentation. Settings of a node that need a restart to change are marked read-only; those that Kafka's brokers have
 too are shown under Kafka's names as well. The empty name asks for what was set for all nodes.
@@ -108,9 +108,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             # An undeclared group has the defaults, as in Kafka.
             shared = share_group_settings(self._subscriptions.get(name))
             return chain(consumer_group_settings(self._groups, name), shared)
-        raise InvalidRequest(
-            f"resource type {resource.resource_type} has no settings here; topics, nodes and groups have"
-        )
+        raise InvalidRequest(f"resource type {resource.resource_type} has no settings; topics, nodes and groups have")
 
 
 def check_group_name(name: str) -> None:

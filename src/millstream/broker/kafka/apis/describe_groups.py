@@ -1,4 +1,4 @@
-"""DescribeGroups (key 15), versions 0 to 6: the state of classic groups and their members.
+"""DescribeGroups (key 15), versions 0 to 6: describes classic groups and their members.
 
 A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), is GROUP_ID_NOT_FOUND from
 version 6 on, which also adds error messages, and an answer without error in the state "Dead" before. Metadata and

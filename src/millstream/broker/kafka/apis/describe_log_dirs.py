@@ -1,4 +1,4 @@
-"""DescribeLogDirs (key 35), versions 1 to 5: where partitions lie, and how large they and the disk are.
+"""DescribeLogDirs (key 35), versions 1 to 5: returns the folder of partitions, their size, and the size of the disk.
 
 A node has one folder. A partition that is asked for and is not there is left out, as in Kafka; no list of topics means
 all of them.

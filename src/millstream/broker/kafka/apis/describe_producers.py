@@ -1,4 +1,4 @@
-"""DescribeProducers (key 61), version 0: the producers that partitions remember, and their open transactions.
+"""DescribeProducers (key 61), version 0: describes the producers that partitions remember, and their open transactions.
 
 A producer is remembered for as long as `producer-expiry-ms` says, and while it has a transaction open. The epoch of its
 coordinator is known once that has ended a transaction here.

@@ -1,4 +1,4 @@
-"""DescribeShareGroupOffsets (key 90), versions 0 to 1: where share groups are on their partitions (KIP-932).
+"""DescribeShareGroupOffsets (key 90), versions 0 to 1: returns the start offsets of share groups (KIP-932).
 
 The start offset is that of the oldest message that is not done; -1 where the group has not begun. Without topics, all
 partitions on which it has started are returned; a group that does not exist has none.

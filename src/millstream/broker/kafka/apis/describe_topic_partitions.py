@@ -1,4 +1,4 @@
-"""DescribeTopicPartitions (key 75), version 0: topics with their partitions, page by page (KIP-966).
+"""DescribeTopicPartitions (key 75), version 0: describes topics and their partitions, page by page (KIP-966).
 
 Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
 partitions, but at least one and never more than 2,000; if there are more, `next_cursor` says where to go on, and the

@@ -1,4 +1,5 @@
-"""DescribeTransactions (key 65), version 0: transactional ids, their producers, and what their transactions hold.
+"""DescribeTransactions (key 65), version 0: describes transactional ids, their producers, and the partitions of their
+transactions.
 
 An unused id gets TRANSACTIONAL_ID_NOT_FOUND. Beside Kafka's states there is `Prepared`, for a member of a batch commit
 that is not decided. Version notes: version 0 is the only one.

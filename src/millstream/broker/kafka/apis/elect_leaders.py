@@ -1,4 +1,4 @@
-"""ElectLeaders (key 43), versions 0 to 2: asks for the election of leaders.
+"""ElectLeaders (key 43), versions 0 to 2: requests the election of leaders.
 
 The preferred election gives partitions back to the first of their replicas: ELECTION_NOT_NEEDED where it leads already,
 PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean election lets any replica lead where no

@@ -311,7 +311,7 @@ class Fetch:
     def metrics(self) -> Iterable[Metric]:
         """Long polls and sessions."""
         yield gauge("millstream_fetch_waiting", "Fetches that wait for records.", len(self._waits))
-        yield gauge("millstream_fetch_sessions", "Fetch sessions that are remembered.", len(self._sessions))
+        yield gauge("millstream_fetch_sessions", "Open fetch sessions.", len(self._sessions))
         yield gauge("millstream_fetch_followers", "Nodes that follow partitions of this one.", len(self._followers))
 
     def stop(self) -> None:
@@ -454,7 +454,7 @@ class Fetch:
                 found = self._read_all(context)
             while loop.time() < deadline and not self._is_complete(context, found):
                 is_short_of_memory = self._wait_for_memory(wait)
-                context.client.presence.when_left = wait.finish
+                context.client.presence.on_disconnect = wait.finish
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await wait.woken

@@ -1,4 +1,5 @@
-"""FindCoordinator (key 10), versions 0 to 6: which node coordinates a group (type 0) or a transactional id (type 1).
+"""FindCoordinator (key 10), versions 0 to 6: returns the node that coordinates a group (type 0) or a transactional id
+(type 1).
 
 The first question makes the internal topic, so that its answer can be relied on. A name is coordinated by the leader of
 its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again. Transactional ids of

@@ -1,4 +1,5 @@
-"""IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics, nodes or groups, leaves the others.
+"""IncrementalAlterConfigs (key 44), versions 0 and 1: changes some settings of topics, nodes or groups, and keeps the
+others.
 
 The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
 All changes of one topic are made together or not at all. Those of a consumer group are kept
@@ -185,7 +186,7 @@ def check_alterable(resource_type: int, names: Iterable[str]) -> None:
             said = "these settings of a node cannot be changed while it runs"
             raise InvalidRequest("; ".join([said, *ways[:_NAMES_SHOWN_MAX]]))
     elif resource_type != TOPIC_RESOURCE:
-        raise InvalidRequest(f"resource type {resource_type} has no settings here; topics and nodes have")
+        raise InvalidRequest(f"resource type {resource_type} has no settings; topics and nodes have")
 
 
 def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:

@@ -1,4 +1,4 @@
-"""InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent, or transactional.
+"""InitProducerId (key 22), versions 0 to 5: assigns the producer id of an idempotent or transactional producer.
 
 Without a transactional id every call gets a new producer id at epoch 0, also one that names the id it has (version 3
 and later), as in Kafka: the client starts over, and its old numbers are never used again. An id without its epoch, or

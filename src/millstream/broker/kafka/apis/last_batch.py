@@ -1,4 +1,4 @@
-"""LastBatch (key 32013), version 0: Millstream's private request for the last batch of a query that was committed.
+"""LastBatch (key 32013), version 0: returns the last committed batch of a query.
 
     {"query": "q"}   answer: {"error": 0, "message": null, "batch": 3}
 

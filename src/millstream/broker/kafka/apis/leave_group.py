@@ -1,4 +1,4 @@
-"""LeaveGroup (key 13), versions 0 to 5: members go, or an operator takes static members out.
+"""LeaveGroup (key 13), versions 0 to 5: removes members from a group; an operator can remove static members.
 
 From version 3 on several members can leave at once, each with an answer of its own; before, the one member's error
 is the answer's. Version 5 adds a reason.

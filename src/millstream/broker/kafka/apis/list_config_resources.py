@@ -1,4 +1,4 @@
-"""ListConfigResources (key 74), versions 0 and 1: what has settings: topics, nodes, and groups whose settings were set.
+"""ListConfigResources (key 74), versions 0 and 1: lists the topics, nodes and groups that have settings.
 
 Client metrics and loggers have none here, so none are listed. No types means all types; a type that Kafka does
 not know is UNSUPPORTED_VERSION for the whole request.

@@ -1,4 +1,4 @@
-"""ListGroups (key 16), versions 0 to 5: the groups of this node.
+"""ListGroups (key 16), versions 0 to 5: lists the groups that this node coordinates.
 
 Version 4 adds the states and a filter by them, 5 the types ("classic", "consumer") and a filter by them; both without
 regard to case.

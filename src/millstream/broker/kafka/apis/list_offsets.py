@@ -1,4 +1,4 @@
-"""ListOffsets (key 2), versions 1 to 11: offsets by time.
+"""ListOffsets (key 2), versions 1 to 11: returns offsets by timestamp.
 
 Beside a time in milliseconds (the first record that is not older), a partition can be asked for one of these:
 

@@ -1,4 +1,4 @@
-"""ListPartitionReassignments (key 46), version 0: the partitions that are being moved between nodes.
+"""ListPartitionReassignments (key 46), version 0: lists the partitions that are being moved between nodes.
 
 No list of topics means all of them. A partition that is not being moved is left out. A single node moves none.
 

@@ -1,4 +1,4 @@
-"""ListTransactions (key 66), versions 0 to 2: the transactional ids that this node coordinates.
+"""ListTransactions (key 66), versions 0 to 2: lists the transactional ids that this node coordinates.
 
 Filters by state, producer id, running time and, from 2 on, a regular expression for the whole id
 (INVALID_REGULAR_EXPRESSION if it cannot be used); all given ones have to match. Unknown states are returned. While one

@@ -1,4 +1,4 @@
-"""LoadQueue (key 32020), version 0: Millstream's private request of a queue's leader for the state that is kept of it.
+"""LoadQueueState (key 32020), version 0: returns the stored state of a queue to the queue's leader.
 
     [subscription id, topic id, partition, leader epoch]     answer: [error, message, snapshot or nil, last sequence]
 

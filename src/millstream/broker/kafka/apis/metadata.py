@@ -1,4 +1,5 @@
-"""Metadata (key 3), versions 0 to 13: the nodes of the cluster, and topics with the leaders of their partitions.
+"""Metadata (key 3), versions 0 to 13: returns the nodes of the cluster, and topics with the leaders of their
+partitions.
 
 No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it. A
 topic that is named neither by name nor by id is passed over. A topic that is missing is created when both the request

@@ -1,4 +1,4 @@
-"""NodeStatus (key 32000), version 0: Millstream's private request for a node's health and numbers.
+"""NodeStatus (key 32000), version 0: returns a node's health and metrics.
 
 The HTTP gateway and `millstream doctor` use it. The response holds:
 
@@ -11,11 +11,11 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
 
 `reasons` lists why the node should get no traffic; it is empty exactly when the node is ready and unharmed. `warnings`
 lists problems of a node that takes traffic, for example an unavailable coordination store. `damage` names the ranges of
-offsets that the disk lost, each from `first` up to but without `next`, at most `DAMAGE_MAX` of them; `repair` tells
+offsets that the disk lost, each from `first` up to but without `next`, at most `DAMAGE_MAX` of them; `repair` says
 whether a range is being fetched from other replicas. `behind` names replicas on other nodes that lack records of what
 this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
 "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
-answers as quickly as any; `left_out` tells whether there are more.
+answers as quickly as any; `left_out` says whether there are more.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -75,7 +75,7 @@ class NodeStatus:
         sources: Sequence[MetricSource],
         clock: Clock,
         *,
-        troubles: Callable[[], Iterable[str]] = tuple,
+        unready_reasons: Callable[[], Iterable[str]] = tuple,
         damage: Callable[[], Damaged] = tuple,
         behind: Callable[[], Iterable[ReplicaLag]] = tuple,
         warnings: Callable[[], Iterable[str]] = tuple,
@@ -84,7 +84,7 @@ class NodeStatus:
         self._node = node
         self._sources = sources
         self._clock = clock
-        self._troubles = troubles
+        self._unready_reasons = unready_reasons
         self._damage = damage
         self._behind = behind
         self._warnings = warnings
@@ -124,7 +124,7 @@ class NodeStatus:
 
     def _reasons(self) -> list[str]:
         reasons = [] if self._node.state == READY else [f"the node is {self._node.state}"]
-        return [*reasons, *self._troubles()]
+        return [*reasons, *self._unready_reasons()]
 
     def _damaged_ranges(self) -> Iterator[dict[str, Any]]:
         for partition, ranges in self._damage():

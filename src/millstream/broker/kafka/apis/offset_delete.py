@@ -1,4 +1,4 @@
-"""OffsetDelete (key 47), version 0: a group forgets how far it has come in some partitions.
+"""OffsetDelete (key 47), version 0: deletes the committed offsets of a group for some partitions.
 
 Offsets of a topic that the group consumes stay (GROUP_SUBSCRIBED_TO_TOPIC), those of partitions that do not exist get
 UNKNOWN_TOPIC_OR_PARTITION. To forget what was never committed is no error.

@@ -1,4 +1,4 @@
-"""OffsetForLeaderEpoch (key 23), versions 2 to 4: where the log of a leader epoch ends.
+"""OffsetForLeaderEpoch (key 23), versions 2 to 4: returns the end offset of a leader epoch.
 
 Consumers use it to find out whether records they have read were cut off by a change of leader, followers to find
 where to truncate. The answer is the largest epoch up to the one asked for and its end; an epoch that the log has never

@@ -1,4 +1,4 @@
-"""PipelineAlter (key 32051), version 0: Millstream's private request that changes, starts, stops or parks a pipeline.
+"""PipelineAlter (key 32051), version 0: changes, starts, stops or parks a pipeline.
 
     {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
     answer: {"error": 0, "message": null, "notes": []}

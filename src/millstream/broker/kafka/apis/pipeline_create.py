@@ -1,4 +1,4 @@
-"""PipelineCreate (key 32050), version 0: Millstream's private request that declares a pipeline.
+"""PipelineCreate (key 32050), version 0: creates a pipeline.
 
     {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
     "validate_only": false}

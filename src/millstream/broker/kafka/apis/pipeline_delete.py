@@ -1,4 +1,4 @@
-"""PipelineDelete (key 32052), version 0: Millstream's private request that deletes a pipeline.
+"""PipelineDelete (key 32052), version 0: deletes a pipeline.
 
     {"name": "land-orders"}     answer: {"error": 0, "message": null}
 

@@ -1,4 +1,4 @@
-"""PipelineLanded (key 32055), version 0: Millstream's private request that reports how far topics were landed.
+"""PipelineLanded (key 32055), version 0: reports how far topics are landed.
 
     {"pipeline_id": "…", "lake": "", "format": "delta", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
     answer: {"error": 0, "message": null}

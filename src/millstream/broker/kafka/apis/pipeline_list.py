@@ -1,4 +1,4 @@
-"""PipelineList (key 32053), version 0: Millstream's private request for pipelines and how they do.
+"""PipelineList (key 32053), version 0: lists pipelines and their progress.
 
     {"names": ["land-orders"]}, or null for all
     answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,

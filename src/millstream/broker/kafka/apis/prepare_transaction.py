@@ -1,4 +1,4 @@
-"""PrepareTransaction (key 32010), version 0: Millstream's private request of a writer whose part of a batch is written.
+"""PrepareTransaction (key 32010), version 0: prepares the transaction of a writer that has written its part of a batch.
 
     {"transactional_id": "spark/…", "producer_id": 7, "producer_epoch": 0}   answer: {"error": 0, "message": null}
 

@@ -150,7 +150,7 @@ class Produce:
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the numbers of waiting requests and rejected batches."""
-        yield gauge("millstream_produce_waiting", "Produce requests that wait to be acknowledged.", len(self._pending))
+        yield gauge("millstream_produce_waiting", "Produce requests that wait for acknowledgement.", len(self._pending))
         yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:

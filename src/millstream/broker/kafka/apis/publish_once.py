@@ -1,4 +1,4 @@
-"""PublishOnce (key 32038), version 0: Millstream's private request that stores messages unless they were before.
+"""PublishOnce (key 32038), version 0: stores messages that are not stored yet, by their ids.
 
     [topic, partition, one record batch, window ms or nil, timeout ms]
     answer, when they are acknowledged by all:
@@ -60,18 +60,22 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         self.duplicates = 0
         self._forgotten = 0
         self._requests = 0
-        topics.when_deleted(self._topic_deleted)
+        topics.on_deletion(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the numbers of duplicates and of remembered ids."""
         held = list(self._ids.values())
         yield counter(
-            "millstream_duplicate_messages_total", "Messages that were published again by id.", self.duplicates
+            "millstream_duplicate_messages_total",
+            "Messages that were published again by id and not stored again.",
+            self.duplicates,
         )
-        yield gauge("millstream_deduplication_ids", "Ids of messages that are remembered.", sum(map(len, held)))
+        yield gauge(
+            "millstream_deduplication_ids", "Message ids that are remembered for deduplication.", sum(map(len, held))
+        )
         yield counter(
             "millstream_deduplication_ids_forgotten_total",
-            "Ids that were forgotten before their window was over, since there were too many.",
+            "Message ids that were evicted before their window ended, because there were too many.",
             self._forgotten + sum(one.forgotten for one in held),
         )
 
@@ -83,7 +87,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         """Store new messages, unless the client is over its quota."""
         owed_ms = self._quota.owed_ms(client)
         if owed_ms:
-            message = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
+            message = f"client {client.client_id!r} exceeds its {self._quota.key}; wait for {owed_ms} ms"
             return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), message, [], owed_ms)
         client.produce_requests += 1
         client.produced_bytes += len(request.batch)
@@ -183,15 +187,15 @@ def _read(batch: bytes, now_ms: int) -> list[Record]:
     """The messages; those without a time are of now, or they could not be known by it later."""
     header = read_header(batch)
     if header.end_position != len(batch):
-        raise InvalidBatch("messages that are published once come as one record batch")
+        raise InvalidBatch("deduplicated messages are sent as one record batch")
     if header.is_control or header.is_transactional or header.producer_id >= 0:
-        raise InvalidBatch("a batch that is published once belongs to no producer and no transaction")
+        raise InvalidBatch("a batch of deduplicated messages has no producer id and no transaction")
     if not 0 < header.record_count <= RECORDS_MAX:
-        raise InvalidBatch(f"1 to {RECORDS_MAX} messages are published once together, not {header.record_count}")
+        raise InvalidBatch(f"1 to {RECORDS_MAX} deduplicated messages fit into one batch, not {header.record_count}")
     check_crc(batch, header)
     records = list(decode_batch(batch, header))
     if any(id_of(record.headers) is None for record in records):
-        raise InvalidRequest(f"every message that is published once needs a {MESSAGE_ID} header")
+        raise InvalidRequest(f"every deduplicated message needs a {MESSAGE_ID} header")
     return [record if record.timestamp_ms >= 0 else record._replace(timestamp_ms=now_ms) for record in records]
 
 

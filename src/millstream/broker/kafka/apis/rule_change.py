@@ -1,4 +1,4 @@
-"""RuleChange (key 32054), version 0: Millstream's private request that changes the rules of a pipeline that routes.
+"""RuleChange (key 32054), version 0: changes the rules of a route pipeline.
 
     {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
     "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}

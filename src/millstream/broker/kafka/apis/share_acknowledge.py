@@ -1,4 +1,5 @@
-"""ShareAcknowledge (key 79), versions 1 to 2: a share consumer acknowledges messages without asking for more (KIP-932).
+"""ShareAcknowledge (key 79), versions 1 to 2: acknowledges messages of a share consumer without fetching more
+(KIP-932).
 
 Acknowledgements are 1 accept, 2 release, 3 reject and, where `is_renew_ack` says so, 4 renew; 0 stands for an offset
 without a message. It is answered once it is durable; of each partition, all is done or nothing. It goes on with the

@@ -1,4 +1,5 @@
-"""ShareFetch (key 78), versions 1 to 2: a share consumer acquires messages, and acknowledges earlier ones (KIP-932).
+"""ShareFetch (key 78), versions 1 to 2: acquires messages for a share consumer, and acknowledges earlier ones
+(KIP-932).
 
 The queue behind each partition of the member's session leases messages to it, oldest first, and the answer carries the
 batches in which they are, with the ranges that are the member's. Without any, it waits up to `max_wait`. The session
@@ -245,7 +246,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
 
 def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
     if acknowledged and request.share_session_epoch == OPENS:
-        raise InvalidRequest("a session that is opened has nothing to acknowledge yet")
+        raise InvalidRequest("a new session has nothing to acknowledge yet")
     limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
     if request.is_renew_ack and any(limits):
         raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")

@@ -1,4 +1,4 @@
-"""ShareGroupDescribe (key 77), version 1: share groups (KIP-932) with their members and assignments.
+"""ShareGroupDescribe (key 77), version 1: describes share groups, their members and assignments (KIP-932).
 
 A group that does not exist, or is of another kind, is GROUP_ID_NOT_FOUND.
 """

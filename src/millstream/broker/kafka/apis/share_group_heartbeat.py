@@ -1,4 +1,5 @@
-"""ShareGroupHeartbeat (key 76), version 1: a share consumer joins, stays in or leaves its group (KIP-932).
+"""ShareGroupHeartbeat (key 76), version 1: keeps a share consumer in its group; consumers also join and leave with it
+(KIP-932).
 
 One request does it all. Epoch 0 joins, with the topics of the member; a positive epoch renews the session and carries
 only changes; -1 leaves. The response holds the epoch, the heartbeat interval, and the assignment if the member may not

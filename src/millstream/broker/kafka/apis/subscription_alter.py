@@ -1,4 +1,4 @@
-"""SubscriptionAlter (key 32033), version 0: Millstream's private request that changes a subscription.
+"""SubscriptionAlter (key 32033), version 0: changes a subscription.
 
     {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
     answer: {"error": 0, "message": null}

@@ -1,4 +1,4 @@
-"""SubscriptionCreate (key 32032), version 0: Millstream's private request that declares a subscription.
+"""SubscriptionCreate (key 32032), version 0: creates a subscription.
 
     {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
     answer: {"error": 0, "message": null, "subscription_id": "…"}

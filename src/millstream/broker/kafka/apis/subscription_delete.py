@@ -1,4 +1,4 @@
-"""SubscriptionDelete (key 32034), version 0: Millstream's private request that deletes a subscription.
+"""SubscriptionDelete (key 32034), version 0: deletes a subscription.
 
     {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
 

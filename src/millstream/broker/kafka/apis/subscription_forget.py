@@ -1,4 +1,4 @@
-"""SubscriptionForget (key 32037), version 0: Millstream's private request to discard the delivery state of a topic.
+"""SubscriptionForget (key 32037), version 0: discards the delivery state of a topic.
 
     {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
 

@@ -1,4 +1,4 @@
-"""SubscriptionList (key 32035), version 0: Millstream's private request for subscriptions and their queues.
+"""SubscriptionList (key 32035), version 0: lists subscriptions and their queues.
 
     {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
     answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],

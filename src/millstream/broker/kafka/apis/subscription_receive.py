@@ -1,4 +1,4 @@
-"""SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
+"""SubscriptionReceive (key 32030), version 0: leases messages of a subscription to a worker.
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
     whether the first batch may exceed max bytes, address of the worker or "" for that of the connection]
@@ -9,7 +9,7 @@ Messages are leased to the worker until the deadline. The worker's clock may dif
 says how long the request waited before they were leased. Leases of an answer that never leaves the connection are
 returned at once. The batches hold the leased messages, and others that are not this worker's. Without any, the answer
 waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets no messages before that is paid; if the
-wait is over before, `throttle ms` tells how much longer it takes.
+wait is over before, `throttle ms` is the time that remains.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -93,7 +93,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             paid = msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max))
             grants = await self._lease(paid, client)
         if grants:
-            client.presence.when_undelivered(partial(self._give_back, grants, request.worker))
+            client.presence.on_undelivered(partial(self._give_back, grants, request.worker))
         answer = build_answer(grants, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetch_requests += 1

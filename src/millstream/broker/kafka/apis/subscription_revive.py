@@ -1,4 +1,4 @@
-"""SubscriptionRevive (key 32040), version 0: Millstream's private request that has dead letters delivered again.
+"""SubscriptionRevive (key 32040), version 0: redelivers the messages of dead letters.
 
     {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
     "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}

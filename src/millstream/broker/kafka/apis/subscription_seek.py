@@ -1,4 +1,4 @@
-"""SubscriptionSeek (key 32036), version 0: Millstream's private request that has a subscription go on elsewhere.
+"""SubscriptionSeek (key 32036), version 0: moves a subscription to another position.
 
     {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
     answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
@@ -80,7 +80,7 @@ def _check(to: str) -> None:
     number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
     is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
     if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
-        raise InvalidRequest(f"a place is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
+        raise InvalidRequest(f"a position is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
 
 
 async def _place(partition: Partition, isolation: str, to: str) -> Offset:

@@ -1,4 +1,4 @@
-"""SubscriptionSettle (key 32031), version 0: Millstream's private request of a worker that settles its leases.
+"""SubscriptionSettle (key 32031), version 0: settles the leases of a worker.
 
     [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason, attempt or nil], …]], …]]
     answer, when it is durable: [error, message, for each partition [[error, message], …]]

@@ -1,4 +1,4 @@
-"""SyncGroup (key 14), versions 0 to 5: the leader brings the assignment, every member fetches its share.
+"""SyncGroup (key 14), versions 0 to 5: takes the assignment from the leader, and returns each member its share.
 
 A follower's answer waits for the leader, and everyone's until the log has the generation. Version 3 adds static
 members; from 5 on the client must name protocol type and name, and gets INCONSISTENT_GROUP_PROTOCOL if it does not.

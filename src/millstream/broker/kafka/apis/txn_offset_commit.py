@@ -1,10 +1,10 @@
-"""TxnOffsetCommit (key 28), versions 0 to 5: offsets that count when the producer's transaction is committed.
+"""TxnOffsetCommit (key 28), versions 0 to 5: commits offsets as part of a producer's transaction.
 
 Before they are kept, the coordinator of the transaction is asked whether the group's partition of `__consumer_offsets`
 belongs to it. Until the transaction ends, consumers that ask for stable offsets get UNSTABLE_OFFSET_COMMIT.
 
 Version notes: up to 1 a coordinator that is loading answers COORDINATOR_NOT_AVAILABLE, since old clients do not know
-the other code; 2 adds the leader epoch; 3 tells the member and its generation, which are checked (ILLEGAL_GENERATION,
+the other code; 2 adds the leader epoch; 3 adds the member and its generation, which are checked (ILLEGAL_GENERATION,
 UNKNOWN_MEMBER_ID, FENCED_INSTANCE_ID); from 4 on a transaction that does not hold the group is TRANSACTION_ABORTABLE,
 INVALID_TXN_STATE before; from 5 on, the second version of the protocol, the partition is added to the transaction
 instead of AddOffsetsToTxn.

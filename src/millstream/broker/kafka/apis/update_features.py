@@ -79,11 +79,11 @@ def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: boo
     feature = features.get(name)
     if feature is None:
         known = ", ".join(sorted(features))
-        return ErrorCode.invalid_update_version, f"there is no feature {name!r} here; there are {known}"
+        return ErrorCode.invalid_update_version, f"there is no feature {name!r}; the features are {known}"
     if not feature.oldest <= wanted <= feature.newest:
         return (
             ErrorCode.invalid_update_version,
-            f"{name} has levels {feature.oldest} to {feature.newest} here, not {wanted}",
+            f"{name} has levels {feature.oldest} to {feature.newest}, not {wanted}",
         )
     if wanted != feature.level:
         return (

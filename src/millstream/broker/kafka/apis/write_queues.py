@@ -1,4 +1,4 @@
-"""WriteQueues (key 32021), version 0: Millstream's private request of a node whose queues have changed.
+"""WriteQueueStates (key 32021), version 0: stores the changes of queues, for the node that leads them.
 
     [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
     answer, when all of it is durable: [error, message, [[error, message], …]]

@@ -1,4 +1,4 @@
-"""WriteTxnMarkers (key 27), versions 1 to 2: a coordinator has the end of transactions written to partitions.
+"""WriteTxnMarkers (key 27), versions 1 to 2: writes the commit or abort markers of transactions to partitions.
 
 Sent by the coordinators of other nodes, and by tools that end a transaction which hangs. A marker that is there already
 is not written again. One of a coordinator that has been replaced gets TRANSACTION_COORDINATOR_FENCED, one of an epoch
@@ -9,7 +9,7 @@ A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so
 fence the coordinators that there are; a coordinator that this node does not know yet tries again. Producer ids and
 epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
 
-Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above
+Version notes: 2 adds the version of the protocol, from which a partition knows whether the marker's epoch is above
 that of the transaction's records (KIP-890), which distinguishes late copies from new ones.
 """
 

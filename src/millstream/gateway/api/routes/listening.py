@@ -152,7 +152,7 @@ async def _records(
                 await asyncio.sleep(RETRY_S)
                 continue
             if found.oversized:
-                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; left out")
+                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; skipped")
             yield found.records
             start = found.next_offset
             memory.resize(READ_BYTES)
@@ -161,8 +161,8 @@ async def _records(
 def _events(topic: TopicMetadata, partition: int, records: list[Record], places: dict[int, int]) -> Iterable[bytes]:
     for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
-        is_told = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
-        event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if is_told else None
+        has_event_id = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
+        event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if has_event_id else None
         document = _encode(received(topic.name, topic.topic_id, partition, record))
         yield event("message", in_one_line(document), event_id)
 

@@ -249,8 +249,8 @@ async def leases(services: Services, request: Request[ListedLeases, NoFields]) -
 
 
 def _lease_document(held: HeldLease) -> HeldLeaseDocument:
-    told = held._asdict()
-    return HeldLeaseDocument(deadline=utc(told.pop("deadline_ms")) or "", **told)
+    fields = held._asdict()
+    return HeldLeaseDocument(deadline=utc(fields.pop("deadline_ms")) or "", **fields)
 
 
 async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:

@@ -74,7 +74,7 @@ def measure_batch(
     """Find how many records from `first` on make a batch of at most `bytes_max`, but at least one, and their lengths.
 
     Returns the row after them, the bytes they take and their largest timestamp. A batch also ends before an offset or
-    a timestamp that cannot be told as a distance from its first one.
+    a timestamp that cannot be encoded as a delta from its first one.
     """
     size = 0
     max_timestamp = timestamps[first]

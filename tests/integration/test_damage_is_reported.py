@@ -21,7 +21,7 @@ def details(document: Any, check: str) -> list[str]:
     return [one["detail"] for one in document["findings"] if one["check"] == check]
 
 
-def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartServer) -> None:
+def test_removed_segments_are_reported_and_the_rest_is_served(start_server: StartServer) -> None:
     server = start_server()
     millstream = CommandLine(server.kafka)
     settings = ("--set", "segment.bytes=1048576")
@@ -36,8 +36,8 @@ def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartSer
 
     stopped = call_command(["doctor", "--json", "--data", str(server.data)])
     assert stopped.code == 1
-    told = [f"harmed-0: offsets 0 to {end_of_first - 1}", f"harmed-0: offsets {start_of_active} to 8"]
-    assert [detail.partition(" are missing")[0] for detail in details(stopped.document, "segments")[:-1]] == told
+    reported = [f"harmed-0: offsets 0 to {end_of_first - 1}", f"harmed-0: offsets {start_of_active} to 8"]
+    assert [detail.partition(" are missing")[0] for detail in details(stopped.document, "segments")[:-1]] == reported
 
     server.start()
     lost = [f"harmed-0: the disk lost the offsets 0 to {end_of_first - 1}"]
@@ -54,7 +54,7 @@ def test_removed_segments_are_told_and_the_rest_is_served(start_server: StartSer
     shown = millstream("tail", "harmed", "--from", "start", "--json")
     assert shown.code == 1
     assert [one["offset"] for one in shown.documents] == [*range(end_of_first, start_of_active), 9]
-    assert f"{lost[0]}; going on at {end_of_first}" in shown.err
+    assert f"{lost[0]}; continuing at {end_of_first}" in shown.err
     assert f"--to {end_of_first}" in shown.err
     assert "not everything could be shown" in shown.err
     one = millstream("message", "show", "harmed", 0, 0)
