@@ -11,7 +11,6 @@ a connection beside it; it must log nothing with a traceback and in the end hold
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import struct
 import sys
@@ -30,6 +29,7 @@ from millstream.broker.node import Broker
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, ProtocolViolation
 from millstream.protocol.messages import codec
+from millstream.protocol.private.message import decode_document
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.files import MemoryFiles
 from millstream_testing.messages import random_message, versions_of
@@ -178,7 +178,7 @@ class Trial:
         for _ in range(200):
             writer.write(struct.pack(">i", len(_STATUS)) + _STATUS)
             answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)
-            status = json.loads(answer[codec.response_body_at(_NODE_STATUS, 0, answer) :])
+            status = decode_document(memoryview(answer)[codec.response_body_at(_NODE_STATUS, 0, answer) :])
             values = {metric["name"]: metric["samples"][0][0] for metric in status["metrics"] if metric["samples"]}
             held = values["millstream_inflight_bytes"]
             # The request for the status is the one that is being served.
