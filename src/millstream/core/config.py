@@ -67,7 +67,8 @@ class ListenerConfig:
 
     def check(self) -> None:
         """Raise `InvalidSetting` unless it can be listened on."""
-        parse_address(self.address, name=f"the address of listener {self.name!r}")
+        name = "kafka" if self.name == DEFAULT_LISTENER else f"the address of listener {self.name!r}"
+        parse_address(self.address, name=name)
         if self.auth not in (NO_AUTHENTICATION, AUTHENTICATION_REQUIRED):
             raise InvalidSetting(f"auth of listener {self.name!r} must be none or required, not {self.auth!r}")
         if bool(self.tls_cert) != bool(self.tls_key):
