@@ -30,9 +30,9 @@ PARTITIONS: Final = 32
 PRODUCERS: Final = 24
 COMMITTERS: Final = 8
 MESSAGES_IN_FLIGHT: Final = 200
-RATIOS_MAX: Final = {"OffsetCommit": 1.6, "OffsetFetch": 0.5}
-"""A commit is acknowledged with the records of producers, and its answer takes one more turn of the loop than theirs. A
-group that has no commit under way gets its offsets at once."""
+RATIOS_MAX: Final = {"OffsetCommit": 1.25, "OffsetFetch": 0.5}
+"""A commit is acknowledged with the records of producers, and answered in the same moment. A group that has no commit
+under way gets its offsets at once."""
 _SAMPLE: Final = re.compile(r'millstream_request_seconds_(sum|count)\{api="(\w+)"\} (\S+)')
 
 

@@ -23,6 +23,7 @@ from millstream.broker.kafka.apis.describe_groups import DescribeGroups
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
+from millstream.broker.kafka.dispatch import RawApi
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.protocol.messages.codec import load_request_class
@@ -62,7 +63,7 @@ class Broker:
         return await ask(self.beat, message(self.beat, version, **{**values, **given}))
 
 
-def message(api: Api[Any, Any], version: int, **given: Any) -> Any:
+def message(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
     """A request of one version; what is not given has its default, or null where there is none."""
     kind = load_request_class(api.key, version)
     values = {field.name: default_of(field) for field in dataclasses.fields(kind)}

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID, uuid4
 
@@ -28,21 +29,32 @@ from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.sync_group import SyncGroup
+from millstream.broker.kafka.dispatch import RawApi
+from millstream.broker.net.reply import Promise
+from millstream.broker.security.authorizer import AclSnapshot
+from millstream.broker.security.rights import Rights
+from millstream.broker.security.state import SecurityState
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.acl import Acl, Operation, ResourceType
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
+from millstream.core.errors import ProtocolViolation, StorageFailure
 from millstream.core.ids import NodeId, ProducerId
 from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE
 from millstream.protocol.messages.codec import (
+    RequestHeader,
     load_request_class,
     load_response_class,
     read_request,
+    read_request_header,
     read_response,
     write_entity,
+    write_request,
     write_response,
 )
 from millstream.protocol.messages.shape import default_of
-from millstream_testing.state_log import MemoryTopics
+from millstream_testing import asking
+from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
 
@@ -75,9 +87,11 @@ def nested_class(annotation: Any) -> Any:
     return None
 
 
-async def ask(api: Api[Any, Any], version: int, **given: Any) -> Any:
+async def ask(api: Api[Any, Any] | RawApi, version: int, **given: Any) -> Any:
     """Send a request of one version over the wire format, and read the answer back from it."""
     request = build(load_request_class(api.key, version), given)
+    if not isinstance(api, Api):
+        return await asking.ask(api, request, client=CLIENT)
     received = read_request(api.key, version, write_entity(request), 0)
     assert received == request
     response = await api.answer(version, received, CLIENT)
@@ -87,7 +101,7 @@ async def ask(api: Api[Any, Any], version: int, **given: Any) -> Any:
     return response
 
 
-def versions_of(api: type[Api[Any, Any]], since: int = 0) -> list[int]:
+def versions_of(api: type[Api[Any, Any] | RawApi], since: int = 0) -> list[int]:
     return list(range(max(since, api.versions[0]), api.versions[1] + 1))
 
 
@@ -383,6 +397,91 @@ async def test_offset_commit_refused(broker: Broker, version: int) -> None:
     await broker.member("g")
     assert await code_of(good) is ErrorCode.unknown_member_id
     assert await broker.groups.fetch("g", None) == {}
+
+
+async def test_offset_commits_are_answered_in_the_moment_of_their_acknowledgement(broker: Broker) -> None:
+    await broker.committed("g", 1)
+    partition = hold_acknowledgements(broker)
+    commits = [broker.commit.handle_frame(*commit_frame(broker, version=9, offset=offset), CLIENT) for offset in (2, 3)]
+
+    pending = [commit for commit in commits if isinstance(commit, Promise)]
+    assert [promise.is_kept for promise in pending] == [False, False]
+    partition.acknowledge(1)
+    assert [promise.is_kept for promise in pending] == [True, False]
+    partition.acknowledge()
+    assert [promise.is_kept for promise in pending] == [True, True]
+
+
+async def test_offset_commits_are_refused_in_the_moment_in_which_the_log_fails(broker: Broker) -> None:
+    await broker.committed("g", 1)
+    partition = hold_acknowledgements(broker)
+    commit = broker.commit.handle_frame(*commit_frame(broker, version=9, offset=2), CLIENT)
+    assert isinstance(commit, Promise)
+
+    partition.fail(StorageFailure("the disk is gone"))
+
+    assert isinstance(commit.buffers, list)
+    response = read_response(8, 9, b"".join(commit.buffers)[4:])
+    assert response.topics[0].partitions[0].error_code is ErrorCode.not_coordinator
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetCommit))
+async def test_a_malformed_offset_commit_is_refused_as_a_whole(broker: Broker, version: int) -> None:
+    frame, header = commit_frame(broker, version=version, offset=1)
+    for end in range(header.body_at, len(frame)):
+        with pytest.raises(ProtocolViolation):
+            broker.commit.handle_frame(frame[:end], header, CLIENT)
+    no_topics = build(load_request_class(8, version), {"group_id": "g", "member_id": "", "topics": ()})
+    null_topics = bytearray(write_request(7, "app", no_topics)[4:])
+    if header.flexible:
+        null_topics[-2:] = b"\0\0"
+    else:
+        null_topics[-4:] = b"\xff" * 4
+    with pytest.raises(ProtocolViolation):
+        broker.commit.handle_frame(memoryview(null_topics), header, CLIENT)
+    assert await broker.groups.fetch("g", None) == {}
+
+
+@pytest.mark.parametrize("version", versions_of(OffsetCommit))
+async def test_an_offset_commit_needs_read_on_the_group_and_on_each_topic(broker: Broker, version: int) -> None:
+    secret = broker.topics.add("secret").topic_id
+    topics = [*commit_topics(broker, version, 0, 1), *commit_topics(broker, version, 0, 1, topic="secret")]
+    topics[1]["topic_id"] = secret
+    request = build(load_request_class(8, version), {"group_id": "g", "member_id": "", "topics": topics})
+
+    async def codes_with(*readable: tuple[ResourceType, str]) -> list[ErrorCode]:
+        rules = [
+            Acl(resource_type=kind, resource_name=name, principal="User:alice", operation=Operation.READ)
+            for kind, name in readable
+        ]
+        state = cast("SecurityState", SimpleNamespace(snapshot=AclSnapshot(rules)))
+        client = dataclasses.replace(CLIENT, rights=Rights(state, "User:alice", CLIENT.host))
+        response = await asking.ask(broker.commit, request, client=client)
+        return [topic.partitions[0].error_code for topic in response.topics]
+
+    group, orders = (ResourceType.GROUP, "g"), (ResourceType.TOPIC, "orders")
+    no_group, no_topic = ErrorCode.group_authorization_failed, ErrorCode.topic_authorization_failed
+    assert await codes_with(orders, (ResourceType.TOPIC, "secret")) == [no_group, no_group]
+    assert await codes_with(group) == [no_topic, no_topic]
+    await broker.groups.ensure()
+    assert await broker.groups.fetch("g", None) == {}
+    assert await codes_with(group, orders) == [ErrorCode.none, no_topic]
+    assert list(await broker.groups.fetch("g", None)) == ["orders"]
+
+
+def hold_acknowledgements(broker: Broker) -> MemoryPartition:
+    offsets = broker.topics.get(CONSUMER_OFFSETS)
+    assert offsets is not None
+    partition = broker.topics.partitions_of(offsets)[broker.groups.partition_of("g")]
+    partition.acknowledges = False
+    return partition
+
+
+def commit_frame(broker: Broker, *, version: int, offset: int) -> tuple[memoryview, RequestHeader]:
+    given = {"group_id": "g", "member_id": "", "topics": commit_topics(broker, version, 0, offset)}
+    request = build(load_request_class(8, version), given)
+    frame = memoryview(bytearray(write_request(7, "app", request)[4:]))
+    return frame, read_request_header(frame)
 
 
 async def test_offset_commit_keeps_what_it_can(broker: Broker) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard, StateLog
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Shard, StateLog
 from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine
 from millstream.broker.coordination.timers import Timers
 from millstream.core.clock import Clock
@@ -168,6 +168,16 @@ class Runtime(Generic[S]):
         """Carry out an operation on the shard of this name."""
         await self.ensure()
         return await self.shard_of(name).run(operation, pure=pure)
+
+    def call(self, name: str, operation: Operation[S, T], release: Release[T], *, pure: bool = False) -> bool:
+        """Carry out an operation before returning, as `Shard.call` does; return False if `run` would have to wait."""
+        if not self._is_watching or self._topics.get(self._topic.name) is None:
+            return False
+        shard = self.shard_of(name)
+        if shard.state is None:
+            return False
+        shard.call(operation, release, pure=pure)
+        return True
 
     def shard_of(self, name: str) -> Shard[S]:
         """The shard that holds the state of this name."""

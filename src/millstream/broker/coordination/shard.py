@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -243,6 +244,10 @@ S = TypeVar("S", bound=StateMachine)
 T = TypeVar("T")
 
 
+Release = Callable[[Deferred[T]], None]
+"""Takes the answer of an operation, once."""
+
+
 class TrimmableLog(Protocol):
     """A log whose beginning can be dropped."""
 
@@ -336,8 +341,8 @@ class Shard(Generic[S]):
         self._written = Offset(0)
         self._acknowledged = Offset(0)
         self._unacknowledged: set[asyncio.Future[None]] = set()
-        self._waiting: deque[tuple[Offset, asyncio.Future[Any], Deferred[Any]]] = deque()
-        self._answered: list[tuple[asyncio.Future[Any], Deferred[Any]]] = []
+        self._waiting: deque[tuple[Offset, Release[Any], Deferred[Any]]] = deque()
+        self._answered: list[tuple[Release[Any], Deferred[Any]]] = []
         self._loading: asyncio.Task[None] | None = None
         self._rewrite = Rewrite(self, records_min=rewrite_records_min)
 
@@ -395,28 +400,33 @@ class Shard(Generic[S]):
 
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
         """Carry out an operation before returning; the future is done when its answer may be sent."""
-        state = self._loaded_state()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.call(operation, partial(_complete, future), pure=pure)
+        return future
+
+    def call(self, operation: Operation[S, T], release: Release[T], *, pure: bool = False) -> None:
+        """Carry out an operation before returning; `release` gets its answer in the moment when that may be sent.
+
+        That moment may come before this returns. `release` must neither raise nor ask the shard for anything.
+        """
+        state = self._loaded_state()
         try:
             records, response = operation(state)
         except MillstreamError as error:
-            refused: Deferred[T] = Deferred()
-            refused.refuse(error)
-            self._answered.append((future, refused))
+            self._answered.append((release, _refused(error)))
             confirmation = self._confirmation
             needs_confirmation = confirmation is not None and isinstance(error, confirmation.refusals)
             self._append_and_replay(
                 [confirmation.record] if confirmation is not None and needs_confirmation else (), pure=True
             )
-            return future
+            return
         except Exception:
             _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})
             self._reload("an operation failed inside the broker")
             raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
         later = response if isinstance(response, Deferred) else _resolved(response)
-        later.listen(lambda answered: self._answered.append((future, answered)))
+        later.listen(lambda answered: self._answered.append((release, answered)))
         self._append_and_replay(records, pure=pure)
-        return future
 
     def fire_timers(self) -> None:
         """Carry out what is due. The loop calls this; a test with its own clock may too."""
@@ -449,7 +459,7 @@ class Shard(Generic[S]):
         """Wait until the log has acknowledged everything below `offset`."""
         if offset > self._acknowledged:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((offset, future, _resolved(None)))
+            self._waiting.append((offset, partial(_complete, future), _resolved(None)))
             await future
 
     def delete_before(self, offset: Offset) -> None:
@@ -499,18 +509,21 @@ class Shard(Generic[S]):
         if not pure:
             self._reload(str(error))
             return
-        for future, _ in self._answered:
-            _release_error(future, _client_error(self.name, error))
-        self._answered.clear()
+        self._refuse_answers(_client_error(self.name, error))
 
     def _release_answers(self, needed: Offset) -> None:
         """Let out the answers given just now, or have them wait for the log."""
         answered, self._answered = self._answered, []
-        for future, later in answered:
+        for release, later in answered:
             if needed <= self._acknowledged:
-                _release_answer(future, later)
+                release(later)
             else:
-                self._waiting.append((needed, future, later))
+                self._waiting.append((needed, release, later))
+
+    def _refuse_answers(self, error: MillstreamError) -> None:
+        answered, self._answered = self._answered, []
+        for release, _ in answered:
+            release(_refused(error))
 
     def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
         if incarnation != self._incarnation:
@@ -524,8 +537,8 @@ class Shard(Generic[S]):
         self._failures = 0
         self._acknowledged = max(self._acknowledged, next_offset)
         while self._waiting and self._waiting[0][0] <= self._acknowledged:
-            _, future, later = self._waiting.popleft()
-            _release_answer(future, later)
+            _, release, later = self._waiting.popleft()
+            release(later)
 
     def _reload(self, reason: str) -> None:
         """Discard the state, refuse all waiting requests with NOT_COORDINATOR, and read the log again."""
@@ -541,12 +554,10 @@ class Shard(Generic[S]):
         self._cancel_timers()
         if state is not None:
             state.unload()
-        for _, future, _ in self._waiting:
-            _release_error(future, error)
-        for future, _ in self._answered:
-            _release_error(future, error)
-        self._waiting.clear()
-        self._answered.clear()
+        waiting, self._waiting = self._waiting, deque()
+        for _, release, _ in waiting:
+            release(_refused(error))
+        self._refuse_answers(error)
 
     def _load_soon(self, delay_s: float) -> None:
         task = asyncio.get_running_loop().create_task(self._load(delay_s), name=f"load {self.name}")
@@ -610,6 +621,12 @@ def _resolved(value: T) -> Deferred[T]:
     return later
 
 
+def _refused(error: MillstreamError) -> Deferred[Any]:
+    later: Deferred[Any] = Deferred()
+    later.refuse(error)
+    return later
+
+
 def _client_error(name: str, error: MillstreamError) -> MillstreamError:
     if isinstance(error, LogUnavailable | NotEnoughReplicas | NotLeader):
         # A client can do nothing about the log; it finds the coordinator again, and tries again.
@@ -617,14 +634,11 @@ def _client_error(name: str, error: MillstreamError) -> MillstreamError:
     return error
 
 
-def _release_answer(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
-    if later.error is not None:
-        _release_error(future, later.error)
-    elif not future.done():
-        future.set_result(later.result())
-
-
-def _release_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
+def _complete(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
     # The caller may have left, which cancels the future.
-    if not future.done():
-        future.set_exception(error)
+    if future.done():
+        return
+    if later.error is not None:
+        future.set_exception(later.error)
+    else:
+        future.set_result(later.result())

@@ -10,7 +10,7 @@ from typing import Protocol
 from uuid import UUID
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
-from millstream.broker.coordination.shard import RETRY_FIRST_S
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
@@ -180,6 +180,12 @@ class GroupCoordinator(Coordinator[GroupShard]):
         # Kafka lets consumers outside any group commit under an empty id.
         _check_length(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
+
+    def commit_now(self, request: CommitRequest, release: Release[CommitAnswer]) -> bool:
+        """Keep offsets, and pass on the answer when the log has them; return False if `commit` has to be awaited."""
+        group_id = request.member.group_id
+        _check_length(group_id)
+        return self._runtime.call(group_id, lambda shard: shard.commit(request), release, pure=True)
 
     async def commit_in_transaction(
         self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit, adds: bool = False

@@ -246,7 +246,7 @@ class ServedApis:
         yield AlterPartitionReassignments(topics, membership)
         yield ListPartitionReassignments(topics)
 
-    def _group_apis(self) -> Iterable[Api[Any, Any]]:
+    def _group_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         groups, topics = self._groups, self._parts.topics
         yield FindCoordinator(groups, self._transactions.coordinator, self._parts.membership)
         yield JoinGroup(groups)

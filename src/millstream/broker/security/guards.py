@@ -2,8 +2,8 @@
 
 A guard takes out of a request what its client may not do, has the API answer the rest, and puts in for each part that
 was taken out the error that Kafka gives; what the client may not know of is left out of the answer. An API without a
-guard is refused, and a test fails for it. The APIs that read their own frames (Produce, Fetch) and Millstream's private
-requests ask for themselves; `ASK_THEMSELVES` names the former, `needs` of the latter is abstract.
+guard is refused, and a test fails for it. The APIs that read their own frames (Produce, Fetch, OffsetCommit) and
+Millstream's private requests ask for themselves; `ASK_THEMSELVES` names the former, `needs` of the latter is abstract.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ DESCRIBE_CONFIGS, ALTER_CONFIGS = Operation.DESCRIBE_CONFIGS, Operation.ALTER_CO
 TOPIC, GROUP, CLUSTER = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER
 TRANSACTIONAL_ID = ResourceType.TRANSACTIONAL_ID
 
-ASK_THEMSELVES: Final = frozenset({0, 1})
-"""Produce and Fetch, which are no messages of kio's."""
+ASK_THEMSELVES: Final = frozenset({0, 1, 8})
+"""Produce, Fetch and OffsetCommit, which are no messages of kio's."""
 
 _TOPIC_DENIED: Final = ErrorCode.topic_authorization_failed
 _GROUP_DENIED: Final = ErrorCode.group_authorization_failed
@@ -659,17 +659,6 @@ async def _delete_groups(api: Any, request: Any, client: Any, rights: Rights) ->
         if not rights.group(DELETE, group)
     )
     return dataclasses.replace(response, results=(*response.results, *denied))
-
-
-@_guards(8)
-async def _offset_commit(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """OffsetCommit: READ on the group and on the topics."""
-    if not rights.group(READ, request.member.group_id):
-        return tuple(api.refuse(topic, _GROUP_DENIED) for topic in request.topics)
-    denied = {topic for topic in request.topics if not _may(rights, READ, topic)}
-    allowed = tuple(topic for topic in request.topics if topic not in denied)
-    answered = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    return (*answered, *(api.refuse(topic, _TOPIC_DENIED) for topic in request.topics if topic in denied))
 
 
 @_guards(9)

@@ -6,187 +6,179 @@ named by id; the others are kept. Version notes: 2 to 4 can ask for a retention 
 7 adds static members; a group that does not exist is GROUP_ID_NOT_FOUND from 9 on and ILLEGAL_GENERATION before.
 Members of consumer groups commit from 9 on (UNSUPPORTED_VERSION before), and send their epoch instead of a generation
 (STALE_MEMBER_EPOCH if it is one to come, or if the member did not have the partition in it).
+
+Read and written by hand, since consumers send it all day long. The offsets are appended before the frame is handled,
+and the reply is a promise that is kept in the moment when the log acknowledges them, so that it takes no task and no
+turn of the loop, and requests behind it on the connection share its sync.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final
+import struct
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
-from kio.schema.offset_commit.v9 import response as by_name
-from kio.schema.offset_commit.v10 import response as by_id
-from kio.schema.types import TopicName
-from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.groups.requests import CommitAnswer, CommitRequest, MemberRef, PartitionCommit
+from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
-from millstream.core.errors import MillstreamError
-from millstream.protocol.messages.codec import load_response_class
-from millstream.protocol.messages.shape import reshape
+from millstream.broker.net.connection import Answer
+from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation
+from millstream.core.errors import MillstreamError, ProtocolViolation
+from millstream.protocol.messages.codec import REQUEST_LIMITS, RequestHeader, response_head
+from millstream.protocol.messages.primitives import Reader, Writer
 
-_MILLISECOND: Final = timedelta(milliseconds=1)
+_KEY: Final = 8
+_FIRST_WITH_THROTTLE: Final = 3
+_FIRST_WITH_EPOCH: Final = 6
+_FIRST_WITH_INSTANCE: Final = 7
 _FIRST_WITH_UNKNOWN_GROUP: Final = 9
 _FIRST_BY_ID: Final = 10
 _RETENTION_VERSIONS: Final = range(2, 5)
+_NO_EPOCH: Final = -1
+# Partition and offset, without and with the leader epoch.
+_OFFSET: Final = struct.Struct(">iq")
+_OFFSET_AND_EPOCH: Final = struct.Struct(">iqi")
+_RESULT: Final = struct.Struct(">ih")
+
+Refused = dict[tuple[str | None, int], ErrorCode]
+"""The codes of offsets that are not kept, by topic and partition."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopicCommit:
+class TopicCommit(NamedTuple):
     """Offsets of one topic, by its name or by its id, as the version has it."""
 
-    name: str = ""
-    topic_id: UUID | None = None
-    partitions: tuple[PartitionCommit, ...]
+    topic: str | UUID
+    partitions: list[PartitionCommit]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffsetCommitCall:
+class OffsetCommitCall(NamedTuple):
     """A request of any version."""
 
-    version: int
     member: MemberRef
-    topics: tuple[TopicCommit, ...]
     retention_ms: int | None
+    topics: list[TopicCommit]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopicResult:
-    """The outcome for the offsets of one topic, in the order of the request."""
+class _Pending(Promise):
+    """A request whose reply waits for its offsets to be acknowledged."""
 
-    name: str
-    topic_id: UUID | None
-    partitions: tuple[tuple[int, ErrorCode], ...]
+    __slots__ = ("_header", "_names", "_refused", "_topics", "_valid")
+
+    def __init__(
+        self,
+        header: RequestHeader,
+        topics: list[TopicCommit],
+        names: list[str | None],
+        valid: Mapping[str, list[PartitionCommit]],
+        refused: Refused,
+    ) -> None:
+        super().__init__()
+        self._header = header
+        self._topics = topics
+        self._names = names
+        self._valid = valid
+        self._refused = refused
+
+    def release(self, answer: Deferred[CommitAnswer]) -> None:
+        """Reply to the client: the coordinator has answered."""
+        self.keep(self.refuse(answer.error) if answer.error is not None else self.accept(answer.result()))
+
+    def accept(self, answer: CommitAnswer) -> Buffers:
+        """Return the reply for offsets that are kept, except for those with an error."""
+        for name, partitions in answer.items():
+            for partition, error in partitions.items():
+                if error is not None:
+                    self._refused[name, partition] = error_code(error)
+        return self.write()
+
+    def refuse(self, error: MillstreamError) -> Buffers:
+        """Return the reply when no offset is kept."""
+        code = error_code(error)
+        self._refused.update(
+            {(name, commit.partition): code for name, commits in self._valid.items() for commit in commits}
+        )
+        return self.write()
+
+    def write(self) -> Buffers:
+        """Lay out the reply, in the order of the request."""
+        header, refused = self._header, self._refused
+        writer = Writer(flexible=header.flexible)
+        if header.version >= _FIRST_WITH_THROTTLE:
+            writer.int32(0)
+        writer.array_length(len(self._topics))
+        for name, (topic, commits) in zip(self._names, self._topics, strict=True):
+            if isinstance(topic, str):
+                writer.string(topic)
+            else:
+                writer.uuid(topic)
+            writer.array_length(len(commits))
+            for commit in commits:
+                code = refused.get((name, commit.partition), ErrorCode.none) if refused else ErrorCode.none
+                writer.buffer += _RESULT.pack(commit.partition, code.value)
+                writer.no_tags()
+            writer.no_tags()
+        writer.no_tags()
+        return [response_head(_KEY, header.version, header.correlation_id, len(writer.buffer)), writer.buffer]
 
 
-class OffsetCommit(Api[OffsetCommitCall, tuple[TopicResult, ...]]):
+class OffsetCommit:
     """Keeps offsets."""
 
-    key = 8
+    key = _KEY
     versions = (2, 10)
-    starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
         self._groups = groups
         self._topics = topics
 
-    async def handle(self, request: OffsetCommitCall, client: ClientInfo) -> tuple[TopicResult, ...]:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Keep the offsets of partitions that exist."""
-        names = [self._name_of(request.version, topic) for topic in request.topics]
+        call = read(frame, header)
+        names = [self._name_of(topic.topic) for topic in call.topics]
         valid: dict[str, list[PartitionCommit]] = {}
-        refused: dict[tuple[str | None, int], ErrorCode] = {}
-        for name, topic in zip(names, request.topics, strict=True):
+        refused: Refused = {}
+        for name, topic in zip(names, call.topics, strict=True):
+            denied = None if client.rights is None else _check_allowed(client.rights, call.member.group_id, name)
             for commit in topic.partitions:
-                code = self._check_exists(name, commit.partition)
+                code = denied or self._check_exists(name, commit.partition)
                 if name is None or code is not None:
                     refused[name, commit.partition] = code or ErrorCode.unknown_topic_id
                 else:
                     valid.setdefault(name, []).append(commit)
-        refused.update(await self._commit(request, valid))
-        return tuple(
-            TopicResult(
-                name=topic.name,
-                topic_id=topic.topic_id,
-                partitions=tuple(
-                    (commit.partition, refused.get((name, commit.partition), ErrorCode.none))
-                    for commit in topic.partitions
-                ),
-            )
-            for name, topic in zip(names, request.topics, strict=True)
-        )
-
-    def refuse(self, topic: TopicCommit, code: ErrorCode) -> TopicResult:
-        """Answer all partitions of a topic with one code."""
-        partitions = tuple((commit.partition, code) for commit in topic.partitions)
-        return TopicResult(name=topic.name, topic_id=topic.topic_id, partitions=partitions)
-
-    def upgrade(self, version: int, request: Any) -> OffsetCommitCall:
-        """Bring every version into one form."""
-        retention_ms = request.retention_time // _MILLISECOND if version in _RETENTION_VERSIONS else -1
-        return OffsetCommitCall(
-            version=version,
-            member=MemberRef(
-                group_id=request.group_id,
-                member_id=request.member_id,
-                instance_id=getattr(request, "group_instance_id", None),
-                generation=request.generation_id_or_member_epoch,
-            ),
-            topics=tuple(
-                TopicCommit(
-                    name=getattr(topic, "name", ""),
-                    topic_id=getattr(topic, "topic_id", None),
-                    partitions=tuple(_partition_commit(partition) for partition in topic.partitions),
-                )
-                for topic in request.topics
-            ),
-            retention_ms=None if retention_ms < 0 else retention_ms,
-        )
-
-    def downgrade(self, version: int, response: tuple[TopicResult, ...]) -> Any:
-        """Answer by id or by name."""
-        if version >= _FIRST_BY_ID:
-            return by_id.OffsetCommitResponse(
-                throttle_time=NO_THROTTLE,
-                topics=tuple(
-                    by_id.OffsetCommitResponseTopic(
-                        topic_id=topic.topic_id,
-                        partitions=tuple(
-                            by_id.OffsetCommitResponsePartition(partition_index=i32(index), error_code=code)
-                            for index, code in topic.partitions
-                        ),
-                    )
-                    for topic in response
-                ),
-            )
-        named = by_name.OffsetCommitResponse(
-            throttle_time=NO_THROTTLE,
-            topics=tuple(
-                by_name.OffsetCommitResponseTopic(
-                    name=TopicName(topic.name),
-                    partitions=tuple(
-                        by_name.OffsetCommitResponsePartition(partition_index=i32(index), error_code=code)
-                        for index, code in topic.partitions
-                    ),
-                )
-                for topic in response
-            ),
-        )
-        return reshape(named, load_response_class(self.key, version))
-
-    async def _commit(
-        self, request: OffsetCommitCall, valid: dict[str, list[PartitionCommit]]
-    ) -> dict[tuple[str | None, int], ErrorCode]:
-        """Commit the offsets; return the codes of those that were refused."""
+        pending = _Pending(header, call.topics, names, valid, refused)
         if not valid:
-            return {}
+            return pending.write()
+        request = CommitRequest(
+            member=call.member,
+            topics={name: tuple(commits) for name, commits in valid.items()},
+            retention_ms=call.retention_ms,
+            knows_unknown_group=header.version >= _FIRST_WITH_UNKNOWN_GROUP,
+        )
         try:
-            answer = await self._groups.commit(
-                CommitRequest(
-                    member=request.member,
-                    topics={name: tuple(commits) for name, commits in valid.items()},
-                    retention_ms=request.retention_ms,
-                    knows_unknown_group=request.version >= _FIRST_WITH_UNKNOWN_GROUP,
-                )
-            )
+            if not self._groups.commit_now(request, pending.release):
+                return self._commit_when_loaded(request, pending)
         except MillstreamError as error:
-            code = error_code(error)
-            return {(name, commit.partition): code for name, commits in valid.items() for commit in commits}
-        return {
-            (name, partition): error_code(error)
-            for name, partitions in answer.items()
-            for partition, error in partitions.items()
-            if error is not None
-        }
+            return pending.refuse(error)
+        return pending.buffers if pending.is_kept else pending
 
-    def _name_of(self, version: int, topic: TopicCommit) -> str | None:
-        if version < _FIRST_BY_ID:
-            return topic.name
-        known = None if topic.topic_id is None else self._topics.by_id(topic.topic_id)
+    async def _commit_when_loaded(self, request: CommitRequest, pending: _Pending) -> Buffers:
+        try:
+            return pending.accept(await self._groups.commit(request))
+        except MillstreamError as error:
+            return pending.refuse(error)
+
+    def _name_of(self, topic: str | UUID) -> str | None:
+        if isinstance(topic, str):
+            return topic
+        known = self._topics.by_id(topic)
         return None if known is None else known.name
 
     def _check_exists(self, name: str | None, partition: int) -> ErrorCode | None:
@@ -198,10 +190,56 @@ class OffsetCommit(Api[OffsetCommitCall, tuple[TopicResult, ...]]):
         return None
 
 
-def _partition_commit(partition: Any) -> PartitionCommit:
-    return PartitionCommit(
-        partition=partition.partition_index,
-        offset=partition.committed_offset,
-        leader_epoch=getattr(partition, "committed_leader_epoch", -1),
-        metadata=partition.committed_metadata,
+def _check_allowed(rights: Rights, group_id: str, name: str | None) -> ErrorCode | None:
+    """Ask for READ on the group and on a topic; one that is unknown hides nothing."""
+    if not rights.group(Operation.READ, group_id):
+        return ErrorCode.group_authorization_failed
+    if name is not None and not rights.topic(Operation.READ, name):
+        return ErrorCode.topic_authorization_failed
+    return None
+
+
+def read(frame: memoryview, header: RequestHeader) -> OffsetCommitCall:
+    """Read the whole request before anything is done, so that a malformed one leaves no trace."""
+    version = header.version
+    if len(frame) > REQUEST_LIMITS.body_bytes:
+        raise ProtocolViolation(f"OffsetCommit has {len(frame)} bytes, at most {REQUEST_LIMITS.body_bytes} are read")
+    reader = Reader(frame, header.body_at, flexible=header.flexible)
+    group_id = reader.string()
+    generation = reader.int32()
+    member_id = reader.string()
+    instance_id = reader.nullable_string() if version >= _FIRST_WITH_INSTANCE else None
+    retention_ms = reader.int64() if version in _RETENTION_VERSIONS else -1
+    topics: list[TopicCommit] = []
+    items = 0
+    for _ in range(_read_count(reader)):
+        topic: str | UUID = reader.uuid() if version >= _FIRST_BY_ID else reader.string()
+        count = _read_count(reader)
+        items += 1 + count
+        if items > REQUEST_LIMITS.items:
+            raise ProtocolViolation(f"OffsetCommit has more than {REQUEST_LIMITS.items} topics and partitions")
+        topics.append(TopicCommit(topic, [_read_partition(reader, version) for _ in range(count)]))
+        reader.skip_tags()
+    reader.skip_tags()
+    return OffsetCommitCall(
+        MemberRef(group_id=group_id, member_id=member_id, instance_id=instance_id, generation=generation),
+        None if retention_ms < 0 else retention_ms,
+        topics,
     )
+
+
+def _read_count(reader: Reader) -> int:
+    count = reader.array_length()
+    if count < 0:
+        raise ProtocolViolation("an array is null where the protocol does not allow it")
+    return count
+
+
+def _read_partition(reader: Reader, version: int) -> PartitionCommit:
+    if version >= _FIRST_WITH_EPOCH:
+        partition, offset, epoch = reader.fields(_OFFSET_AND_EPOCH)
+    else:
+        (partition, offset), epoch = reader.fields(_OFFSET), _NO_EPOCH
+    metadata = reader.nullable_string()
+    reader.skip_tags()
+    return PartitionCommit(partition=partition, offset=offset, leader_epoch=epoch, metadata=metadata)
