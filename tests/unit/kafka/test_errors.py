@@ -23,6 +23,7 @@ INTERNAL: set[type[errors.MillstreamError]] = {
     errors.RequestRefused,
     errors.PublishFailed,
     errors.LostData,
+    errors.UnreadableData,
 }
 
 
