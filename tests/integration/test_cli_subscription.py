@@ -65,7 +65,7 @@ def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, nam
     pull = ("subscription", "pull", name, "--wait", 60)
     assert millstream(*pull, "-n", 1, "--release").err == "Gave back 1 message.\n"
     assert millstream(*pull, "-n", 1, "--reject", "no").err == "Rejected 1 message.\n"
-    assert "1 message held until" in millstream(*pull, "-n", 1).err
+    assert "1 message leased until" in millstream(*pull, "-n", 1).err
     assert millstream(*pull, "--accept").err == "Accepted 1 message.\n"
     assert millstream("subscription", "pull", name, "--accept").err == "No messages now.\n"
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
@@ -75,7 +75,7 @@ def test_every_interface_reports_who_holds_a_message(server: Server, millstream:
     assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
     assert "No worker holds a message." in millstream("subscription", "leases", name).out
     assert millstream.process("publish", name, stdin=b"a\nb\nc\nd\n").code == 0
-    assert "1 message held until" in millstream("subscription", "pull", name, "--wait", 60, "-n", 1).err
+    assert "1 message leased until" in millstream("subscription", "pull", name, "--wait", 60, "-n", 1).err
     with httpx.Client(base_url=f"http://{server.http}/v1/subscriptions/{name}", timeout=60) as http:
         pull = http.post("/messages:pull", json={"max": 1, "wait_ms": 60_000, "worker": "till-7"})
         assert len(pull.json()["messages"]) == 1
