@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from millstream.client.connection import connect
+from millstream.client.connection import AccessOptions, connect
 from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import Message
 from millstream.client.sync_connection import SyncConnection, SyncMessage
@@ -194,9 +194,11 @@ def test_the_options_are_those_of_connect() -> None:
         for name, parameter in inspect.signature(connect).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert taken.keys() == ConnectOptions.__annotations__.keys()
+    options = get_type_hints(ConnectOptions)
+    access = get_type_hints(AccessOptions)
+    assert taken.keys() | access.keys() == options.keys()
     hints = get_type_hints(connect)
-    assert {name: hints[name] for name in taken} == get_type_hints(ConnectOptions)
+    assert {name: hints[name] for name in taken} | access == options
 
 
 def test_a_message_without_await_has_all_that_a_message_has() -> None:
