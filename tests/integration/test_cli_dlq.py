@@ -114,7 +114,7 @@ def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -
 
 
 def test_a_letter_that_is_too_large_for_its_topic_is_reported_until_it_fits(millstream: CommandLine) -> None:
-    name, dead = "narrow", "narrow-dead"
+    name, dead = "narrow-letters", "narrow-letters-dead"
     assert millstream("topic", "create", name).code == 0
     assert millstream("topic", "create", dead, "--set", "max.message.bytes=2000").code == 0
     options = ("--topic", name, "--start", "start", "--dead-letter", dead)
@@ -132,7 +132,7 @@ def test_a_letter_that_is_too_large_for_its_topic_is_reported_until_it_fits(mill
     assert wanted is not None, reason
     assert f"1 message cannot be dead-lettered: {reason}\n" in millstream("dlq", "list").err
     (found,) = [one for one in millstream("doctor", "--json").document["findings"] if one["check"] == "dead letters"]
-    assert found["detail"] == "the dead letter topic of subscription narrow refuses 1 message"
+    assert found["detail"] == f"the dead letter topic of subscription {name} refuses 1 message"
     assert millstream("topic", "alter", dead, "--set", wanted[1]).code == 0
     wait_until(lambda: listed()["letters"] == 1)
     assert (listed()["refused"], listed()["unreached"]) == (0, [])

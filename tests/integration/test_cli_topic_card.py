@@ -73,6 +73,6 @@ def test_it_outlives_a_restart(start_server: object) -> None:
     assert callable(start_server)
     server: Server = start_server()
     millstream = CommandLine(server.kafka)
-    assert millstream("topic", "create", "kept", "--owner", "me").code == 0
+    assert millstream("topic", "create", "kept-card", "--owner", "me").code == 0
     server.restart(clean=False)
-    assert card(millstream, "kept") == ("me", None, None)
+    assert card(millstream, "kept-card") == ("me", None, None)
