@@ -32,7 +32,7 @@ app = typer.Typer(help="Allow, deny, list, remove and explain access rules.", no
 
 
 Principal = Annotated[
-    str, typer.Argument(help="Whom it is for: User:alice, or User:* for everybody.", show_default=False)
+    str, typer.Argument(help="The principal: User:alice, or User:* for everyone.", show_default=False)
 ]
 Operations = Annotated[
     str,

@@ -162,5 +162,5 @@ def _password(from_stdin: bool, file: Path | None) -> str:
     if from_stdin:
         return sys.stdin.readline().rstrip("\r\n")
     if not sys.stdin.isatty():
-        raise CommandFailed("there is nobody to ask for a password; pass --password-stdin", ExitCode.USAGE)
+        raise CommandFailed("no terminal to read a password from; pass --password-stdin", ExitCode.USAGE)
     return str(typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True))

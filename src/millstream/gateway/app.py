@@ -46,7 +46,7 @@ _NO_STORE = {"cache-control": "no-store"}
 _OPEN = frozenset({"/", "/healthz", "/readyz"})
 _CLOSED = (
     "the clients of this node have to authenticate, which HTTP cannot do yet; use the Kafka protocol, or start the "
-    "node with --insecure to let everybody who reaches this address do everything"
+    "node with --insecure to let everyone who reaches this address do everything"
 )
 
 

@@ -60,7 +60,7 @@ class Knowledge:
 
 
 class Gate:
-    """The service behind the connections of one listener that not everybody may use."""
+    """The service behind one listener that authenticates its clients."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Gate:
 
 
 class Session:
-    """One connection's way from nobody to somebody, and again when it authenticates anew."""
+    """The authentication state of one connection, including re-authentication."""
 
     def __init__(self, gate: Gate, connection: Connection) -> None:
         self._gate = gate

@@ -97,7 +97,7 @@ def guarded_keys() -> frozenset[int]:
 
 
 async def _refuse(api: Any, _request: Any, _client: Any, _rights: Rights) -> Any:
-    raise ClusterNotAuthorized(f"{type(api).__name__} declares nothing that a client needs, so nobody may ask for it")
+    raise ClusterNotAuthorized(f"{type(api).__name__} declares no required permission, so it is refused")
 
 
 def _guards(*keys: int) -> Callable[[Guard], Guard]:
@@ -122,7 +122,7 @@ def _with_message(request: Any, message: Any) -> Any:
 
 @_guards(17, 18, 36, 60)
 async def _open(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
-    """SaslHandshake, ApiVersions, SaslAuthenticate, DescribeCluster: for everybody."""
+    """SaslHandshake, ApiVersions, SaslAuthenticate, DescribeCluster: allowed for everyone."""
     return await api.handle(request, client)
 
 

@@ -69,7 +69,9 @@ class OAuthSettings:
         if not (self.issuer and self.audience):
             raise InvalidSetting("with --oauth-jwks, give --oauth-issuer and --oauth-audience too")
         if self.jwks.startswith("http://"):
-            raise InvalidSetting("--oauth-jwks needs an https URL or a file: whoever changes the keys makes the tokens")
+            raise InvalidSetting(
+                "--oauth-jwks needs an https URL or a file: anyone who can replace the keys can issue tokens"
+            )
         try:
             self.principal.format_map({"sub": "x"}) if "{sub}" in self.principal else None
         except (KeyError, ValueError, IndexError) as error:
