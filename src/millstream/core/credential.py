@@ -1,4 +1,4 @@
-"""Passwords as SCRAM keeps them (RFC 5802): what proves them, never they themselves."""
+"""Passwords as SCRAM keeps them (RFC 5802), and API tokens: what proves them, never they themselves."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ ITERATIONS_MIN, ITERATIONS_MAX = 4096, 16384
 PASSWORD_CHARACTERS_MIN: Final = 8
 NAME_CHARACTERS_MAX: Final = 128
 _SALT_BYTES: Final = 24
+TOKEN_PREFIX: Final = "mst_"
+"""By which an API token is recognised; no user's name begins like that."""
+_TOKEN_ID_BYTES: Final = 8
+_TOKEN_SECRET_BYTES: Final = 32
 _HASHES: Final = {SHA_256: "sha256", SHA_512: "sha512"}
 _KEY_BYTES: Final = {SHA_256: 32, SHA_512: 64}
 # No colon, comma or equals sign: names of certificates and of tokens have those, so none of them is a user's name.
@@ -57,31 +61,60 @@ class ScramCredential:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApiToken:
+    """What a broker keeps of an API token: a secret that acts for its owner, within a scope, until it expires."""
+
+    token_id: str
+    owner: str
+    """The principal it acts for."""
+    digest: bytes = field(repr=False)
+    scope: frozenset[Acl] = frozenset()
+    """What it may do of what its owner may; empty for all of it. The rules are for everyone and allow."""
+    parent: str = ""
+    """The token that it was created with, whose scope holds for it too; empty if it was created without one."""
+    created_ms: int
+    expires_ms: int
+
+    def proves(self, secret: str) -> bool:
+        """Whether this is the secret. A random one cannot be guessed, so one round of hashing is enough."""
+        return is_same(self.digest, hashlib.sha256(secret.encode()).digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityChange:
-    """A change of users and rules that is stored as a whole or not at all."""
+    """A change of users, tokens and rules that is stored as a whole or not at all."""
 
     put_credentials: tuple[ScramCredential, ...] = ()
     delete_credentials: tuple[tuple[str, str], ...] = ()
     """Users with mechanisms."""
+    put_tokens: tuple[ApiToken, ...] = ()
+    delete_tokens: frozenset[str] = frozenset()
     add_acls: frozenset[Acl] = frozenset()
     delete_acls: frozenset[Acl] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredSecurity:
-    """Every user and every rule of a catalog."""
+    """Every user, token and rule of a catalog."""
 
     credentials: tuple[ScramCredential, ...] = ()
+    tokens: tuple[ApiToken, ...] = ()
     acls: frozenset[Acl] = frozenset()
 
 
 def check_user_name(name: str) -> None:
     """Raise `InvalidRequest` unless a user may have this name."""
-    if len(name) > NAME_CHARACTERS_MAX or _NAME.fullmatch(name) is None or name == "ANONYMOUS":
+    is_reserved = name == "ANONYMOUS" or name.startswith(TOKEN_PREFIX)
+    if len(name) > NAME_CHARACTERS_MAX or _NAME.fullmatch(name) is None or is_reserved:
         raise InvalidRequest(
             f"the name of a user has up to {NAME_CHARACTERS_MAX} letters, digits and the characters _ . @ + -, "
-            f"and is not ANONYMOUS; {name[:200]!r} cannot be one"
+            f"is not ANONYMOUS and does not begin with {TOKEN_PREFIX}; {name[:200]!r} cannot be one"
         )
+
+
+def user_principal(name: str) -> str:
+    """The principal of a user with a password."""
+    return f"User:{name}"
 
 
 def check_password(password: str) -> None:
@@ -106,6 +139,35 @@ def new_credentials(
         )
         for mechanism in mechanisms
     )
+
+
+def new_token(
+    owner: str, *, scope: Iterable[Acl] = (), parent: str = "", created_ms: int, expires_ms: int
+) -> tuple[ApiToken, str]:
+    """Make an API token: what is kept of it, and its text, which is shown once."""
+    token_id = TOKEN_PREFIX + secrets.token_hex(_TOKEN_ID_BYTES)
+    secret = secrets.token_urlsafe(_TOKEN_SECRET_BYTES)
+    token = ApiToken(
+        token_id=token_id,
+        owner=owner,
+        digest=hashlib.sha256(secret.encode()).digest(),
+        scope=frozenset(scope),
+        parent=parent,
+        created_ms=created_ms,
+        expires_ms=expires_ms,
+    )
+    return token, f"{token_id}.{secret}"
+
+
+def is_api_token(text: str) -> bool:
+    """Whether a token, or a user's name, is that of an API token."""
+    return text.startswith(TOKEN_PREFIX)
+
+
+def split_token(text: str) -> tuple[str, str]:
+    """The id and the secret of an API token, which are its user and its password in SASL/PLAIN."""
+    token_id, _, secret = text.partition(".")
+    return token_id, secret
 
 
 def hash_password(mechanism: str, password: str, salt: bytes, iterations: int) -> bytes:

@@ -7,6 +7,8 @@ import base64
 import hmac
 import json
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,19 @@ from joserfc.jwk import RSAKey
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.oauth import OAuthSettings, TokenChecker
-from millstream.broker.security.sasl import FailedAttempts, Mechanisms, Passwords, Verified
+from millstream.broker.security.rights import Rights
+from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.broker.security.tls import PrincipalRules
-from millstream.core.credential import SCRAM_MECHANISMS, SHA_256, check_user_name, new_credentials
+from millstream.core.acl import EVERYONE, Acl, Operation, ResourceType
+from millstream.core.credential import (
+    SCRAM_MECHANISMS,
+    SHA_256,
+    check_user_name,
+    new_credentials,
+    new_token,
+    split_token,
+)
 from millstream.core.errors import AuthenticationFailed, InvalidRequest, InvalidSetting
 from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
@@ -44,7 +55,7 @@ async def passwords(tmp_path: Path) -> Any:
 
 async def authenticate(passwords: Passwords, credentials: Credentials, *, tamper: Any = None) -> Verified:
     """Have the client's side and the broker's talk to each other."""
-    server = Mechanisms(passwords, None).begin(credentials.sasl_mechanism)
+    server = Authenticator(passwords, None).begin(credentials.sasl_mechanism)
     client = credentials.begin()
     message = next(client)
     verified: Verified | None = None
@@ -80,7 +91,7 @@ async def test_a_proof_is_of_no_use_in_another_dialogue(passwords: Passwords) ->
 
     credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
     await authenticate(passwords, credentials, tamper=note)
-    replay = Mechanisms(passwords, None).begin(SHA_256)
+    replay = Authenticator(passwords, None).begin(SHA_256)
     await replay.step(sent[0])
     with pytest.raises(AuthenticationFailed):
         await replay.step(sent[1])
@@ -100,7 +111,7 @@ async def test_a_truncated_proof_is_none(passwords: Passwords, cut: int) -> None
 async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwords) -> None:
     for message in (b"c=biws,r=x,p=AAAA", b"", b"\xff\xfe", b"p=tls-unique,,n=alice,r=x", b"n,,n=alice", b"n,,r=x,n="):
         with pytest.raises(AuthenticationFailed):
-            await Mechanisms(passwords, None).begin(SHA_256).step(message)
+            await Authenticator(passwords, None).begin(SHA_256).step(message)
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
@@ -112,7 +123,7 @@ def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
     async def talk() -> None:
         checker = Passwords(NoUsers())  # type: ignore[arg-type]
         for mechanism in SCRAM_MECHANISMS:
-            server = Mechanisms(checker, None).begin(mechanism)
+            server = Authenticator(checker, None).begin(mechanism)
             await server.step(first)
             await server.step(second)
         checker.close()
@@ -123,7 +134,7 @@ def test_garbage_authenticates_nobody(first: bytes, second: bytes) -> None:
 
 async def test_an_unknown_user_looks_like_a_known_one(passwords: Passwords) -> None:
     async def challenge(user: str) -> dict[str, str]:
-        answer = await Mechanisms(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
+        answer = await Authenticator(passwords, None).begin(SHA_256).step(f"n,,n={user},r=abc".encode())
         assert isinstance(answer, bytes)
         return dict(part.split("=", 1) for part in answer.decode().split(","))
 
@@ -319,3 +330,72 @@ def test_a_node_is_named_by_its_certificate() -> None:
     for uri in ("millstream://x", "millstream://x/node/", "millstream://x/node/-1", "millstream://x/node/1/2"):
         with pytest.raises(AuthenticationFailed):
             NodeName.of([uri])
+
+
+def rule(operation: Operation, topic: str, *, principal: str = EVERYONE) -> Acl:
+    return Acl(resource_type=ResourceType.TOPIC, resource_name=topic, principal=principal, operation=operation)
+
+
+async def add_token(passwords: Passwords, *, scope: Iterable[Acl] = (), parent: str = "", lasts_s: float = 60) -> str:
+    now_ms = int(time.time() * 1000)
+    expires_ms = now_ms + int(lasts_s * 1000)
+    token, text = new_token("User:alice", scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
+    await passwords.state.add_token(token)
+    return text
+
+
+async def test_a_token_is_its_owner_within_its_scope_and_that_of_the_token_it_was_made_with(
+    passwords: Passwords,
+) -> None:
+    state, authenticator = passwords.state, Authenticator(passwords, None)
+    orders, audit = rule(Operation.ALL, "orders"), rule(Operation.READ, "audit")
+    await state.add_acls([replace(orders, principal="User:alice")])
+    whole = await add_token(passwords)
+    reads = await add_token(passwords, scope=[rule(Operation.READ, "orders"), audit], parent=split_token(whole)[0])
+    writes = await add_token(passwords, scope=[orders], parent=split_token(reads)[0])
+
+    async def may(text: str, operation: Operation, topic: str) -> bool:
+        user, secret = split_token(text)
+        by_plain = await authenticate(passwords, Credentials(user=user, password=secret, mechanism=PLAIN))
+        assert by_plain == await authenticator.verify(BearerToken(text=text))
+        assert by_plain.principal == "User:alice"
+        assert secret not in repr(by_plain)
+        return Rights(state, by_plain.principal, "127.0.0.1", tokens=by_plain.tokens).topic(operation, topic)
+
+    assert [await may(whole, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, True]
+    assert [await may(reads, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, False]
+    assert [await may(writes, one, "orders") for one in (Operation.READ, Operation.WRITE)] == [True, False]
+    assert not await may(reads, Operation.READ, "audit"), "a scope allows nothing that the owner may not"
+
+
+async def test_a_token_ends_when_it_expires_and_when_it_its_parent_or_its_owner_is_deleted(
+    passwords: Passwords,
+) -> None:
+    state, authenticator = passwords.state, Authenticator(passwords, None)
+    parent, expired = await add_token(passwords), await add_token(passwords, lasts_s=-1)
+    child = await add_token(passwords, parent=split_token(parent)[0])
+    other = await add_token(passwords)
+    sessions = [await authenticator.verify(BearerToken(text=text)) for text in (child, other)]
+
+    for text in (expired, parent + "x", split_token(parent)[0], "mst_0123456789abcdef.secret", "mst_"):
+        with pytest.raises(AuthenticationFailed, match="wrong, expired or revoked"):
+            await authenticator.verify(BearerToken(text=text))
+    await state.delete_token(split_token(parent)[0])
+    assert [authenticator.is_revoked(one) for one in sessions] == [True, False]
+    await state.change_users(delete=[(USER, mechanism) for mechanism in SCRAM_MECHANISMS])
+    assert authenticator.is_revoked(sessions[1])
+    assert not state.tokens
+    await state.change_users(new_credentials(USER, PASSWORD))
+    with pytest.raises(AuthenticationFailed):
+        await authenticator.verify(BearerToken(text=other))
+
+
+async def test_a_token_of_another_node_is_looked_for_in_the_catalog(passwords: Passwords, tmp_path: Path) -> None:
+    text = await add_token(passwords)
+    catalog = Catalog.open_folder(tmp_path)
+    other = Passwords(SecurityState(CatalogDeclarations(catalog), ()))
+    try:
+        assert (await Authenticator(other, None).verify(BearerToken(text=text))).principal == "User:alice"
+    finally:
+        other.close()
+        catalog.close()

@@ -37,6 +37,7 @@ from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
     acls,
+    api_tokens,
     broker_settings,
     client_quotas,
     counters,
@@ -50,8 +51,14 @@ from millstream.broker.catalog.tables import (
     subscriptions,
     topics,
 )
-from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
-from millstream.core.credential import DeclaredSecurity, ScramCredential, SecurityChange
+from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.credential import (
+    ApiToken,
+    DeclaredSecurity,
+    ScramCredential,
+    SecurityChange,
+    user_principal,
+)
 from millstream.core.errors import (
     CatalogDenied,
     CatalogUnavailable,
@@ -215,6 +222,10 @@ def _add_security(connection: Connection) -> None:
     acls.create(connection, checkfirst=True)
 
 
+def _add_tokens(connection: Connection) -> None:
+    api_tokens.create(connection, checkfirst=True)
+
+
 STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
     {
         2: _add_client_quotas,
@@ -223,6 +234,7 @@ STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
         5: _add_group_settings,
         6: _add_broker_settings,
         7: _add_security,
+        8: _add_tokens,
     }
 )
 
@@ -534,15 +546,16 @@ class Catalog:
             return overrides
 
     def security(self) -> DeclaredSecurity:
-        """Every user and every access rule."""
+        """Every user, token and access rule."""
         with self._read() as connection:
             return DeclaredSecurity(
                 credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
+                tokens=tuple(_token(row) for row in connection.execute(select(api_tokens))),
                 acls=frozenset(_acl(row) for row in connection.execute(select(acls))),
             )
 
     def change_security(self, change: SecurityChange) -> None:
-        """Store a change of users and access rules, all of it or nothing."""
+        """Store a change of users, tokens and access rules, all of it or nothing."""
         with self._change() as connection:
             for user, mechanism in sorted(change.delete_credentials):
                 here = (scram_credentials.c.user_name == user) & (scram_credentials.c.mechanism == mechanism)
@@ -552,6 +565,9 @@ class Catalog:
                 stored = self._insert(scram_credentials).values(values)
                 key = [scram_credentials.c.user_name, scram_credentials.c.mechanism]
                 connection.execute(stored.on_conflict_do_update(index_elements=key, set_=values))
+            _delete_tokens(connection, change)
+            for token in change.put_tokens:
+                connection.execute(insert(api_tokens).values(_token_row(token)))
             for acl_id in sorted(map(_acl_id, change.delete_acls)):
                 connection.execute(delete(acls).where(acls.c.acl_id == acl_id))
             for acl_id, acl in sorted((_acl_id(acl), acl) for acl in change.add_acls):
@@ -768,6 +784,50 @@ def _credential_row(credential: ScramCredential) -> dict[str, Any]:
         "salt": credential.salt.hex(),
         "stored_key": credential.stored_key.hex(),
         "server_key": credential.server_key.hex(),
+    }
+
+
+def _delete_tokens(connection: Connection, change: SecurityChange) -> None:
+    """Delete tokens, those of users that have no password any more included."""
+    for user in sorted({user for user, _ in change.delete_credentials}):
+        if connection.execute(select(scram_credentials).where(scram_credentials.c.user_name == user)).first() is None:
+            connection.execute(delete(api_tokens).where(api_tokens.c.owner == user_principal(user)))
+    gone = sorted(change.delete_tokens)
+    for at in range(0, len(gone), _NAMES_AT_ONCE):
+        here = api_tokens.c.token_id.in_(gone[at : at + _NAMES_AT_ONCE])
+        connection.execute(delete(api_tokens).where(here))
+
+
+def _token(row: Any) -> ApiToken:
+    return ApiToken(
+        token_id=row.token_id,
+        owner=row.owner,
+        digest=bytes.fromhex(row.digest),
+        scope=frozenset(
+            Acl(
+                resource_type=ResourceType(kind),
+                resource_name=name,
+                pattern=PatternType(pattern),
+                principal=EVERYONE,
+                operation=Operation(operation),
+            )
+            for kind, name, pattern, operation in row.scope
+        ),
+        parent=row.parent,
+        created_ms=row.created_ms,
+        expires_ms=row.expires_ms,
+    )
+
+
+def _token_row(token: ApiToken) -> dict[str, Any]:
+    return {
+        "token_id": token.token_id,
+        "owner": token.owner,
+        "digest": token.digest.hex(),
+        "scope": [[acl.resource_type, acl.resource_name, acl.pattern, acl.operation] for acl in sorted(token.scope)],
+        "parent": token.parent,
+        "created_ms": token.created_ms,
+        "expires_ms": token.expires_ms,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Incremented with every change of the tables, together with a step in `broker/catalog/catalog.py`."""
 
 metadata = MetaData()
@@ -126,6 +126,19 @@ scram_credentials = Table(
     Column("server_key", String(128), nullable=False),
 )
 """Passwords as SCRAM keeps them; the bytes in hexadecimal digits."""
+
+api_tokens = Table(
+    "api_tokens",
+    metadata,
+    Column("token_id", String(32), primary_key=True),
+    Column("owner", String(1024), nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("scope", JSON, nullable=False),
+    Column("parent", String(32), nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False),
+)
+"""API tokens. The digest is that of the secret, in hexadecimal digits; the scope is a list of rules."""
 
 acls = Table(
     "acls",

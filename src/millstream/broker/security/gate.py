@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
 from millstream.broker.security.rights import ANONYMOUS, Rights
-from millstream.broker.security.sasl import FailedAttempts, Mechanism, Mechanisms, Passwords, Verified
+from millstream.broker.security.sasl import Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
@@ -47,8 +47,7 @@ class Knowledge:
     """What a node needs to know who its clients are."""
 
     state: SecurityState
-    passwords: Passwords
-    mechanisms: Mechanisms
+    authenticator: Authenticator
     attempts: FailedAttempts
     rules: PrincipalRules
     cluster: str
@@ -79,7 +78,7 @@ class Gate:
         """Whether clients have to authenticate; where they need not, they are anonymous."""
         self.is_internal = is_internal
         """Whether this listener is for the node's own processes only."""
-        self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.mechanisms.offered(in_clear=in_clear)
+        self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         """Let a request through if the client is known, or if it is one that makes it known."""
@@ -142,7 +141,7 @@ class Session:
             return False
         self._mechanism_name = mechanism
         knowledge = self._gate.knowledge
-        self._mechanism = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.mechanisms.begin(mechanism)
+        self._mechanism = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
         self.takes_tokens = bare
         return True
 
@@ -198,11 +197,8 @@ class Session:
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
 
     def is_revoked(self) -> bool:
-        """Whether the password that was proved is not the user's any more."""
-        proved = None if self.verified is None else self.verified.credential
-        if proved is None:
-            return False
-        return self._gate.knowledge.state.credentials.get((proved.user, proved.mechanism)) != proved
+        """Whether the password or the token that was shown is not valid any more."""
+        return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
 
     def close(self) -> None:
         """Forget the timer of a connection that is gone."""
@@ -212,7 +208,9 @@ class Session:
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
         self.verified = verified
-        self.rights = Rights(knowledge.state, verified.principal, connection.host, node_id=node_id)
+        self.rights = Rights(
+            knowledge.state, verified.principal, connection.host, node_id=node_id, tokens=verified.tokens
+        )
         client = cast("Client | None", connection.state)
         if client is not None:
             client.rights = self.rights
@@ -267,7 +265,7 @@ class _NodeSecret:
 
 
 class RevokedSessions:
-    """Closes the connections of users whose password was changed or who were deleted, when that is known."""
+    """Closes the connections of users whose password was changed or deleted, and of tokens, when that is known."""
 
     def __init__(self, state: SecurityState, attempts: FailedAttempts) -> None:
         self._listeners: list[Collection[Connection]] = []
@@ -288,4 +286,4 @@ class RevokedSessions:
         for connections in self._listeners:
             for connection in tuple(connections):
                 if connection.session is not None and connection.session.is_revoked():
-                    connection.fail(AuthenticationFailed("the user was deleted, or has another password"))
+                    connection.fail(AuthenticationFailed("the user or token was deleted, or has another password"))

@@ -220,7 +220,7 @@ class Listeners:
 
     def _knowledge(self, state: SecurityState, supervise: Supervise) -> Knowledge:
         from millstream.broker.security.gate import Knowledge
-        from millstream.broker.security.sasl import FailedAttempts, Mechanisms, Passwords
+        from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
         from millstream.broker.security.tls import PrincipalRules
 
         config = self._config
@@ -240,8 +240,7 @@ class Listeners:
         self._passwords = passwords = Passwords(state)
         return Knowledge(
             state=state,
-            passwords=passwords,
-            mechanisms=Mechanisms(passwords, tokens),
+            authenticator=Authenticator(passwords, tokens),
             attempts=FailedAttempts(),
             rules=PrincipalRules(config.tls_principal_rules),
             cluster=config.cluster,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 from uuid import UUID
 
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
+from millstream.core.credential import ApiToken
 from millstream.core.errors import (
     ClusterNotAuthorized,
     GroupNotAuthorized,
@@ -37,13 +38,24 @@ _NOUNS: Final = {
 class Rights:
     """Asks the authorizer for one principal at one address, and remembers what it said while the rules are the same."""
 
-    __slots__ = ("_decisions", "_snapshot", "_state", "host", "node_id", "principal")
+    __slots__ = ("_decisions", "_scopes", "_snapshot", "_state", "host", "node_id", "principal", "tokens")
 
-    def __init__(self, state: SecurityState, principal: str, host: str, *, node_id: NodeId | None = None) -> None:
+    def __init__(
+        self,
+        state: SecurityState,
+        principal: str,
+        host: str,
+        *,
+        node_id: NodeId | None = None,
+        tokens: Sequence[ApiToken] = (),
+    ) -> None:
         self.principal = principal
         self.host = host
         self.node_id = node_id
         """The node of this cluster that the client is; nodes may do everything."""
+        self.tokens = tuple(tokens)
+        """The API token that the client has shown and those it was created with: the scope of each holds."""
+        self._scopes = tuple(AclSnapshot(token.scope) for token in tokens if token.scope)
         self._state = state
         self._snapshot: AclSnapshot | None = None
         self._decisions: dict[tuple[Operation, ResourceType, str], bool] = {}
@@ -59,7 +71,9 @@ class Rights:
         key = (operation, kind, name)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = bool(snapshot.decide(self.principal, self.host, operation, kind, name))
+            decision = all(
+                rules.decide(self.principal, self.host, operation, kind, name) for rules in (snapshot, *self._scopes)
+            )
             self._decisions[key] = decision
         return decision
 
@@ -67,7 +81,8 @@ class Rights:
         """Whether the client may do an operation on at least one resource of a type."""
         if self.node_id is not None:
             return True
-        return self._state.snapshot.decide_any(self.principal, self.host, operation, kind)
+        rules = (self._state.snapshot, *self._scopes)
+        return all(one.decide_any(self.principal, self.host, operation, kind) for one in rules)
 
     def topic(self, operation: Operation, name: str) -> bool:
         """Whether the client may do an operation on a topic."""

@@ -1,7 +1,8 @@
-"""The server's side of SASL: PLAIN, SCRAM and OAUTHBEARER, and what failed attempts cost.
+"""Who shows what: passwords, API tokens and bearer tokens, the server's side of SASL, and what failed attempts cost.
 
-A password is checked beside the event loop, since that takes milliseconds on purpose, and what was verified is
-remembered. An unknown user goes through the same steps as a known one, so that nobody learns who is known.
+`Authenticator.verify` verifies everything that a client hands over, at whichever door it does. A password is checked
+beside the event loop, since that takes milliseconds on purpose, and what was verified is remembered. An unknown user
+goes through the same steps as a known one, so that nobody learns who is known.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from millstream.broker.security.state import SecurityState
-from millstream.core.credential import ITERATIONS, SCRAM_MECHANISMS, ScramCredential, digest, is_same, mac
+from millstream.core.credential import (
+    ITERATIONS,
+    SCRAM_MECHANISMS,
+    ApiToken,
+    ScramCredential,
+    digest,
+    is_api_token,
+    is_same,
+    mac,
+    split_token,
+    user_principal,
+)
 from millstream.core.errors import AuthenticationFailed
 from millstream.protocol.wire.credentials import OAUTHBEARER, PLAIN, scram_fields
 
@@ -50,6 +62,23 @@ class Verified:
     credential: ScramCredential | None = None
     """The password that was proved; the session ends when it is changed or deleted."""
     user: str = ""
+    tokens: tuple[ApiToken, ...] = ()
+    """The API token that was shown, and those that it was created with; the session ends when one is revoked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Password:
+    """A user with a password, or the id of an API token with its secret."""
+
+    user: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BearerToken:
+    """A token as HTTP and OAUTHBEARER carry it: a JWT, or an API token."""
+
+    text: str = field(repr=False)
 
 
 class Mechanism(Protocol):
@@ -96,7 +125,7 @@ class Passwords:
         if credential is not None:
             mark = hmac.digest(self._key, credential.stored_key + password.encode(), "sha256")
             if self._verified.get(mark, 0.0) > time.monotonic():
-                return Verified(principal=f"User:{user}", credential=credential, user=user)
+                return Verified(principal=user_principal(user), credential=credential, user=user)
         checked = credential or self.stand_in(user, SCRAM_MECHANISMS[0])
         if self._waiting >= _CHECKS_WAITING_MAX:
             raise AuthenticationFailed("too many passwords are being checked; try again")
@@ -110,14 +139,14 @@ class Passwords:
         self._verified[mark] = time.monotonic() + _VERIFIED_S
         if len(self._verified) > _VERIFIED_MAX:
             self._verified.popitem(last=False)
-        return Verified(principal=f"User:{user}", credential=credential, user=user)
+        return Verified(principal=user_principal(user), credential=credential, user=user)
 
 
 class _Plain:
     """PLAIN (RFC 4616): the password itself."""
 
-    def __init__(self, passwords: Passwords) -> None:
-        self._passwords = passwords
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
         self.user = ""
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
@@ -129,7 +158,7 @@ class _Plain:
         if not user or not password or authorized not in ("", user):
             raise AuthenticationFailed(_FAILED)
         self.user = user
-        return b"", await self._passwords.check(user, password)
+        return b"", await self._authenticator.verify(Password(user=user, secret=password))
 
 
 class _Scram:
@@ -188,15 +217,15 @@ class _Scram:
         if not is_same(digest(self._mechanism, client_key), credential.stored_key):
             raise AuthenticationFailed(_FAILED)
         verdict = base64.b64encode(mac(self._mechanism, credential.server_key, signed))
-        who = Verified(principal=f"User:{self.user}", credential=credential, user=self.user)
+        who = Verified(principal=user_principal(self.user), credential=credential, user=self.user)
         return b"v=" + verdict, who
 
 
 class _Bearer:
     """OAUTHBEARER (RFC 7628): a token."""
 
-    def __init__(self, tokens: TokenChecker) -> None:
-        self._tokens = tokens
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
         self.user = ""
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
@@ -209,16 +238,42 @@ class _Bearer:
         scheme, _, token = values.get("auth", "").partition(" ")
         if not header.startswith(("n,", "y,")) or scheme.lower() != "bearer" or not token:
             raise AuthenticationFailed("a message of OAUTHBEARER cannot be read")
-        bearer = await self._tokens.check(token.strip())
-        return b"", Verified(principal=bearer.principal, expires_at=bearer.expires_at)
+        return b"", await self._authenticator.verify(BearerToken(text=token.strip()))
 
 
-class Mechanisms:
-    """Every mechanism that a node can serve."""
+class Authenticator:
+    """Verifies what clients show, by each mechanism and at each door."""
 
     def __init__(self, passwords: Passwords, tokens: TokenChecker | None) -> None:
         self._passwords = passwords
         self._tokens = tokens
+
+    async def verify(self, shown: Password | BearerToken) -> Verified:
+        """Say who shows a password or a token, or raise `AuthenticationFailed`."""
+        if isinstance(shown, Password):
+            if is_api_token(shown.user):
+                return await self._verify_token(shown.user, shown.secret)
+            return await self._passwords.check(shown.user, shown.secret)
+        if is_api_token(shown.text):
+            return await self._verify_token(*split_token(shown.text))
+        if self._tokens is None:
+            raise AuthenticationFailed("this node trusts no issuer of tokens (--oauth-jwks)")
+        bearer = await self._tokens.check(shown.text)
+        return Verified(principal=bearer.principal, expires_at=bearer.expires_at)
+
+    async def _verify_token(self, token_id: str, secret: str) -> Verified:
+        chain = await self._passwords.state.find_token(token_id)
+        if not chain or not chain[0].proves(secret):
+            raise AuthenticationFailed("authentication failed: the token is wrong, expired or revoked")
+        ends_ms = min(token.expires_ms for token in chain)
+        return Verified(principal=chain[0].owner, expires_at=ends_ms / 1000, tokens=chain)
+
+    def is_revoked(self, verified: Verified) -> bool:
+        """Whether the password or the token that was shown is not valid any more."""
+        state, proved = self._passwords.state, verified.credential
+        if verified.tokens and state.token_chain(verified.tokens[0].token_id) != verified.tokens:
+            return True
+        return proved is not None and state.credentials.get((proved.user, proved.mechanism)) != proved
 
     def offered(self, *, in_clear: bool) -> Sequence[str]:
         """The mechanisms of a listener; what hands over a secret is not for one that everybody can listen in on."""
@@ -228,10 +283,10 @@ class Mechanisms:
 
     def begin(self, mechanism: str) -> Mechanism:
         """Begin a dialogue."""
-        if mechanism == OAUTHBEARER and self._tokens is not None:
-            return _Bearer(self._tokens)
+        if mechanism == OAUTHBEARER:
+            return _Bearer(self)
         if mechanism == PLAIN:
-            return _Plain(self._passwords)
+            return _Plain(self)
         return _Scram(mechanism, self._passwords)
 
 

@@ -1,4 +1,4 @@
-"""Users and access rules as the catalog declares them, held in memory as one immutable snapshot.
+"""Users, API tokens and access rules as the catalog declares them, held in memory as one immutable snapshot.
 
 With the catalog away the last snapshot holds. Before the first one nobody is known and nothing is allowed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 from uuid import UUID
@@ -14,14 +15,21 @@ from uuid import UUID
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.core.acl import Acl, AclFilter, check_principal
-from millstream.core.credential import DeclaredSecurity, ScramCredential, SecurityChange
-from millstream.core.errors import InvalidRequest, InvalidSetting
+from millstream.core.credential import ApiToken, DeclaredSecurity, ScramCredential, SecurityChange
+from millstream.core.errors import CatalogUnavailable, InvalidRequest, InvalidSetting
 from millstream.core.tasks import finish
 
 _logger = logging.getLogger(__name__)
 
 ACLS_MAX: Final = 100_000
 CREDENTIALS_MAX: Final = 100_000
+TOKENS_MAX: Final = 100_000
+TOKENS_PER_OWNER_MAX: Final = 1000
+CHAIN_MAX: Final = 8
+"""How many tokens are created one with the other."""
+_LOGGED_MAX: Final = 20
+_REFRESH_S_MIN: Final = 1.0
+"""How often an unknown token makes a node read the catalog, which another node may have changed."""
 
 
 def parse_super_users(text: str) -> frozenset[str]:
@@ -40,12 +48,15 @@ def parse_super_users(text: str) -> frozenset[str]:
 
 
 class SecurityState:
-    """Every user and every access rule."""
+    """Every user, token and access rule."""
 
     def __init__(self, declarations: Declarations, super_users: Iterable[str]) -> None:
         self._declarations = declarations
         self._super_users = frozenset(super_users)
         self._credentials: dict[tuple[str, str], ScramCredential] = {}
+        self._tokens: dict[str, ApiToken] = {}
+        self._refreshing = asyncio.Lock()
+        self._refreshed_at = 0.0
         self._listeners: list[Callable[[], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
@@ -70,6 +81,37 @@ class SecurityState:
         found = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
         return next((one for one in found if one is not None), None)
 
+    @property
+    def tokens(self) -> Mapping[str, ApiToken]:
+        """Every API token, by id; some have expired."""
+        return self._tokens
+
+    def token_chain(self, token_id: str) -> tuple[ApiToken, ...]:
+        """A token, the one that it was created with, and so on; empty unless all of them are valid."""
+        chain: list[ApiToken] = []
+        now_ms = time.time() * 1000
+        while token_id:
+            token = self._tokens.get(token_id)
+            if token is None or token.expires_ms <= now_ms or len(chain) == CHAIN_MAX:
+                return ()
+            chain.append(token)
+            token_id = token.parent
+        return tuple(chain)
+
+    async def find_token(self, token_id: str) -> tuple[ApiToken, ...]:
+        """The same; a token that is not known here is looked for in the catalog, a bounded number of times."""
+        if token_id not in self._tokens:
+            asked_at = time.monotonic()
+            async with self._refreshing:
+                if self._refreshed_at < asked_at:
+                    await asyncio.sleep(self._refreshed_at + _REFRESH_S_MIN - asked_at)
+                    self._refreshed_at = time.monotonic()
+                    try:
+                        await self.load()
+                    except CatalogUnavailable as error:
+                        _logger.debug("an unknown token cannot be looked for", exc_info=error)
+        return self.token_chain(token_id)
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)
@@ -80,6 +122,26 @@ class SecurityState:
         if len(self._credentials) + len(change.put_credentials) > CREDENTIALS_MAX:
             raise InvalidRequest(f"there are {CREDENTIALS_MAX} credentials at most; delete some first")
         await self._change(change)
+
+    async def add_token(self, token: ApiToken) -> None:
+        """Store a token, durably, and remove those that have expired."""
+        chain = self.token_chain(token.parent)
+        if len(chain) >= CHAIN_MAX - 1:
+            raise InvalidRequest(f"a token cannot be created with one that is the {len(chain)}th of its kind")
+        kept = [one for one in self._tokens.values() if one.expires_ms > token.created_ms]
+        if len(kept) >= TOKENS_MAX or sum(one.owner == token.owner for one in kept) >= TOKENS_PER_OWNER_MAX:
+            raise InvalidRequest(
+                f"an owner has {TOKENS_PER_OWNER_MAX} tokens at most, and a cluster {TOKENS_MAX}; revoke some first"
+            )
+        expired = self._tokens.keys() - {one.token_id for one in kept}
+        await self._change(SecurityChange(put_tokens=(token,), delete_tokens=frozenset(expired)))
+
+    async def delete_token(self, token_id: str) -> None:
+        """Remove a token and those that were created with it, durably."""
+        gone = {token_id}
+        for _ in range(CHAIN_MAX):
+            gone |= {one.token_id for one in self._tokens.values() if one.parent in gone}
+        await self._change(SecurityChange(delete_tokens=frozenset(gone)))
 
     async def add_acls(self, acls: Iterable[Acl]) -> None:
         """Add rules, durably; those that are there already stay as they are."""
@@ -105,10 +167,12 @@ class SecurityState:
             await self._declarations.change_security(change)
             self._hold(await self._declarations.security())
         _logger.info(
-            "users or access rules changed",
+            "users, tokens or access rules changed",
             extra={
                 "users": sorted({one.user for one in change.put_credentials}),
                 "users_without": sorted({user for user, _ in change.delete_credentials}),
+                "tokens_created": sorted(f"{one.token_id} of {one.owner}" for one in change.put_tokens),
+                "tokens_removed": sorted(change.delete_tokens)[:_LOGGED_MAX],
                 "acls_added": sorted(map(str, change.add_acls)),
                 "acls_removed": sorted(map(str, change.delete_acls)),
             },
@@ -116,6 +180,9 @@ class SecurityState:
 
     def _hold(self, declared: DeclaredSecurity) -> None:
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
-        self.snapshot = AclSnapshot(declared.acls, self._super_users)
+        self._tokens = {one.token_id: one for one in declared.tokens}
+        if declared.acls != self.snapshot.acls:
+            # Another object makes every connection decide again, so tokens that come and go keep it.
+            self.snapshot = AclSnapshot(declared.acls, self._super_users)
         for listener in self._listeners:
             listener()
