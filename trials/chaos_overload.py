@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
@@ -86,7 +87,7 @@ class Seen:
 
     times_ms: list[float] = field(default_factory=list)
     connects_ms: list[float] = field(default_factory=list)
-    """How long a new connection took to be answered."""
+    """How long a new connection took to be answered; infinity if it was not."""
     health: list[int | str] = field(default_factory=list)
     peak_bytes: int = 0
     children_peak_bytes: int = 0
@@ -130,9 +131,12 @@ class Watch:
     async def _connect(self) -> None:
         while not self._ended.is_set():
             began = time.monotonic()
-            async with Client.connect(self._server.kafka) as client:
-                await client.metadata([BYSTANDER])
-            self.seen.connects_ms.append((time.monotonic() - began) * 1000)
+            try:
+                async with Client.connect(self._server.kafka) as client:
+                    await client.metadata([BYSTANDER])
+                self.seen.connects_ms.append((time.monotonic() - began) * 1000)
+            except MillstreamError:
+                self.seen.connects_ms.append(math.inf)
             await asyncio.sleep(0.5)
 
     async def _ask_health(self) -> None:

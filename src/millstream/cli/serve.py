@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from millstream.broker.node import Broker
 
 _logger = logging.getLogger(__name__)
+
+THREAD_SWITCH_S = 0.0005
+"""How long the event loop keeps the interpreter while another thread waits for it. A commit takes it several times, so
+with Python's 5 ms a busy loop would delay every acknowledgement."""
 
 _FILE = "config"
 _JSON = "as_json"
@@ -97,6 +102,7 @@ def serve(**given: Any) -> None:
     flags = {names[attribute]: value for attribute, value in given.items() if value is not None}
     config = Config.load(flags=flags, file=file)
     set_up_logging(config.log_level, config.log_format)
+    sys.setswitchinterval(THREAD_SWITCH_S)
     uvloop.run(_serve(config, as_json=as_json))
 
 

@@ -6,11 +6,13 @@ import asyncio
 import socket
 import struct
 from collections import Counter
+from contextlib import suppress
 from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
 import uvloop
 
+from millstream.broker.net import connection
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
@@ -191,7 +193,7 @@ class Costly:
         self._clock = clock
         self.served: list[bytes] = []
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
         self.served.append(bytes(frame[:1]))
         self._clock.now += QUANTUM_S / 4
         return [struct.pack(">i", 1), bytes(frame[:1])]
@@ -276,8 +278,9 @@ def test_many_who_connect_at_once_are_accepted_in_few_rounds() -> None:
     assert uvloop.run(count_rounds(128)) <= 64
 
 
-@pytest.mark.parametrize("resets", [False, True])
-async def test_requests_of_clients_who_hang_up_are_hardly_served(resets: bool) -> None:
+@pytest.mark.parametrize("leaving", ["ends its side", "resets", "has more to send than the sockets hold"])
+async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "DOUBT_S", -1.0)
     clock, budget, floods = Clock(), Budget(1 << 30), 50
     service, turns = Costly(clock), Turns(clock)
     listener = Listener(service, limits=LIMITS, budget=budget, connections_max=100, idle_s=600, turns=turns)
@@ -290,8 +293,17 @@ async def test_requests_of_clients_who_hang_up_are_hardly_served(resets: bool) -
         await asyncio.sleep(0)
     before = len(service.served)
     for client in clients:
-        if resets:
+        if leaving == "resets":
             client.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+        elif leaving != "ends its side":
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                while client.send((struct.pack(">i", 20) + bytes(20)) * 1000):
+                    pass
+            with suppress(BlockingIOError):
+                # Closing with responses unread would reset the connection.
+                while client.recv(1 << 16):
+                    pass
         client.close()
     try:
         async with asyncio.timeout(30):
@@ -310,7 +322,7 @@ class Promises:
     def __init__(self) -> None:
         self.promises: list[Promise] = []
 
-    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
         self.promises.append(Promise())
         return self.promises[-1]
 

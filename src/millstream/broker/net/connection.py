@@ -92,6 +92,10 @@ REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
 """More small pieces than this are joined, because each one costs the transport more than its bytes."""
 
+DOUBT_S = 0.02
+"""In a crowd, a client that was silent for longer gets one response before the rest of its requests are served: the end
+of its stream is behind all that it sent, so only a response shows that it has left."""
+
 LAST_ANSWERS_S = 5.0
 """How long a client whose connection failed may take to read earlier responses."""
 
@@ -257,6 +261,9 @@ class Connection(asyncio.BufferedProtocol):
         # In a round that has taken too long, none but light requests are served.
         is_allowed = is_light or turns.spent_s <= ROUND_SPENT_MAX_S
         self._serve_until = began + turns.quantum_s if is_allowed else 0.0
+        if is_allowed and not is_light and turns.is_crowded and not self._flow.used_s:
+            # A new client gets one response at once; the rest waits like that of everyone else.
+            self._serve_until = began
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
         try:
@@ -550,8 +557,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._has_unserved or self._is_blocked or self._transport is None:
             return
         self._began = began = self._turns.clock()
-        # One that has ended its side may be gone; then the first reply shows it.
-        self._serve_until = began + (0.0 if self._has_ended else self._turns.quantum_s)
+        self._serve_until = began + (0.0 if self._is_in_doubt() else self._turns.quantum_s)
         try:
             if self._whole is not None:
                 whole, self._whole = self._whole, None
@@ -568,6 +574,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._release_unserved()
         now = self._turns.clock()
         self._spend(now - self._began, now)
+
+    def _is_in_doubt(self) -> bool:
+        """Whether the client may be gone, which the first response would show."""
+        now = self._loop.time()
+        is_silent = self._turns.is_crowded and now - self.last_activity > DOUBT_S
+        if is_silent:
+            self.last_activity = now
+        return self._has_ended or is_silent
 
     def _forget_unserved(self) -> None:
         if self._whole is not None:
