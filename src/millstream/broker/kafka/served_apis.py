@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import Api
@@ -110,11 +108,9 @@ from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
 from millstream.broker.pipelines.advice import PipelineAdvice
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
-from millstream.broker.security.state import SecurityState
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -130,11 +126,7 @@ class ApiDependencies:
     topics: Topics
     membership: Membership
     producer_ids: ProducerIds
-    quotas: ClientQuotas
-    groups: DeclaredGroups
-    subscriptions: Subscriptions
-    pipelines: Pipelines
-    security: SecurityState
+    declared: DeclaredState
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -154,10 +146,10 @@ class ServedApis:
             parts.topics,
             parts.config,
             parts.clock,
-            pipeline_of=parts.pipelines.of_group,
-            settings_of=parts.groups.values_of,
+            pipeline_of=parts.declared.pipelines.of_group,
+            settings_of=parts.declared.groups.values_of,
         )
-        self._meters = QuotaMeters(parts.quotas)
+        self._meters = QuotaMeters(parts.declared.quotas)
         self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
         self._transactions = TransactionService(
             parts.topics,
@@ -170,7 +162,7 @@ class ServedApis:
         self._subscriptions = SubscriptionService(
             parts.topics,
             parts.membership,
-            parts.subscriptions,
+            parts.declared.subscriptions,
             parts.producer_ids,
             parts.budget,
             config=parts.config,
@@ -178,9 +170,9 @@ class ServedApis:
             supervise=parts.supervise,
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
-        self.pipeline_board = PipelineBoard(parts.pipelines.all)
+        self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
         """How the pipelines do that this node runs."""
-        self._landed = LandedBoard(parts.pipelines, parts.topics)
+        self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics, self._meters.produce)
         self.apis: list[Api[Any, Any] | RawApi] = [
@@ -210,10 +202,10 @@ class ServedApis:
         await self._subscriptions.start()
         self._landed.start()
         topics = self._parts.topics
-        self._parts.security.topic_name = lambda topic_id: (
+        self._parts.declared.security.topic_name = lambda topic_id: (
             None if (topic := topics.by_id(topic_id)) is None else topic.name
         )
-        self._parts.security.has_topic = lambda name: topics.get(name) is not None
+        self._parts.declared.security.has_topic = lambda name: topics.get(name) is not None
         self._parts.topics.on_deletion(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -235,10 +227,12 @@ class ServedApis:
         yield DeleteTopics(topics, self._subscriptions)
         yield CreatePartitions(topics, membership)
         yield DeleteRecords(topics)
-        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.groups, self._parts.subscriptions)
-        yield IncrementalAlterConfigs(topics, self._parts.groups, self._parts.subscriptions)
+        yield DescribeConfigs(
+            topics, membership, self._parts.config, self._parts.declared.groups, self._parts.declared.subscriptions
+        )
+        yield IncrementalAlterConfigs(topics, self._parts.declared.groups, self._parts.declared.subscriptions)
         yield AlterConfigs(topics)
-        yield ListConfigResources(topics, membership, self._parts.groups, self._parts.subscriptions)
+        yield ListConfigResources(topics, membership, self._parts.declared.groups, self._parts.declared.subscriptions)
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
@@ -285,7 +279,7 @@ class ServedApis:
         yield WriteQueueStates(service.states)
         yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)
-        yield SubscriptionCreate(service, self._parts.pipelines)
+        yield SubscriptionCreate(service, self._parts.declared.pipelines)
         yield SubscriptionAlter(service)
         yield SubscriptionDelete(service)
         yield SubscriptionList(service)
@@ -307,7 +301,7 @@ class ServedApis:
         yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
-        pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
+        pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
         notes = PipelineAdvice(pipelines, self._parts.topics)
         yield PipelineCreate(pipelines, subscriptions, notes)
         yield PipelineAlter(pipelines, subscriptions, notes)
@@ -346,9 +340,9 @@ class ServedApis:
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
-        yield DescribeClientQuotas(self._parts.quotas)
-        yield AlterClientQuotas(self._parts.quotas)
-        security = self._parts.security
+        yield DescribeClientQuotas(self._parts.declared.quotas)
+        yield AlterClientQuotas(self._parts.declared.quotas)
+        security = self._parts.declared.security
         # Rules that nobody keeps to would be worse than none.
         rules = security if self._parts.config.authorizes else None
         yield DescribeAcls(rules)
