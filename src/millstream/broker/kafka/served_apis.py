@@ -12,8 +12,6 @@ from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import Api
-from millstream.broker.kafka.apis.abort_batch import AbortBatch
-from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
@@ -23,8 +21,14 @@ from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogD
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
+from millstream.broker.kafka.apis.batch_transactions import (
+    AbortBatch,
+    AbortTransaction,
+    CompleteBatch,
+    LastBatch,
+    PrepareTransaction,
+)
 from millstream.broker.kafka.apis.client_list import ClientList
-from millstream.broker.kafka.apis.complete_batch import CompleteBatch
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.create_acls import CreateAcls
@@ -35,7 +39,6 @@ from millstream.broker.kafka.apis.delete_groups import DeleteGroups
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
-from millstream.broker.kafka.apis.delivery_state import DeliveryState
 from millstream.broker.kafka.apis.describe_acls import DescribeAcls
 from millstream.broker.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
@@ -55,48 +58,50 @@ from millstream.broker.kafka.apis.heartbeat import Heartbeat
 from millstream.broker.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
 from millstream.broker.kafka.apis.join_group import JoinGroup
-from millstream.broker.kafka.apis.last_batch import LastBatch
 from millstream.broker.kafka.apis.leave_group import LeaveGroup
 from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
-from millstream.broker.kafka.apis.load_queue import LoadQueueState
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
-from millstream.broker.kafka.apis.pipeline_alter import PipelineAlter
-from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
-from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
-from millstream.broker.kafka.apis.pipeline_landed import PipelineLanded
-from millstream.broker.kafka.apis.pipeline_list import PipelineList
-from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
+from millstream.broker.kafka.apis.pipeline_apis import (
+    PipelineAlter,
+    PipelineCreate,
+    PipelineDelete,
+    PipelineLanded,
+    PipelineList,
+    RuleChange,
+)
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
-from millstream.broker.kafka.apis.rule_change import RuleChange
+from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
-from millstream.broker.kafka.apis.subscription_alter import SubscriptionAlter
-from millstream.broker.kafka.apis.subscription_create import SubscriptionCreate
-from millstream.broker.kafka.apis.subscription_delete import SubscriptionDelete
-from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget
-from millstream.broker.kafka.apis.subscription_list import SubscriptionList
+from millstream.broker.kafka.apis.subscription_apis import (
+    DeliveryState,
+    SubscriptionAlter,
+    SubscriptionCreate,
+    SubscriptionDelete,
+    SubscriptionForget,
+    SubscriptionList,
+    SubscriptionRevive,
+    SubscriptionSeek,
+)
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
-from millstream.broker.kafka.apis.subscription_revive import SubscriptionRevive
-from millstream.broker.kafka.apis.subscription_seek import SubscriptionSeek
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.broker.kafka.apis.sync_group import SyncGroup
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
-from millstream.broker.kafka.apis.write_queues import WriteQueueStates
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
