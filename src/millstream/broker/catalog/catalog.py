@@ -96,7 +96,6 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
 
 
 def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
-    """Return the pipeline with this name."""
     return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
 
 
@@ -195,7 +194,6 @@ def _rule(row: Any) -> Rule:
 
 
 RESERVE_BYTES = 512 * 1024
-
 """Far more than the pages that deleting a topic or lowering its retention writes."""
 
 
@@ -234,11 +232,8 @@ class Reserve:
 
 _logger = logging.getLogger(__name__)
 
-
 CATALOG_NAME = "catalog.sqlite"
-
 """The catalog of a single node, in its data folder."""
-
 
 _CLUSTER_ID = "cluster-id"
 
@@ -246,23 +241,17 @@ _CLUSTER_NAME = "cluster-name"
 
 _SCHEMA_VERSION = "schema-version"
 
-
 _AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
-
 """What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
-
 
 _DENIED = re.compile(
     r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
     r"|(role|user|database) .* does not exist|permission denied",
     re.IGNORECASE,
 )
-
 """How a server says that retrying is pointless. A connection that was never made has no code, only a text."""
 
-
 _PREPARE_LOCK = 0x6D696C6C
-
 """The PostgreSQL advisory lock of the node that creates the tables."""
 
 
@@ -454,7 +443,6 @@ class Catalog:
                 connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
 
     def group_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of every group that has its own."""
         with self._read() as connection:
             return {row.group_id: dict(row.overrides) for row in connection.execute(select(group_settings))}
 

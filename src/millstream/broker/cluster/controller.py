@@ -39,9 +39,7 @@ from millstream.core.topic import Topic, TopicSettings
 
 _logger = logging.getLogger(__name__)
 
-
 MinInSync = Callable[[UUID], int]
-
 """How many replicas of a topic's partitions have to be in sync."""
 
 
@@ -130,7 +128,6 @@ class Balance:
 
 
 _WORKED_OUT_AT_ONCE = 1000
-
 """How many partitions are looked at before other tasks get their turn."""
 
 

@@ -71,7 +71,6 @@ class Declarations:
         await self._change(lambda catalog: catalog.change_client_quotas(changes))
 
     async def group_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of every group that has its own."""
         return await self.call(Catalog.group_settings)
 
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:

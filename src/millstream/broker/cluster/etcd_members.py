@@ -71,17 +71,12 @@ def _diagnose_reply(endpoint: str, reply: bytes, *, with_tls: bool) -> str:
 CONNECT_S_MAX = 1.0
 
 ATTEMPT_S_MAX = 2.0
-
 """How long one member may take to answer a request that can go to another one as well."""
 
-
 ROUNDS = 3
-
 """How often each member is tried: the first attempt may have met a connection that was about to break."""
 
-
 PAUSE_S = 0.2
-
 
 OPTIONS = (
     # A watch waits forever; keepalives detect that the other side is gone or hangs.
@@ -98,7 +93,6 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-
 _CODE = grpc.StatusCode
 
 _CERTAINLY_NOT_DONE = frozenset(
@@ -113,7 +107,6 @@ _CERTAINLY_NOT_DONE = frozenset(
         _CODE.UNAUTHENTICATED,
     }
 )
-
 
 _DENIED = frozenset({_CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED})
 

@@ -223,11 +223,8 @@ def _text(content: bytes) -> str:
 
 _logger = logging.getLogger(__name__)
 
-
 SILENCE_S_MAX = 900.0
-
 """etcd reports progress every ten minutes; a connection that is silent for longer is not trusted."""
-
 
 _PAUSE_S_MIN = 0.05
 
@@ -327,9 +324,7 @@ async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
 REQUEST_S_MAX = 5.0
 
 PAGE_KEYS = 1000
-
 """How many keys one response of a read holds, so that a large cluster does not block the loop."""
-
 
 _READS_MAX = 5
 

@@ -43,11 +43,9 @@ class DeclaredGroups:
         }
 
     def all(self) -> Mapping[str, Mapping[str, str]]:
-        """Return every group with settings of its own."""
         return self._overrides
 
     def overrides_of(self, group_id: str) -> Mapping[str, str]:
-        """Return what was set for a group."""
         return self._overrides.get(group_id, {})
 
     def values_of(self, group_id: str) -> Mapping[str, int]:

@@ -51,7 +51,6 @@ class Load:
 
     @classmethod
     def of(cls, states: Iterable[PartitionState]) -> Load:
-        """Return the load of these partitions."""
         load = cls()
         for state in states:
             load.add(state.replicas)

@@ -99,7 +99,6 @@ class Subscriptions:
         return self._by_id.get(subscription_id)
 
     def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
-        """Return its current settings."""
         return self._settings[subscription.subscription_id]
 
     def is_deleted(self, subscription_id: UUID) -> bool:

@@ -84,7 +84,6 @@ class ClusterView:
         """What was set for all nodes, under an empty name, and for each of them."""
         self.deleted: dict[UUID, Deletion] = {}
         self.done: dict[UUID, set[NodeId]] = {}
-        self.catalog_revision = 0
         self.cluster_id: str | None = None
         self._readers: tuple[tuple[str, Callable[[str, str | None, int, ViewChange], None]], ...] = (
             (keys.PARTITIONS, self._read_partition),
@@ -302,8 +301,7 @@ class ClusterView:
         self.pipelines_owner = None if value is None else NodeId(int(value))
         self.pipelines_owner_revision = 0 if value is None else revision
 
-    def _read_catalog(self, _rest: str, _value: str | None, revision: int, change: ViewChange) -> None:
-        self.catalog_revision = revision
+    def _read_catalog(self, _rest: str, _value: str | None, _revision: int, change: ViewChange) -> None:
         change.catalog = True
 
     def _read_cluster_id(self, _rest: str, value: str | None, _revision: int, _change: ViewChange) -> None:

@@ -42,7 +42,6 @@ from millstream.protocol.records.record import NewRecord, decode_batch, encode_b
 
 _logger = logging.getLogger(__name__)
 
-
 CHUNK_BYTES = 64 * 1024
 
 RECORDS_BETWEEN_YIELDS = 500
@@ -116,14 +115,10 @@ def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord)
 
 
 RECORDS_MIN = 20_000
-
 """A log with fewer records is not worth the work."""
 
-
 SUPERSEDED_RATIO = 3
-
 """A log is rewritten when it has this many records per live key."""
-
 
 BATCH_RECORDS = 200
 
@@ -230,19 +225,15 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 
 LOAD_WAIT_S = 0.5
-
 """How long an operation waits for the state to be loaded. Clients that have to retry wait about as long, and
 most states are read in a few milliseconds."""
 
 CLOSE_S = 5.0
-
 """How long closing waits for the last appends to be acknowledged."""
-
 
 S = TypeVar("S", bound=StateMachine)
 
 T = TypeVar("T")
-
 
 Release = Callable[[Deferred[T]], None]
 """Takes the answer of an operation, once."""
@@ -596,7 +587,6 @@ class Shard(Generic[S]):
         self._set_alarm()
 
     def _cancel_timers(self) -> None:
-        """Cancel all timers."""
         self._timers.clear()
         if self._alarm is not None:
             self._alarm.cancel()

@@ -52,7 +52,6 @@ _TOPIC_SETTINGS = {
     "max.message.bytes": str(32 * 1024 * 1024),
 }
 
-
 Admit = Callable[[TopicPartition], Awaitable[None]]
 """Asks the coordinator of a transaction whether a partition belongs to it; raises when it does not."""
 

@@ -55,7 +55,6 @@ class Offsets:
         return self._by_group.get(group_id, _NOTHING)
 
     def all_keys(self) -> list[OffsetKey]:
-        """Every offset there is."""
         return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
 
     def current(self) -> Iterator[tuple[OffsetKey, CommittedOffset]]:
@@ -66,7 +65,6 @@ class Offsets:
                     yield OffsetKey(group_id, topic, partition), committed
 
     def get(self, key: OffsetKey) -> CommittedOffset | None:
-        """One offset, if there is one."""
         return self.of_group(key.group_id).get((key.topic, key.partition))
 
     def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]]) -> FetchedOffsets:
@@ -78,7 +76,6 @@ class Offsets:
         }
 
     def fetch_all(self, group_id: str) -> FetchedOffsets:
-        """Every offset of a group."""
         found: dict[str, dict[int, FetchedOffset]] = {}
         for (topic, partition), committed in self.of_group(group_id).items():
             if self._is_current(topic, committed):

@@ -28,7 +28,6 @@ class Registry:
 
     @property
     def consumers(self) -> Collection[ConsumerGroup]:
-        """The consumer groups."""
         return self._consumers.values()
 
     def ids(self) -> list[str]:
@@ -40,7 +39,6 @@ class Registry:
         return self._groups.get(group_id)
 
     def get_consumer(self, group_id: str) -> ConsumerGroup | None:
-        """The consumer group of this id, if there is one."""
         return self._consumers.get(group_id)
 
     def check_room(self, others: int = 0) -> None:

@@ -28,7 +28,6 @@ from millstream.protocol.records.record import records_section
 from millstream.protocol.records.rewrite import RawRecord, can_shift, empty_batch, raw_records, rebuild_batch
 
 AbortedRange = tuple[int, int, int]
-
 """An aborted transaction: producer id, first offset, offset of its marker."""
 
 
@@ -51,7 +50,6 @@ class CleanedTransactions:
         return at >= 0 and header.base_offset < ranges[at][1]
 
     def note_data(self, header: BatchHeader) -> None:
-        """Note a batch of data of a transaction."""
         if header.is_transactional:
             self._seen.add(header.producer_id)
 

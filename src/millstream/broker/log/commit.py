@@ -147,12 +147,9 @@ class TailRewrite:
 
 
 DIRECT_LOGS_MAX = 4
-
 """Up to this many logs are synced one by one; beyond, the copy into the journal is cheaper."""
 
-
 JOURNAL_BYTES_MAX = 128 * 1024
-
 """With more than this per log, writing it twice costs more than syncing each file."""
 
 

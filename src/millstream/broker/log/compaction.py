@@ -398,7 +398,6 @@ class Compactor:
             self._running.worker.cancel()
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of compaction."""
         name = "millstream_log_compaction"
         yield counter(f"{name}_passes_total", "Compactions of logs since the start.", self._passes)
         yield counter(f"{name}_failures_total", "Compactions that failed.", self._failures)

@@ -22,7 +22,6 @@ from typing import Protocol
 from millstream.core.errors import DataFolderInUse
 
 _SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
-
 """Before this version of Linux, the call does not report write errors."""
 
 
@@ -47,13 +46,11 @@ def _syncfs() -> Callable[[int], int] | None:
 
 Readable = bytes | bytearray | memoryview
 
-
 OPEN_FILES_MIN = 16
 
 OPEN_FILES_MAX = 4096
 
 STAMP_NS = 50_000_000
-
 """The system's file times advance in steps of up to 10 ms; two writes within one step look the same."""
 
 
@@ -235,7 +232,6 @@ def _describe_holder(written: bytes) -> str:
 
 
 WRITE_BYTES = 1024 * 1024
-
 """Larger writes are split: the system finds room for these in memory that it has used before."""
 
 

@@ -334,7 +334,6 @@ class Scrubber:
             _logger.warning("the position of the scrub could not be stored", extra={"error": str(error)})
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of the scrub."""
         yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
         yield counter(
             "millstream_log_scrub_read_errors_total",

@@ -369,7 +369,6 @@ class SegmentList:
         return self._segments.index(segment)
 
     def find(self, base_offset: int) -> Segment | None:
-        """Return the segment with this base offset."""
         return next((segment for segment in self._segments if segment.base_offset == base_offset), None)
 
     def containing(self, offset: int) -> Segment:

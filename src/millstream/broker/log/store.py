@@ -741,7 +741,6 @@ class LogStore:
                 yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.damage]
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of the logs."""
         seconds = (Sample(self._commit_seconds.distribution()),)
         yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)

@@ -146,7 +146,6 @@ class AbortedTransactions:
 NO_TRANSACTION = -1
 
 GUARDS_MAX = 10_000
-
 """Beyond this many transactions about to begin, the oldest request has to be made again."""
 
 

@@ -96,13 +96,10 @@ class DeadLetterAppender:
 
 _logger = logging.getLogger(__name__)
 
-
 IN_FLIGHT_MAX: Final = 5
-
 """The number of batches per producer that a log remembers."""
 
 REFUSED_S_MAX: Final = 300.0
-
 """So long at most a letter waits that its topic refuses."""
 
 MESSAGE_ID: Final = "message-id"

@@ -120,7 +120,6 @@ class Engine:
         return [opened.delivery for opened in self._open.values()]
 
     def opened(self, key: QueueKey) -> Delivery | None:
-        """Return a queue if it is open."""
         found = self._open.get(key)
         return None if found is None else found.delivery
 

@@ -63,13 +63,10 @@ class OutcomeBudget:
 
 
 FRAMES_BYTES_MAX: Final = 32 * 1024
-
 """How much is kept per queue."""
 
 WATCHERS_MAX: Final = 256
-
 """The maximum number of callers that wait for messages of one queue."""
-
 
 _FINAL_KINDS: Final = frozenset(
     {

@@ -19,7 +19,6 @@ SNAPSHOT: Final = 0
 
 DELTAS: Final = 1
 
-
 _KEY: Final = struct.Struct(">B16s16si")
 
 _HEAD: Final = struct.Struct(">iq")
@@ -61,7 +60,6 @@ def read_record(record: StateRecord) -> QueueRecord:
 
 
 NO_SEQUENCE = -1
-
 
 WriteResult = MillstreamError | None
 
@@ -130,7 +128,6 @@ class StateShard:
         return iter(self._queues)
 
     def written(self) -> list[QueueKey]:
-        """Return the queues that have a state."""
         return [key for key, queue in self._queues.items() if queue.has_state]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:

@@ -69,7 +69,6 @@ class ProducerIdReserve:
             self._error = None
 
     def take(self) -> ProducerId:
-        """Take one."""
         if not self._reserve:
             raise CoordinatorUnavailable(f"no producer id is available: {self._error or 'try again'}")
         return self._reserve.popleft()
@@ -77,17 +76,13 @@ class ProducerIdReserve:
 
 T = TypeVar("T")
 
-
 ID_CHARACTERS_MAX: Final = 4096
 
 ENDING_WAIT_S: Final = 0.5
-
 """How long a producer waits for its previous transaction to end before it has to ask again."""
 
 MARKERS_WAIT_S: Final = 5.0
-
 """How long the commit of a batch waits for its markers, which may be on other nodes."""
-
 
 _TOPIC_SETTINGS: Final = {
     "cleanup.policy": "compact",
@@ -108,7 +103,6 @@ class TransactionsStatus:
 _FINAL_REFUSALS: Final = Confirmation(
     (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
 )
-
 """What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
 
 
@@ -236,7 +230,6 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
 
     async def describe(self, transactional_id: str) -> TransactionDescription:
-        """One transactional id."""
         _check_id(transactional_id)
         return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
 

@@ -100,7 +100,6 @@ def transaction_tombstone(transactional_id: str) -> StateRecord:
 
 
 def query_record(query: str, last: LastBatch) -> StateRecord:
-    """The record of the last batch of a query."""
     writer = Writer(flexible=True)
     writer.int16(_QUERY_VERSION)
     writer.int64(last.batch)

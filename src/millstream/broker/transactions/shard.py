@@ -171,13 +171,11 @@ class Batches:
         return found
 
     def note(self, transactional_id: str) -> None:
-        """A transactional id is there."""
         attempt = attempt_of(transactional_id)
         if attempt is not None:
             self._attempts.setdefault(attempt.query, {})[transactional_id] = None
 
     def forget(self, transactional_id: str) -> None:
-        """Forget a transactional id."""
         attempt = attempt_of(transactional_id)
         if attempt is not None and attempt.query in self._attempts:
             self._attempts[attempt.query].pop(transactional_id, None)
@@ -227,22 +225,18 @@ class Batches:
 
 _logger = logging.getLogger(__name__)
 
-
 _SWEEP: Final = "sweep"
 
 _RETRY_MS: Final = 1000
 
 _WAITING_MAX: Final = 100
-
 """The number of requests that wait for one transaction to end; more are not parked."""
 
 _NO_PRODUCER: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
 
-
 TakeProducerId = Callable[[], ProducerId]
-
 """Returns an unused producer id; raises `CoordinatorUnavailable` if there is none."""
 
 
@@ -399,7 +393,6 @@ class TransactionShard:
     # For administrators
 
     def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
-        """One transactional id."""
         return [], _description(self._require_known(transactional_id))
 
     def listing(self, wanted: TransactionFilter) -> Outcome[list[TransactionDescription]]:

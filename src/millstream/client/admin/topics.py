@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
-
 """The descriptive fields of a topic, and the settings that hold them."""
 
 

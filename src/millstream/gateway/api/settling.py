@@ -35,7 +35,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def token_of(message: LeasedMessage, worker: str) -> str:
-    """Return the token of a leased message."""
     lease = Lease(message.topic, message.partition, message.record.offset, message.attempt, worker)
     return base64.urlsafe_b64encode(_encode(lease)).decode().rstrip("=")
 

@@ -31,7 +31,6 @@ class MemberSubscription:
 
 
 Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assignment]]
-
 """Shares out; the answer has an entry for every member."""
 
 
@@ -63,17 +62,12 @@ def _sort_key(member: MemberSubscription) -> tuple[bool, str, str]:
 
 
 PASSES_MAX = 16
-
 """How often members with different topics are levelled at most; two passes are nearly always enough."""
 
-
 Allocation = dict[UUID, set[int]]
-
 """The partitions of a member while they are being assigned."""
 
-
 Free = dict[UUID, list[int]]
-
 """Unassigned partitions by topic."""
 
 
@@ -101,7 +95,6 @@ class _Allocations:
         return allocation
 
     def take(self, member_id: str, topic_id: UUID, partition: int) -> None:
-        """Give a partition to a member."""
         self.open(member_id).setdefault(topic_id, set()).add(partition)
         self.sizes[member_id] += 1
 

@@ -120,7 +120,6 @@ class ConsumerGroup:
         return member
 
     def find_static(self, instance_id: str) -> ConsumerMember | None:
-        """The member of this instance id, if there is one."""
         member_id = self.static_members.get(instance_id)
         return None if member_id is None else self.members.get(member_id)
 

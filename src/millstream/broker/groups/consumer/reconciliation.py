@@ -158,26 +158,18 @@ def _put_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: froze
 
 _logger = logging.getLogger(__name__)
 
-
 REFRESH_MS = 1000
-
 """New topics are held against a group's expressions this often at most, so that many new ones cause one change."""
 
-
 EXPRESSIONS_AT_ONCE_MAX = 8
-
 """The number of expressions refreshed per heartbeat; later heartbeats of any member refresh the rest."""
 
-
 EXPRESSIONS_MAX = 100
-
 """The number of different expressions per group, whose matches are all stored."""
-
 
 TARGET_AT_ONCE_MEMBERS_MAX = 50
 
 TARGET_PAUSE_MS_MAX = 1000
-
 """A target is worked out at once in a small group. In a large one, whose members may all come together, it is worked
 out at most once in as many milliseconds as there are members, up to this.
 """

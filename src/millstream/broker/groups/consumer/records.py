@@ -99,7 +99,6 @@ def group_tombstones(group_id: str) -> list[StateRecord]:
 
 
 def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
-    """The epoch of a group."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     if metadata_hash:
@@ -149,7 +148,6 @@ def read_target(record: StateRecord) -> Assignment:
 
 
 def position_record(group_id: str, member_id: str, position: Position) -> StateRecord:
-    """What a member has."""
     writer = begin_flexible_value()
     writer.int32(position.epoch)
     writer.int32(position.previous_epoch)

@@ -171,7 +171,6 @@ class ConsumerTopics:
 
     @classmethod
     def of(cls, topics: TopicView) -> ConsumerTopics:
-        """For these topics."""
         return cls(topics=topics, expressions=Expressions(topics))
 
 
@@ -214,7 +213,6 @@ class ConsumerShard:
         return iter(self._registry.consumers)
 
     def get(self, group_id: str) -> ConsumerGroup | None:
-        """The consumer group of this id, if there is one."""
         return self._registry.get_consumer(group_id)
 
     def get_with_members(self, group_id: str) -> ConsumerGroup | None:

@@ -36,11 +36,9 @@ class NoTopics:
     version = 0
 
     def get(self, name: str) -> Topic | None:
-        """There is none."""
         return None
 
     def by_id(self, topic_id: UUID) -> Topic | None:
-        """There is none."""
         return None
 
     def all(self) -> Sequence[Topic]:
@@ -49,7 +47,6 @@ class NoTopics:
 
 
 def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
-    """Those of these topics that there are."""
     return [topic for name in names if (topic := view.get(name)) is not None]
 
 

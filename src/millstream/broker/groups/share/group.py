@@ -109,7 +109,6 @@ class ShareGroup:
         return frozenset().union(*(member.topics for member in self.members.values()))
 
     def target(self, view: TopicView) -> dict[str, Assignment]:
-        """Return the current target assignment."""
         current = (self.epoch, view.version)
         if self._target_for != current:
             self._target = target_of(self.members, view)

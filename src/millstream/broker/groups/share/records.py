@@ -54,7 +54,6 @@ def tombstone(key: ShareKey) -> StateRecord:
 
 
 def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
-    """The epoch of a group."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     writer.int64(metadata_hash)

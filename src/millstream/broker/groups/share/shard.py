@@ -80,7 +80,6 @@ class ShareShard:
         return len(self._groups)
 
     def get(self, group_id: str) -> ShareGroup | None:
-        """The share group of this id, if there is one."""
         return self._groups.get(group_id)
 
     def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
