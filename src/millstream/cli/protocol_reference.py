@@ -168,7 +168,8 @@ def api_entries() -> Iterator[ApiEntry]:
             described = module if len(apis) == 1 else api
             summary = " ".join((described.__doc__ or "").split("\n\n")[0].split())
             does = _HEADLINE.sub("", summary)
-            yield ApiEntry(api.key, api.__name__, *api.versions, does[0].upper() + does[1:])
+            oldest, newest = api.versions
+            yield ApiEntry(api.key, api.__name__, oldest, newest, does[0].upper() + does[1:])
 
 
 def apis_of(module: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The parts that make a node a member of a cluster: its view, its registration, its replicas, its controller.
 
-They start and stop in the order of the methods here: `open` (follow what was agreed on, host what is hosted here),
-`join` (when the APIs answer), `leave` (let others take over what this node leads), `close`.
+They start and stop in the order of the methods here: `open` (follow the coordination store, host this node's replicas),
+`join` (when the APIs answer), `leave` (move this node's leaderships to others), `close`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ClusterNode:
         return owner
 
     async def leave(self) -> None:
-        """Let others take over what this node leads, as far as they can, for a bounded time."""
+        """Move this node's leaderships to others, as far as that is possible, for a bounded time."""
         registration = self._registration
         if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
             await registration.leave(
@@ -205,7 +205,7 @@ class ClusterNode:
         return task
 
     async def _follow_catalog(self) -> None:
-        """Read what is declared now and after each change of the catalog."""
+        """Read the declarations now and after each change of the catalog."""
         backoff = self._backoff()
         while True:
             try:
@@ -229,7 +229,7 @@ class ClusterNode:
             yield "this node is not currently admitted to the cluster"
 
     def warnings(self) -> Iterable[str]:
-        """Yield what is wrong in the cluster although this node works."""
+        """Yield problems of the cluster that do not keep this node from working."""
         away = self._store.away_since_ms
         if away is not None:
             yield f"etcd is unavailable since {_time(away)}; data flows, elections and new topics wait"
@@ -276,7 +276,7 @@ class ClusterNode:
     def _registration_revision(self) -> int:
         """Return the registration under which this process follows, also while its lease is lost.
 
-        Never that of another process under the same id: leaders would take this one's log for the other's.
+        Never that of another process with the same id: leaders would mistake this log for the other one's.
         """
         mine = None if self._registration is None else self._registration.mine
         if mine is not None:

@@ -174,7 +174,7 @@ class ClusterTopics(Topics):
         return None if versioned is None else versioned.state
 
     def versioned(self, partition: PartitionKey) -> Versioned | None:
-        """Return the state of a partition with the revision that a change of it has to name."""
+        """Return the state of a partition with the revision that a change of it must name."""
         return self._view.states.get(partition)
 
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:

@@ -146,7 +146,7 @@ Call = Callable[[EtcdMember], Any]
 
 
 class EtcdMembers:
-    """Asks one member after the other until one answers."""
+    """Asks one member after another until one answers."""
 
     def __init__(self, address: EtcdAddress, health: StoreHealth, *, request_s_max: float) -> None:
         self.address = address
@@ -165,8 +165,8 @@ class EtcdMembers:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What is sent with every request."""
-        # A member that is cut off from the others shall refuse at once, instead of waiting for them.
+        """Return the metadata of every request."""
+        # A member that is cut off from the others must refuse at once, instead of waiting for them.
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
@@ -176,7 +176,7 @@ class EtcdMembers:
         return lambda: self._moved.remove(listener)
 
     def move_on(self, endpoint: str) -> None:
-        """Make the next member the first, if this one still is."""
+        """Make the next member the first, unless another request has done so."""
         if endpoint != self.endpoint:
             return
         self._current = (self._current + 1) % len(self.address.endpoints)
@@ -264,7 +264,7 @@ def wants_login(error: Any) -> bool:
 
 
 def is_final(error: Any) -> bool:
-    """Whether etcd answered, certainly without carrying out the request, and every member would say the same."""
+    """Return whether etcd answered without carrying out the request, and every member would answer the same."""
     return error.code() in _CERTAINLY_NOT_DONE
 
 

@@ -232,7 +232,7 @@ _PAUSE_S_MAX = 1.0
 
 
 class _Interrupted(Exception):
-    """The connection has to be opened again."""
+    """The connection must be opened again."""
 
 
 class EtcdWatch:
@@ -284,7 +284,7 @@ class EtcdWatch:
         if answer.compact_revision:
             raise WatchLost(f"etcd has compacted the changes before revision {answer.compact_revision}")
         if answer.canceled:
-            # Some versions of etcd say no more than that it is not permitted when a token is too old.
+            # Some versions of etcd report an expired token only as not permitted.
             self._members.use_token("")
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()

@@ -49,7 +49,7 @@ class DeclaredGroups:
         return self._overrides.get(group_id, {})
 
     def values_of(self, group_id: str) -> Mapping[str, int]:
-        """Return the same as numbers."""
+        """Return the settings of a group as numbers."""
         return self._parsed.get(group_id, _NONE)
 
     async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:

@@ -81,7 +81,7 @@ class WireLink:
         try:
             return read_replica_answers(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
         except BaseException:
-            # Whatever went wrong, an answer that comes later must not be taken for that to the next request.
+            # A late response must not be mistaken for the response to the next request.
             await self.close()
             raise
         finally:

@@ -47,7 +47,7 @@ class ViewChange:
     """Partitions whose move begins or ends, or of which a node may remove its files."""
     placements: bool = False
     settings: bool = False
-    """What was set for nodes while they ran."""
+    """Settings of nodes."""
     controller: bool = False
     catalog: bool = False
 
@@ -81,7 +81,7 @@ class ClusterView:
         self.removed: dict[PartitionKey, set[NodeId]] = {}
         self.placements: dict[UUID, Placement] = {}
         self.settings: dict[str, dict[str, str]] = {}
-        """What was set for all nodes, under an empty name, and for each of them."""
+        """Settings of all nodes, under an empty name, and of each node."""
         self.deleted: dict[UUID, Deletion] = {}
         self.done: dict[UUID, set[NodeId]] = {}
         self.cluster_id: str | None = None
@@ -184,7 +184,7 @@ class ClusterView:
             listener(change)
 
     def states_of(self, topic: Topic) -> list[Versioned | None]:
-        """Return the states of a topic's partitions, in order; None where there is none yet."""
+        """Return the states of a topic's partitions, in order; None for those without one yet."""
         get = self.states.get
         return [get((topic.topic_id, index)) for index in map(PartitionIndex, range(topic.partitions))]
 

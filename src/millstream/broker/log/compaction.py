@@ -67,7 +67,7 @@ class WorkerJob(Generic[_Result]):
             self.error = error
 
     def finish(self) -> None:
-        """Do nothing: the caller looks at the result."""
+        """Do nothing: the caller uses the result."""
 
 
 # -- when -------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
 
 
 def _retained_offsets(log: Log) -> list[int]:
-    """Return the offsets of the batches and markers of known producers, which have to stay."""
+    """Return the offsets of the batches and markers of known producers, which must be kept."""
     batches = (batch.base_offset for known in log.producers for batch in known.batches)
     return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
 

@@ -115,7 +115,7 @@ class Files(Protocol):
         """Return how much can still be written to the disk that holds the path."""
 
     def open_files_max(self) -> int:
-        """Return how many files the log may hold open at the same time."""
+        """Return the number of files that the log may hold open at the same time."""
 
 
 _PID_DIGITS_MAX = 32
@@ -236,7 +236,7 @@ WRITE_BYTES = 1024 * 1024
 
 
 def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
-    """Write all of the data, however short each write is; raise `OSError` if the disk takes no more."""
+    """Write all of the data, in as many writes as necessary; raise `OSError` if the disk is full."""
     written = 0
     if len(data) <= WRITE_BYTES:
         written = files.write_at(descriptor, data, position)

@@ -174,7 +174,7 @@ class DeadLetters:
             self._task.add_done_callback(self._finished)
 
     async def close(self) -> None:
-        """Stop; the next leader of the queue writes what is left."""
+        """Stop; the next leader of the queue writes the remaining letters."""
         tasks = [task for task in (self._task, self._pause_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -335,7 +335,7 @@ class DeadLetters:
         check_crc(records, header)
         if header.compression == COMPRESSION_NONE and header.record_count <= LIGHT_RECORDS_MAX:
             return next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
-        # In a thread: a large batch may have to be decompressed or skipped through for one message.
+        # In a thread: a large batch may need to be decompressed or skipped through for one message.
         return await asyncio.to_thread(
             lambda: next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
         )

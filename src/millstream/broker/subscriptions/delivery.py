@@ -66,7 +66,7 @@ class Waiter(Protocol):
         """Whether it has received something or given up."""
 
     def current_demand(self) -> Demand | None:
-        """Return what it has room for; None while it has none, in which case it wakes the queue when that changes."""
+        """Return its current demand; None while it has none, in which case it wakes the queue when that changes."""
 
     def deliver(self, delivery: Delivery, received: Received) -> None:
         """Hand over messages."""
@@ -257,7 +257,7 @@ class Delivery:
     # Workers
 
     def try_receive(self, demand: Demand) -> Received:
-        """Lease what is available now; `leases_durable` waits until the worker may be answered."""
+        """Lease the messages that are available now; `leases_durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver:
@@ -684,7 +684,7 @@ class Delivery:
             self._drops_timer = asyncio.get_running_loop().call_later(DROP_WARNING_S, self._warn_dropped)
 
     def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
-        """Write pending changes that have to be stored; return None when everything is durable."""
+        """Write pending changes that must be stored; return None when everything is durable."""
         if self._closed is not None:
             raise self._closed
         frame = self.queue.drain() if is_all or self.queue.is_urgent else None
@@ -741,7 +741,7 @@ class Delivery:
     def _serve_all(self) -> None:
         self._check()
         if not self._may_deliver:
-            # Whatever changes this also wakes the waiting workers.
+            # Any change of this also wakes the waiting workers.
             self._has_more_to_scan = False
             if self._is_store_full and (self._last_write is None or self._last_write.done()):
                 # Other queues fill the store, and do not notify this one when they have made room.

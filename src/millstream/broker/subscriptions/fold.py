@@ -475,4 +475,4 @@ _APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
 }
 
 _APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
-"""The same indexed by number, since every event looks it up."""
+"""The same indexed by number, for a look-up on every event."""

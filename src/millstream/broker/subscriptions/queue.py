@@ -149,7 +149,7 @@ class Queue:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Rebuild what is not stored; also called when an empty window moves elsewhere."""
+        """Rebuild the state that is not stored; also called when an empty window moves elsewhere."""
         fold, start = self._fold, self._fold.window.start
         self._stragglers_checked_at = 0
         self._ticked_ms = 0
@@ -253,7 +253,9 @@ class Queue:
         keys: npt.NDArray[np.int64] | None = None,
         delayed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Add what was scanned from `next_scan_offset` on; it may overlap known offsets, a gap before it is absent."""
+        """Add the messages scanned from `next_scan_offset` on; they may overlap known offsets, a gap before them is
+        absent.
+        """
         window = self._fold.window
         if self._order is None and matches is None and not absent and not delayed and first == window.end < next_offset:
             self._record(Delta(DeltaKind.SCANNED, first, next_offset - 1, 0, 0, "", now_ms))

@@ -159,9 +159,7 @@ class StateLane:
         self._flush()
 
     def _apply_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
-        """Apply the results of a batch; return whether writes have to be sent again because earlier ones were not
-        stored.
-        """
+        """Apply the results of a batch; return whether writes must be resent because earlier ones were not stored."""
         resend = False
         for entry, result in zip(batch, results, strict=True):
             if isinstance(result, OutOfOrderSequence) and self._has_earlier_pending(entry):

@@ -108,7 +108,7 @@ class _LateSnapshot:
     def records(self) -> list[StateRecord]:
         queue = self._queues.get(self._key)
         if queue is None or queue.changes is not self._changes or self._snapshot is None:
-            # The queue was deleted; whatever replaced it is in the log.
+            # The queue was deleted; its replacement, if any, is in the log.
             return []
         queue.changes = None
         return [self._snapshot, *self._changes]
