@@ -17,7 +17,7 @@ SIMULATE_ARGS ?=
 # Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -92,6 +92,9 @@ bench-commits: $(DEV_STAMP) ## Measure OffsetCommit and OffsetFetch against Prod
 
 bench-cold-reads: $(DEV_STAMP) ## Measure what verifying stored records costs a fetch (a minute)
 	@$(BIN)/python -m benchmarks.cold_reads $(BENCH_ARGS)
+
+bench-compare: $(DEV_STAMP) ## Measure the CPU seconds of two versions, interleaved: BENCH_ARGS=COMMIT (15 minutes)
+	@$(BIN)/python -m benchmarks.compare_commits $(BENCH_ARGS)
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)

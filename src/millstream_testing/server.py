@@ -56,6 +56,10 @@ class Server:
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         return [*serve, "--kafka", self.kafka, "--http", self.http, *flags]
 
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the process: those of this one, without Millstream's settings."""
+        return {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
+
     @property
     def pid(self) -> int:
         """The process id of the server."""
@@ -78,7 +82,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self._folder(),
-                env=_clean_environment(),
+                env=self.environment(),
                 process_group=0,
             )
         self._watch(self._process)
@@ -196,7 +200,3 @@ def _reap(process: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes], wr
     process.wait(STOP_S_MAX)
     if process.stdout is not None:
         process.stdout.close()
-
-
-def _clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}

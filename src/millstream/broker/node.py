@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations, Declarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.broker.cluster.last_run import FolderOwner
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.store import CoordinationStore
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
@@ -35,7 +34,6 @@ from millstream.broker.net.listener import Listener, bind, listen
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
 from millstream.broker.security.listeners import Listeners, address_of
-from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -127,11 +125,7 @@ class _Core:
     topics: Topics
     membership: Membership
     declarations: Declarations
-    quotas: ClientQuotas
-    groups: DeclaredGroups
-    subscriptions: Subscriptions
-    pipelines: Pipelines
-    security: SecurityState
+    declared: DeclaredState
     node: ClusterNode | None = None
 
 
@@ -256,7 +250,7 @@ class Broker:
             listener.connections_max = core.topics.broker_settings.connections_max
 
         core.topics.broker_settings.on_change(follow_settings)
-        self._revoked = await self._listeners.start(listener, dispatch, limits, core.security, self._supervise)
+        self._revoked = await self._listeners.start(listener, dispatch, limits, core.declared.security, self._supervise)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
@@ -405,26 +399,9 @@ class Broker:
         await topics.load()
         self._undo.callback(topics.close)
         membership = Membership(catalog.cluster_id, self._advertised())
-        quotas = ClientQuotas(declarations)
-        await quotas.load()
-        groups = DeclaredGroups(declarations, self._config)
-        await groups.load()
-        subscriptions = Subscriptions(declarations, self._clock)
-        await subscriptions.load()
-        pipelines = Pipelines(declarations, self._clock)
-        await pipelines.load()
-        security = SecurityState(declarations, parse_super_users(self._config.super_users))
-        await security.load()
-        return _Core(
-            topics=topics,
-            membership=membership,
-            declarations=declarations,
-            quotas=quotas,
-            groups=groups,
-            subscriptions=subscriptions,
-            pipelines=pipelines,
-            security=security,
-        )
+        declared = DeclaredState.of(declarations, self._config, self._clock)
+        await declared.load()
+        return _Core(topics=topics, membership=membership, declarations=declarations, declared=declared)
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
         """Open one of several nodes, which agree through etcd on what the shared catalog declares."""
@@ -457,11 +434,7 @@ class Broker:
             topics=node.topics,
             membership=membership,
             declarations=node.declarations,
-            quotas=node.quotas,
-            groups=node.groups,
-            subscriptions=node.subscriptions,
-            pipelines=node.pipelines,
-            security=node.security,
+            declared=node.declared,
             node=node,
         )
 
@@ -485,11 +458,7 @@ class Broker:
             topics=core.topics,
             membership=core.membership,
             producer_ids=ProducerIds(core.declarations),
-            quotas=core.quotas,
-            groups=core.groups,
-            subscriptions=core.subscriptions,
-            pipelines=core.pipelines,
-            security=core.security,
+            declared=core.declared,
             budget=budget,
             connections=listener.connections,
             sources=[
@@ -550,9 +519,9 @@ class Broker:
         return RunningNode(
             config=self._config,
             kafka_address=self._listeners.internal_address,
-            declared_subscriptions=core.subscriptions,
+            declared_subscriptions=core.declared.subscriptions,
             subscription_service=served.subscriptions,
-            pipelines=core.pipelines,
+            pipelines=core.declared.pipelines,
             pipeline_board=served.pipeline_board,
             pipeline_owner=lambda stands: SoleOwner() if node is None else node.pipeline_owner(stands=stands),
         )

@@ -6,6 +6,7 @@ Only the module of the requested command is imported; `--help` and completion im
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -60,6 +61,9 @@ _PLAIN: Final = {
     "value_error": "{error}",
 }
 """Plain texts for values that typer rejects, by pydantic's error type."""
+
+
+_PLAIN_NUMBER: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 
 
 class InOrder(TyperGroup):
@@ -154,7 +158,7 @@ def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
 
 
 class _TypedValue:
-    """Pass on a value that has its type already; leave every other one to typer.
+    """Pass on a value that has its type already, and read plain numbers; leave every other one to typer.
 
     typer coerces all values, defaults and `--help` included, with pydantic, whose import takes a third of the time of
     a short command.
@@ -165,6 +169,8 @@ class _TypedValue:
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if kind in (int, float) and isinstance(value, str) and _PLAIN_NUMBER.fullmatch(value):
+            value = kind(value) if kind is float or value.isdigit() else value
         if type(value) is kind and kind in (str, int, float) and info.parser is None:
             if (info.min is None or value >= info.min) and (info.max is None or value <= info.max):
                 return value

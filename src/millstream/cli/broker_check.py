@@ -22,7 +22,6 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 
 FAILING_S_MAX: Final = 300.0
-
 """A dependency that has been unreachable for this long is worth a look."""
 
 QUARANTINED_SHARE_MAX: Final = 0.01
@@ -126,7 +125,6 @@ _HTTP_S = 5.0
 _BROKER_CHECK_SHOWN_MAX = 5
 
 _TOPICS_MAX = 1000
-
 """The number of topics with missing replicas that are looked up; many more have the same cause."""
 
 

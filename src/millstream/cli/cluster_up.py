@@ -203,7 +203,6 @@ class LocalEtcd(LocalServer):
 USER = "millstream"
 
 _UNPRIVILEGED = "nobody"
-
 """The account that runs the server if root starts it: PostgreSQL refuses to run as root."""
 
 
@@ -287,9 +286,7 @@ READY_S_MAX = 90.0
 STOP_S_MAX = 60.0
 
 LOCK_S_MAX = 20.0
-
 """How long the children of a killed cluster may take to end before a new one gives up on the folder."""
-
 
 _HOST = "127.0.0.1"
 

@@ -26,7 +26,6 @@ CLIENT_ID = "millstream-cli"
 COMPLETION_S: Final = 2.0
 """How long completion waits for a broker."""
 
-
 _FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
 _SWITCHES: Final = ("--tls",)
 _WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")

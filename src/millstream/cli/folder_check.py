@@ -69,7 +69,6 @@ def _scan(scan: Scan, scanned: ScannedSegment, advance: Callable[[int], None]) -
 
 CATALOG_NAME = "catalog.sqlite"
 
-
 FREE_BYTES_LOW = 100 * 1024 * 1024
 
 FREE_SHARE_LOW = 0.05

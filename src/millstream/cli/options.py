@@ -36,7 +36,6 @@ TimeoutSeconds = Annotated[
 ]
 DEFAULT_TIMEOUT_S = 10.0
 
-
 Partitions = Annotated[
     list[int] | None,
     typer.Option(

@@ -125,7 +125,6 @@ Rules = Annotated[
     ),
 ]
 
-
 _EVERY_KIND: Final = frozenset({"start", "settings"})
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset({"topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"}),

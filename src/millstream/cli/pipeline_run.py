@@ -130,7 +130,6 @@ def _columns(columns: Mapping[str, str]) -> str:
 
 
 PROGRESS_S: Final = 10.0
-
 """The shortest interval of progress lines if stderr is no terminal."""
 
 
@@ -243,7 +242,6 @@ Folder = Annotated[
         show_default=False,
     ),
 ]
-
 
 _NAME_MAX: Final = 190
 

@@ -159,30 +159,26 @@ def protocol_page() -> str:
 
 
 def api_entries() -> Iterator[ApiEntry]:
-    """Return every API of `broker/kafka/apis/`, as its module declares it."""
+    """Return every API of `broker/kafka/apis/`; its class describes it if the module has several, else the module."""
     package = importlib.import_module("millstream.broker.kafka.apis")
-    for module in pkgutil.iter_modules(package.__path__):
-        api = api_of(importlib.import_module(f"{package.__name__}.{module.name}"))
-        summary = " ".join(_docstring(api).split("\n\n")[0].split())
-        does = _HEADLINE.sub("", summary)
-        oldest, newest = api.versions
-        yield ApiEntry(api.key, api.__name__, oldest, newest, does[0].upper() + does[1:])
+    for found in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{found.name}")
+        apis = apis_of(module)
+        for api in apis:
+            described = module if len(apis) == 1 else api
+            summary = " ".join((described.__doc__ or "").split("\n\n")[0].split())
+            does = _HEADLINE.sub("", summary)
+            oldest, newest = api.versions
+            yield ApiEntry(api.key, api.__name__, oldest, newest, does[0].upper() + does[1:])
 
 
-def api_of(module: Any) -> Any:
-    """Return the API class of a module."""
-    found = [
+def apis_of(module: Any) -> list[Any]:
+    """Return the API classes of a module."""
+    return [
         one
         for one in vars(module).values()
         if isinstance(one, type) and one.__module__ == module.__name__ and isinstance(vars(one).get("key"), int)
     ]
-    if len(found) != 1:
-        raise LookupError(f"{module.__name__} holds {len(found)} APIs instead of one")
-    return found[0]
-
-
-def _docstring(api: Any) -> str:
-    return importlib.import_module(api.__module__).__doc__ or ""
 
 
 def _table(entries: list[ApiEntry]) -> str:

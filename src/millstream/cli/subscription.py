@@ -198,23 +198,18 @@ _FLAGS: Final = {
     PUSH_SECRET: "--push-secret",
     PUSH_HEADERS: "--push-header",
 }
-
 """The flag of each setting."""
-
 
 _PULLED_AT_ONCE = 4
 """A message may be as large as what a batch may decompress to, so few are held with their contents."""
 
 _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
 
-
 T = TypeVar("T")
-
 
 app = typer.Typer(
     help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
 )
-
 
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the subscription.", show_default=False)]
 

@@ -18,9 +18,7 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
-from millstream.client.admin.topics import CARD, describe_topic, replication_of
 from millstream.core.errors import TopicExists
-from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -118,7 +116,7 @@ def create(
 
     created, topic, notes = ask(brokers, timeout, question)
     number = len(topic.partitions)
-    answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": replication_of(topic)}
+    answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
     made = {**answer, "created": created}
     text = "Created topic" if created else "There is already a topic"
     landed = ""
@@ -144,7 +142,7 @@ def list_(
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
     topics = ask(brokers, timeout, question)
-    rows = [(topic.name, len(topic.partitions), replication_of(topic), topic.is_internal) for topic in topics]
+    rows = [(topic.name, len(topic.partitions), topic.replication, topic.is_internal) for topic in topics]
     if as_json:
         keys = ("topic", "partitions", "replication", "internal")
         listed = [
@@ -165,6 +163,8 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show a topic's partitions, offsets and settings."""
+    from millstream.client.admin.topics import describe_topic
+
     described = ask(brokers, timeout, lambda client: describe_topic(client, name, advice=_LIST_ADVICE))
     if as_json:
         print_json(described)
@@ -271,11 +271,15 @@ async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool 
 
 def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:
     """Return the settings for a topic's descriptive fields."""
+    from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
+
     given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
     return {key: text for key, text in given.items() if text is not None}
 
 
 def _print_description(described: dict[str, Any]) -> None:
+    from millstream.client.admin.topics import CARD
+
     partitions = described["partitions"]
     messages = sum(one["end"] - one["start"] for one in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")

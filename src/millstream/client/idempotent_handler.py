@@ -33,14 +33,10 @@ from millstream.core.errors import Conflict, MillstreamError
 
 _logger = logging.getLogger(__name__)
 
-
 BATCH_MAX = 500
-
 """The maximum number of operations in one transaction."""
 
-
 CLEAN_MS = 60_000
-
 """The shortest interval between removals of expired rows."""
 
 
@@ -118,9 +114,7 @@ LEASE_S = 30.0
 THREADS = 10
 
 THREADS_MAX = 1000
-
 """The maximum number of plain functions running at once; threads start as needed, and the subscriber bounds them."""
-
 
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 1.0
 

@@ -41,7 +41,6 @@ from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _KEYS_MAX: Final = 10_000
-
 """The number of keys whose partition is cached, since hashing a key costs more than the rest of a publish."""
 
 
@@ -101,47 +100,33 @@ class TopicRoute:
 
 _logger = logging.getLogger(__name__)
 
-
 ACKS_ALL: Final = -1
 
 BATCH_BYTES: Final = 512 * 1024
-
 """Well below the default `max.message.bytes` of topics."""
-
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
-
 """In the order of Kafka's codec numbers."""
-
 
 MESSAGE_ID: Final = "message-id"
 
 _CLOSE_S_MAX: Final = 30.0
 
 _EXPIRY_S_MIN: Final = 0.02
-
 """All partitions are checked at once, so not for every batch separately."""
 
-
 _TURN: Final = 2048
-
 """How many records are encoded before other tasks get a turn."""
 
-
 _UNKNOWN_MAX: Final = 3
-
 """How often a known topic must be missing before it counts as deleted: a node may not have heard of it yet."""
 
-
 _REFRESH_S: Final = 5.0
-
 """How long after a publish its topic is checked for new partitions; nothing is asked while nothing is published."""
 
-
 _RECORD_BYTES: Final = 32
-
 """The approximate size of a record beside its key, value and headers."""
 
 

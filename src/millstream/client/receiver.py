@@ -31,7 +31,6 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
-
 WAIT_MS: Final = 30_000
 
 _ANSWER_S_MAX: Final = 30.0
@@ -39,23 +38,16 @@ _ANSWER_S_MAX: Final = 30.0
 _BYTES_MAX: Final = 1024 * 1024
 
 _NODES_S: Final = 5.0
-
 """The shortest interval at which the cluster's nodes are looked up."""
 
-
 _LAST_ANSWER_S: Final = 1.0
-
 """How long stopping waits for a response that may carry messages; nodes hang up sooner if there are none."""
 
-
 Share = Callable[[int, int], int]
-
 """Returns how many messages to request from one more node, given the number already requested and the number of nodes.
 """
 
-
 OnLeased = Callable[[NodeId, Leased], None]
-
 """Called with a node's response."""
 
 
@@ -198,7 +190,6 @@ class Polls:
 
 
 _is_settled = attrgetter("is_settled")
-
 
 _QUICK_S: Final = 0.25
 

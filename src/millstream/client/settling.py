@@ -2,7 +2,7 @@
 
 A request that is lost, or reaches a node that no longer leads the partition, is retried at the leader until the leases
 end. If the broker then says that a message is not leased, because the first response was lost, its delivery state is
-looked up. The SDK and push settle here.
+looked up. The SDK, push and the gateway settle here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
-from millstream.protocol.private.delivery_state import delivery_state
+from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
@@ -105,9 +105,6 @@ _logger = logging.getLogger(__name__)
 
 RETRIED: Final = (*TRANSIENT, RequestTimedOut)
 """Errors that are retried at the partition's current leader."""
-
-
-ACCEPTED: Final = "accepted"
 
 
 class Completion:

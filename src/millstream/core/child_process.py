@@ -84,7 +84,6 @@ class SupervisedChild(ABC):
             await process.wait()
 
     def _kill(self, process: Process) -> None:
-        """Kill the child."""
         with suppress(ProcessLookupError):
             process.kill()
 

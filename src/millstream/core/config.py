@@ -36,7 +36,6 @@ _ORDERED = (
     ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
 )
 
-
 DEFAULT_LISTENER = "default"
 """The name of the listener that `kafka` describes."""
 NO_AUTHENTICATION, AUTHENTICATION_REQUIRED = "none", "required"

@@ -35,7 +35,6 @@ class PartitionState:
 
     @property
     def has_leader(self) -> bool:
-        """Return whether the partition has a leader."""
         return self.leader != NO_LEADER
 
     def elected(self, leader: NodeId) -> PartitionState:

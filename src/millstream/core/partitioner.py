@@ -13,7 +13,6 @@ _MASK = 0xFFFFFFFF
 
 
 def partition_for_key(key: bytes, partitions: int) -> int:
-    """Return the partition of a key."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 

@@ -299,11 +299,9 @@ class LandSettings(PipelineSettings):
 
     @property
     def topic_names(self) -> list[str]:
-        """Return the topics that are listed by name."""
         return [name.strip() for name in self.topics.split(",") if name.strip()]
 
     def takes(self, topic: str) -> bool:
-        """Return whether a topic is landed."""
         return self.matcher()(topic)
 
     def matcher(self) -> Callable[[str], bool]:

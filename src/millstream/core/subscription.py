@@ -16,7 +16,7 @@ from zlib import crc32
 
 from millstream.core import push
 from millstream.core.errors import InvalidSetting, InvalidSubscription
-from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.ids import PartitionIndex
 from millstream.core.setting import HIDDEN, Setting, setting, settings_of, suggestion
 from millstream.core.topic import check_topic_name
 
@@ -369,14 +369,6 @@ class QueueKey(NamedTuple):
     subscription_id: UUID
     topic_id: UUID
     partition: PartitionIndex
-
-
-class QueuePlace(NamedTuple):
-    """One message of a queue, by the partition's topic."""
-
-    topic: str
-    partition: PartitionIndex
-    offset: Offset
 
 
 def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str, str]) -> SubscriptionSettings:

@@ -22,7 +22,6 @@ _THROTTLE = "replication is not throttled by topic, and a cluster of one node ha
 
 _REMOVED = "Kafka 4.0 removed it too"
 
-
 MISSING: Mapping[str, str] = MappingProxyType(
     {
         "compression.gzip.level": _RECOMPRESSION,
@@ -40,7 +39,6 @@ MISSING: Mapping[str, str] = MappingProxyType(
         "remote.log.delete.on.disable": _REMOTE,
     }
 )
-
 """Kafka settings that topics do not have, each with the reason."""
 
 
@@ -57,7 +55,6 @@ NAME_LENGTH_MAX = 249
 
 _NAME = re.compile(r"[a-zA-Z0-9._-]+\Z")
 
-
 CONSUMER_OFFSETS = "__consumer_offsets"
 
 TRANSACTION_STATE = "__transaction_state"
@@ -65,7 +62,6 @@ TRANSACTION_STATE = "__transaction_state"
 SUBSCRIPTIONS = "__subscriptions"
 
 INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, SUBSCRIPTIONS, "__deliveries"})
-
 
 OWNER = "millstream.owner"
 
@@ -80,7 +76,6 @@ DESCRIPTION_LENGTH_MAX = 2000
 CONTRACT_LENGTH_MAX = 2000
 
 INT64_MAX = 2**63 - 1
-
 
 FLUSH_ALWAYS = "always"
 

@@ -79,6 +79,7 @@ def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome
         outcome.trace = world.trace.lines() if tracing or outcome.failure else []
         handler.world = None
         world.loop.dismantle()
+        world.declarations.close()
     return outcome
 
 

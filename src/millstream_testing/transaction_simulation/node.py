@@ -80,7 +80,7 @@ class TransactionRun(Run):
         self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
         self.coordinator.on_transaction_ending(self.sender.wake)
         gate = CoordinatorGate(self.coordinator, peers, me=node.node_id)
-        self.produce = Produce(topics, QuotaMeters(self.cluster.quotas).produce, gate)
+        self.produce = Produce(topics, QuotaMeters(self.cluster.declared.quotas).produce, gate)
         self.offset_commit = TxnOffsetCommit(self.groups, topics, gate)
         self._write_markers = WriteTxnMarkers(markers)
         self._add_partitions = AddPartitionsToTxn(self.coordinator, topics)

@@ -27,7 +27,7 @@ def test_the_start_is_quick_because_little_is_imported() -> None:
 def test_a_command_imports_only_what_it_needs() -> None:
     program = (
         "import sys; from millstream.cli.app import call\n"
-        "assert call(['topic', 'list', '--brokers', '127.0.0.1:1', '--json']) == 4\n"
+        "assert call(['topic', 'list', '--brokers', '127.0.0.1:1', '--timeout', '2.5', '--json']) == 4\n"
         "print(*sys.modules)"
     )
     command = [sys.executable, "-c", program]

@@ -296,8 +296,8 @@ async def test_without_a_deletion_record_files_stay(tmp_path: Path) -> None:
 async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
         entity = QuotaEntity(((CLIENT_ID, "reports"),))
-        await group[1].cluster.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
-        there = group[2].cluster.quotas
+        await group[1].cluster.declared.quotas.alter(entity, {PRODUCER_BYTE_RATE: 5.0})
+        there = group[2].cluster.declared.quotas
         reported = asyncio.Event()
         there.on_change(reported.set)
         while there.find(PRODUCER_BYTE_RATE, "reports") is None:

@@ -1,20 +1,23 @@
-"""How the gateway settles leases: each at its leader, again when that moves, and nothing that was told is lost."""
+"""How the gateway settles leases: each at its leader, again when that moves, and no settlement is lost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
+from uuid import UUID
 
 import msgspec
 import pytest
 
-from millstream.core.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, NotLeader
-from millstream.core.ids import NodeId
+from millstream.core.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, RequestTimedOut, UnknownTopic
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.verb import Verb
 from millstream.gateway.api import settling
 from millstream.gateway.api.settling import Lease, Verdict, settle
 from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 
 OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 
@@ -26,14 +29,29 @@ class Cluster:
         self.codes = codes
         self.asked: list[list[int]] = []
         self.refreshed = 0
+        self.ranges: list[list[tuple[int, int]]] = []
         self.states: dict[int, str] = {}
 
-    async def leader_of(self, _topic: str, _partition: int) -> NodeId:
+    async def leader_of(self, topic: str, _partition: int) -> NodeId:
+        if topic == "gone":
+            raise UnknownTopic(topic)
         return NodeId(1)
 
-    async def metadata(self, _topics: Any) -> None:
+    async def metadata(self, topics: Iterable[str]) -> ClusterMetadata:
         self.refreshed += 1
-        raise BrokerUnreachable("away")
+        if self.refreshed == 1:
+            raise BrokerUnreachable("away")
+        partitions = {
+            PartitionIndex(number): PartitionMetadata(
+                partition=PartitionIndex(number), leader_id=NodeId(1), leader_epoch=Epoch(1), replicas=(), in_sync=()
+            )
+            for number in self.codes
+        }
+        found = {
+            name: TopicMetadata(name=name, topic_id=UUID(int=1), is_internal=False, partitions=partitions)
+            for name in topics
+        }
+        return ClusterMetadata(cluster_id="c", controller_id=NodeId(1), nodes={}, topics=found, errors={})
 
     async def call_leader(self, _topic: str, _partition: int, attempt: Any) -> Any:
         return await attempt(NodeId(1))
@@ -45,7 +63,8 @@ class Cluster:
             return memoryview(msgspec.msgpack.encode(DeliveryStateAnswer(0, None, state)))
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append([part.partition for part in request.partitions])
-        results = [[(self.codes[part.partition].pop(0), None)] for part in request.partitions]
+        self.ranges += [[(one.start, one.end) for one in part.verbs] for part in request.partitions]
+        results = [[(self.codes[part.partition].pop(0), None) for _ in part.verbs] for part in request.partitions]
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, cast("Any", results))))
 
 
@@ -54,25 +73,39 @@ async def settled(cluster: Cluster) -> list[MillstreamError | None]:
     return await settle(cast("Client", cluster), "billing", verdicts)
 
 
-async def test_settlements_are_kept_while_no_leader_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+async def test_settlements_are_kept_while_no_leader_is_known() -> None:
     cluster = Cluster({0: [OK], 1: [NOT_LEADER, OK]})
     assert await settled(cluster) == [None, None]
-    assert (cluster.asked, cluster.refreshed) == ([[0, 1], [1]], 1)
+    assert (cluster.asked, cluster.refreshed) == ([[0, 1], [1]], 2)
 
 
 async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "SETTLE_S", 0.0)
-    first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER]}))
+    monkeypatch.setattr(settling, "SETTLE_S", 0.2)
+    first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER] * 1000}))
     assert first is None
-    assert isinstance(second, NotLeader)
+    assert isinstance(second, RequestTimedOut)
 
 
-async def test_what_was_accepted_by_a_leader_whose_answer_was_lost_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+async def test_what_was_accepted_by_a_leader_whose_answer_was_lost_is_accepted() -> None:
     cluster = Cluster({0: [NOT_LEADER, NOT_HELD], 1: [NOT_LEADER, NOT_HELD], 2: [NOT_HELD]})
     cluster.states = {0: "accepted", 1: "leased"}
     first, second, third = await settled(cluster)
     assert first is None
     assert isinstance(second, InvalidRecordState)
-    assert isinstance(third, InvalidRecordState), "nobody asks about what was said once"
+    assert isinstance(third, InvalidRecordState), "the state of a message that was settled once is not looked up"
+
+
+async def test_messages_of_one_partition_are_settled_as_ranges_and_each_has_its_outcome() -> None:
+    cluster = Cluster({0: [NOT_HELD, OK, OK, NOT_HELD]})
+    verdicts = [Verdict(Lease("orders", 0, offset, 1, "http/w"), Verb.ACCEPT) for offset in (4, 3, 5)]
+    outcomes = await settle(cast("Client", cluster), "billing", verdicts)
+    assert [type(outcome) for outcome in outcomes] == [type(None), type(None), InvalidRecordState]
+    assert cluster.ranges == [[(3, 6)], [(3, 4), (4, 5), (5, 6)]]
+
+
+async def test_a_partition_without_a_leader_is_an_outcome_of_its_leases() -> None:
+    cluster = Cluster({0: [OK]})
+    verdicts = [Verdict(Lease(topic, 0, 3, 1, "http/w"), Verb.ACCEPT) for topic in ("orders", "gone")]
+    first, second = await settle(cast("Client", cluster), "billing", verdicts)
+    assert first is None
+    assert isinstance(second, UnknownTopic)

@@ -13,7 +13,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.kafka.apis.pipeline_landed import PipelineLanded
+from millstream.broker.kafka.apis.pipeline_apis import PipelineLanded
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.core.errors import UnknownTopic

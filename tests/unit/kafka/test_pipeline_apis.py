@@ -17,12 +17,14 @@ from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, PrivateApi
-from millstream.broker.kafka.apis.pipeline_alter import PipelineAlter
-from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
-from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
-from millstream.broker.kafka.apis.pipeline_list import PipelineList
-from millstream.broker.kafka.apis.rule_change import RuleChange
-from millstream.broker.kafka.apis.subscription_create import SubscriptionCreate
+from millstream.broker.kafka.apis.pipeline_apis import (
+    PipelineAlter,
+    PipelineCreate,
+    PipelineDelete,
+    PipelineList,
+    RuleChange,
+)
+from millstream.broker.kafka.apis.subscription_apis import SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines

@@ -13,20 +13,16 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
-from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock
@@ -35,9 +31,7 @@ from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_cla
 
 
 @pytest.fixture
-async def served(
-    catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
-) -> ServedApis:
+async def served(catalog: Catalog, topics: Topics, membership: Membership, config: Config) -> ServedApis:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
     parts = ApiDependencies(
         config=config,
@@ -45,11 +39,7 @@ async def served(
         topics=topics,
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-        quotas=quotas,
-        groups=DeclaredGroups(CatalogDeclarations(catalog), config),
-        subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
-        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
-        security=SecurityState(CatalogDeclarations(catalog), ()),
+        declared=DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock()),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

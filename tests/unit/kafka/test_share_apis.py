@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 from uuid import UUID
@@ -16,7 +17,7 @@ from kio.static.primitive import i32Timedelta
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
@@ -26,9 +27,7 @@ from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import ACKS_ALL
-from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -214,18 +213,15 @@ async def desk(
     catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
 ) -> AsyncIterator[Desk]:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
-    subscriptions = Subscriptions(CatalogDeclarations(catalog), SystemClock())
+    declared = replace(DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock()), quotas=quotas)
+    subscriptions = declared.subscriptions
     parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
         topics=topics,
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-        quotas=quotas,
-        groups=DeclaredGroups(CatalogDeclarations(catalog), config),
-        subscriptions=subscriptions,
-        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
-        security=SecurityState(CatalogDeclarations(catalog), ()),
+        declared=declared,
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -17,17 +17,19 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.kafka.apis.abort_batch import AbortBatch
-from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
-from millstream.broker.kafka.apis.complete_batch import CompleteBatch
+from millstream.broker.kafka.apis.batch_transactions import (
+    AbortBatch,
+    AbortTransaction,
+    CompleteBatch,
+    LastBatch,
+    PrepareTransaction,
+)
 from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
 from millstream.broker.kafka.apis.end_txn import EndTxn
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
-from millstream.broker.kafka.apis.last_batch import LastBatch
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
-from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.transaction_service import PartitionMarkers

@@ -68,10 +68,6 @@ def test_the_last_batch_of_a_query(query: str, batch: int, updated_ms: int, run:
     assert query_tombstone(query) == (record.key, None, ())
 
 
-def test_the_last_batch_of_a_query_without_its_time() -> None:
-    assert read_query(bytes.fromhex("0000 0000000000000007 00")) == (7, -1, "")
-
-
 def test_the_bytes_are_those_of_kafka() -> None:
     transaction = Transaction(
         transactional_id="tx",

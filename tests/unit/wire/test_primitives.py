@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millstream.core.errors import InvalidRequest, ProtocolViolation
 from millstream.protocol.messages.primitives import Reader, Writer
 
-INTEGERS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64, "varint": 32, "varlong": 64}
+INTEGERS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 VALUES: st.SearchStrategy[list[tuple[str, Any]]] = st.lists(
     st.one_of(
@@ -69,8 +69,6 @@ READS: list[Callable[[Reader], object]] = [
     Reader.boolean,
     Reader.uuid,
     Reader.uvarint,
-    Reader.varint,
-    Reader.varlong,
     Reader.string,
     Reader.nullable_string,
     Reader.blob,

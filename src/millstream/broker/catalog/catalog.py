@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
@@ -97,7 +96,6 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
 
 
 def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
-    """Return the pipeline with this name."""
     return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
 
 
@@ -195,60 +193,7 @@ def _rule(row: Any) -> Rule:
     )
 
 
-def _add_client_quotas(connection: Connection) -> None:
-    client_quotas.create(connection, checkfirst=True)
-
-
-def _add_subscriptions(connection: Connection) -> None:
-    subscriptions.create(connection, checkfirst=True)
-    deleted_subscriptions.create(connection, checkfirst=True)
-
-
-def _add_pipelines(connection: Connection) -> None:
-    pipelines.create(connection, checkfirst=True)
-    routing_rules.create(connection, checkfirst=True)
-
-
-def _add_group_settings(connection: Connection) -> None:
-    group_settings.create(connection, checkfirst=True)
-
-
-def _add_broker_settings(connection: Connection) -> None:
-    broker_settings.create(connection, checkfirst=True)
-
-
-def _add_security(connection: Connection) -> None:
-    scram_credentials.create(connection, checkfirst=True)
-    acls.create(connection, checkfirst=True)
-
-
-def _add_tokens(connection: Connection) -> None:
-    api_tokens.create(connection, checkfirst=True)
-
-
-STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {
-        2: _add_client_quotas,
-        3: _add_subscriptions,
-        4: _add_pipelines,
-        5: _add_group_settings,
-        6: _add_broker_settings,
-        7: _add_security,
-        8: _add_tokens,
-    }
-)
-
-"""What leads to each version from the one before."""
-
-
-def migrate(connection: Connection, found: int) -> None:
-    """Carry a catalog from the version found to the newest."""
-    for version in range(found + 1, SCHEMA_VERSION + 1):
-        STEPS[version](connection)
-
-
 RESERVE_BYTES = 512 * 1024
-
 """Far more than the pages that deleting a topic or lowering its retention writes."""
 
 
@@ -287,11 +232,8 @@ class Reserve:
 
 _logger = logging.getLogger(__name__)
 
-
 CATALOG_NAME = "catalog.sqlite"
-
 """The catalog of a single node, in its data folder."""
-
 
 _CLUSTER_ID = "cluster-id"
 
@@ -299,24 +241,18 @@ _CLUSTER_NAME = "cluster-name"
 
 _SCHEMA_VERSION = "schema-version"
 
-
 _AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
-
 """What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
-
 
 _DENIED = re.compile(
     r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
     r"|(role|user|database) .* does not exist|permission denied",
     re.IGNORECASE,
 )
-
 """How a server says that retrying is pointless. A connection that was never made has no code, only a text."""
 
-
 _PREPARE_LOCK = 0x6D696C6C
-
-"""The PostgreSQL advisory lock of the node that creates or changes the tables."""
+"""The PostgreSQL advisory lock of the node that creates the tables."""
 
 
 class Catalog:
@@ -362,7 +298,7 @@ class Catalog:
         return catalog
 
     def prepare(self) -> None:
-        """Create the tables of a new catalog, or upgrade those of an older version."""
+        """Create the tables of a new catalog; check the version of an existing one."""
         if not self._shared:
             self._prepare()
             self._reserve.fill()
@@ -387,7 +323,7 @@ class Catalog:
                 connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
                 connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
             else:
-                _upgrade(connection, found)
+                _check_version(found)
             self._claim(connection)
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
 
@@ -507,7 +443,6 @@ class Catalog:
                 connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
 
     def group_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of every group that has its own."""
         with self._read() as connection:
             return {row.group_id: dict(row.overrides) for row in connection.execute(select(group_settings))}
 
@@ -747,18 +682,12 @@ def _metadata_value(connection: Connection, name: str) -> str | None:
     return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
 
 
-def _upgrade(connection: Connection, found: str) -> None:
-    if not found.isdigit():
-        raise DataFolderInvalid(f"the catalog's schema version is {found!r}, which no Millstream writes")
-    if int(found) > SCHEMA_VERSION:
+def _check_version(found: str) -> None:
+    if found != str(SCHEMA_VERSION):
         raise DataFolderInvalid(
-            f"the catalog was written by a newer Millstream (schema {found}, this one knows {SCHEMA_VERSION})"
+            f"the catalog has schema {found}, and this Millstream reads schema {SCHEMA_VERSION}; start the version "
+            "that wrote it, or give an empty --data or --catalog"
         )
-    if int(found) < SCHEMA_VERSION:
-        migrate(connection, int(found))
-        written = update(about).where(about.c.name == _SCHEMA_VERSION).values(value=str(SCHEMA_VERSION))
-        connection.execute(written)
-        _logger.info("catalog upgraded", extra={"from_schema": found, "to_schema": SCHEMA_VERSION})
 
 
 def _entity(text: str) -> QuotaEntity:

@@ -42,11 +42,6 @@ def open_database(url: str) -> Engine:
     return _open_postgres(parsed)
 
 
-def is_postgres(url: str) -> bool:
-    """Whether a URL means a catalog that several nodes share."""
-    return url.startswith(("postgresql:", "postgresql+", "postgres:"))
-
-
 def _open_postgres(url: URL) -> Engine:
     limits = f"-c statement_timeout={STATEMENT_MS_MAX} -c lock_timeout={STATEMENT_MS_MAX}"
     connection: dict[str, Any] = {

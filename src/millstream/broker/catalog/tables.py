@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 8
-"""Incremented with every change of the tables, together with a step in `broker/catalog/catalog.py`."""
+SCHEMA_VERSION = 1
+"""Incremented with every change of the tables after a release, together with a step from the version before."""
 
 metadata = MetaData()
 

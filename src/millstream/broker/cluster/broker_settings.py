@@ -42,7 +42,7 @@ TOPIC_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 CONNECTIONS_MAX: Final = "max.connections"
 
 _OF_THE_CLUSTER: Final = frozenset({"min.insync.replicas", "unclean.leader.election.enable"})
-"""The controller goes by these, whichever node leads."""
+"""The controller uses these, whichever node leads."""
 
 
 def _declared() -> dict[str, Setting]:
@@ -69,7 +69,7 @@ def check_changes(scope: str, changes: Mapping[str, str | None]) -> None:
 
 
 class BrokerSettings:
-    """What was set for all nodes and for each of them, as this node last heard of it."""
+    """The settings of all nodes and of each of them, as this node last read them."""
 
     def __init__(self, config: Config) -> None:
         self._me = str(config.node_id)
@@ -78,12 +78,12 @@ class BrokerSettings:
         self._listeners: list[Callable[[], None]] = []
 
     def of(self, scope: str) -> Mapping[str, str]:
-        """What was set for a node, or for all of them."""
+        """Return the settings of a node, or of all of them."""
         return self._by_scope.get(scope, {})
 
     @property
     def own(self) -> Mapping[str, str]:
-        """What was set for this node alone."""
+        """Return the settings of this node alone."""
         return self.of(self._me)
 
     @property
@@ -97,7 +97,7 @@ class BrokerSettings:
 
     @property
     def connections_max(self) -> int:
-        """How many connections may be open at the same time."""
+        """Return how many connections may be open at the same time."""
         text = self._in_force.get(CONNECTIONS_MAX)
         return self._static_connections_max if text is None else int(text)
 

@@ -1,7 +1,7 @@
 """The parts that make a node a member of a cluster: its view, its registration, its replicas, its controller.
 
-They start and stop in the order of the methods here: `open` (follow what was agreed on, host what is hosted here),
-`join` (when the APIs answer), `leave` (let others take over what this node leads), `close`.
+They start and stop in the order of the methods here: `open` (follow the coordination store, host this node's replicas),
+`join` (when the APIs answer), `leave` (move this node's leaderships to others), `close`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.cluster_topics import ClusterTopics
 from millstream.broker.cluster.controller import Controller
 from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.registration import NodeDescription, Registration
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Expect, Put
-from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import ElectedOwner
 from millstream.broker.replication.in_sync import NOT_REGISTERED
-from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -111,11 +107,9 @@ class ClusterNode:
         self._follows_as = NOT_REGISTERED
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog_changed = asyncio.Event()
-        self.quotas = ClientQuotas(self.declarations)
-        self.groups = DeclaredGroups(self.declarations, dependencies.config)
-        self.subscriptions = Subscriptions(self.declarations, dependencies.clock, new_id=self._new_id)
-        self.pipelines = Pipelines(self.declarations, dependencies.clock, new_id=self._new_id)
-        self.security = SecurityState(self.declarations, parse_super_users(dependencies.config.super_users))
+        self.declared = DeclaredState.of(
+            self.declarations, dependencies.config, dependencies.clock, new_id=self._new_id
+        )
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node hosts. Nothing is led or followed yet."""
@@ -189,7 +183,7 @@ class ClusterNode:
         return owner
 
     async def leave(self) -> None:
-        """Let others take over what this node leads, as far as they can, for a bounded time."""
+        """Move this node's leaderships to others, as far as that is possible, for a bounded time."""
         registration = self._registration
         if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
             await registration.leave(
@@ -211,15 +205,11 @@ class ClusterNode:
         return task
 
     async def _follow_catalog(self) -> None:
-        """Read quotas, groups, subscriptions and pipelines now and after each change of the catalog."""
+        """Read the declarations now and after each change of the catalog."""
         backoff = self._backoff()
         while True:
             try:
-                await self.security.load()
-                await self.quotas.load()
-                await self.groups.load()
-                await self.subscriptions.load()
-                await self.pipelines.load()
+                await self.declared.load()
                 backoff.reset()
             except MillstreamError as error:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
@@ -239,7 +229,7 @@ class ClusterNode:
             yield "this node is not currently admitted to the cluster"
 
     def warnings(self) -> Iterable[str]:
-        """Yield what is wrong in the cluster although this node works."""
+        """Yield problems of the cluster that do not keep this node from working."""
         away = self._store.away_since_ms
         if away is not None:
             yield f"etcd is unavailable since {_time(away)}; data flows, elections and new topics wait"
@@ -286,7 +276,7 @@ class ClusterNode:
     def _registration_revision(self) -> int:
         """Return the registration under which this process follows, also while its lease is lost.
 
-        Never that of another process under the same id: leaders would take this one's log for the other's.
+        Never that of another process with the same id: leaders would mistake this log for the other one's.
         """
         mine = None if self._registration is None else self._registration.mine
         if mine is not None:

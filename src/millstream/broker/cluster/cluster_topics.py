@@ -48,7 +48,6 @@ _ATTEMPTS_MAX = 5
 _OPENED_AT_ONCE = 100
 """Logs that are opened before other tasks get their turn: a node that stalls loses its lease."""
 
-
 OPEN_AGAIN_S = 1.0
 OPEN_AGAIN_S_MAX = 60.0
 """How long after a failure a log is opened again, at first and at most."""
@@ -115,7 +114,6 @@ class ClusterTopics(Topics):
         self._drop_listeners.append(listener)
 
     def apply(self, change: ViewChange) -> None:
-        """Apply a change of the cluster view."""
         if change.settings:
             self.broker_settings.show(self._view.settings)
         shown: set[UUID] = set()
@@ -176,7 +174,7 @@ class ClusterTopics(Topics):
         return None if versioned is None else versioned.state
 
     def versioned(self, partition: PartitionKey) -> Versioned | None:
-        """Return the state of a partition with the revision that a change of it has to name."""
+        """Return the state of a partition with the revision that a change of it must name."""
         return self._view.states.get(partition)
 
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
@@ -210,7 +208,6 @@ class ClusterTopics(Topics):
         await self._change_state(topic, index, moving)
 
     def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
-        """Return every move under way."""
         return self._view.reassignments
 
     async def _change_state(
@@ -272,7 +269,6 @@ class ClusterTopics(Topics):
         )
 
     def metrics(self) -> Iterable[Metric]:
-        """Return what is stored, and how well it is replicated."""
         yield from super().metrics()
         led = list(self.led())
         states = [partition.state for partition in led if partition.state is not None]

@@ -39,10 +39,8 @@ from millstream.core.topic import Topic, TopicSettings
 
 _logger = logging.getLogger(__name__)
 
-
 MinInSync = Callable[[UUID], int]
-
-"""How many replicas of a topic's partitions have to be in sync."""
+"""Returns how many replicas of a topic's partitions must be in sync."""
 
 
 async def admit(registered: NodeRegistration, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
@@ -130,8 +128,7 @@ class Balance:
 
 
 _WORKED_OUT_AT_ONCE = 1000
-
-"""How many partitions are looked at before other tasks get their turn."""
+"""How many partitions are checked before other tasks get their turn."""
 
 
 class _Deposed(Exception):
@@ -173,7 +170,7 @@ class Controller:
 
     @property
     def is_active(self) -> bool:
-        """Whether this node is the controller, as far as it knows."""
+        """Return whether this node is the controller, as far as it knows."""
         return self._term is not None
 
     def metrics(self) -> Iterable[Metric]:
@@ -196,7 +193,7 @@ class Controller:
                 _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
                 await backoff.pause()
             except Exception:
-                # Whatever it was, a cluster without a controller is worse than one that retries.
+                # Whatever the error is, a cluster without a controller is worse than one that retries.
                 _logger.exception("the controller failed; restarting it")
                 await backoff.pause()
             finally:
@@ -371,7 +368,7 @@ class Controller:
     async def _propose(self, term: Term, proposals: list[Proposal]) -> None:
         if not proposals:
             return
-        # Overtaken proposals are looked at again when the view shows the other change.
+        # Overtaken proposals are checked again when the view shows the other change.
         overtaken = await term.propose(proposals)
         self.elections += len(proposals) - len(overtaken)
         _logger.info("leaders elected", extra={"partitions": len(proposals), "overtaken": len(overtaken)})

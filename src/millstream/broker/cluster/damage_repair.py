@@ -49,7 +49,7 @@ PART_BYTES = 16 * 1024 * 1024
 
 
 class DamageRepair:
-    """Repairs the partitions of a node, one after the other, until `run` is cancelled."""
+    """Repairs the partitions of a node, one by one, until `run` is cancelled."""
 
     def __init__(self, me: NodeId, links: ReplicaLinks, *, random: Random, registration: Callable[[], int]) -> None:
         self._me = me
@@ -83,7 +83,7 @@ class DamageRepair:
             timer.cancel()
 
     async def run(self) -> None:
-        """Repair what is damaged; runs forever."""
+        """Repair damaged partitions; runs forever."""
         while True:
             while not self._due:
                 self._wake.clear()
@@ -132,7 +132,7 @@ class DamageRepair:
                 # The answer was damaged, or the log changed meanwhile.
                 undecided = error
         if cannot is not None:
-            # Others have it, so one of them leads better.
+            # Other replicas have it, so one of them should lead.
             partition.hand_over()
             raise cannot
         if undecided is not None:
@@ -142,7 +142,7 @@ class DamageRepair:
             partition.abandon_range(lost)
 
     def _others(self, partition: Partition) -> list[NodeId]:
-        """Return the other replicas, those first that are most likely to have everything."""
+        """Return the other replicas; those most likely to have everything come first."""
         state = partition.state
         if state is None:
             return []
@@ -204,7 +204,7 @@ class DamageRepair:
         _logger.log(level, what, extra=extra)
 
     def metrics(self) -> list[Metric]:
-        """Return what was repaired, and what waits for it."""
+        """Return the metrics of repairs, done and pending."""
         waiting = len(self._due) + len(self._retries)
         return [
             counter(

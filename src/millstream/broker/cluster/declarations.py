@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
@@ -27,99 +27,134 @@ T = TypeVar("T")
 Quotas = Mapping[QuotaEntity, Mapping[str, float]]
 
 
-class Declarations(Protocol):
-    """The catalog; see `broker/catalog/catalog.py` for what each call does."""
+class Declarations:
+    """Calls the catalog; see `broker/catalog/catalog.py` for what each call does."""
 
     async def cluster_id(self) -> str:
         """Return the id that clients see."""
+        return await self.call(lambda catalog: catalog.cluster_id)
 
     async def topics(self) -> list[Topic]:
         """Return every topic, by name."""
+        return await self.call(Catalog.topics)
 
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
+        await self._change(lambda catalog: catalog.add_topic(topic))
 
     async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Change the partitions or settings of a topic as it is declared now, in one step."""
+        return await self._change(lambda catalog: catalog.alter_topic(topic_id, change))
 
     async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
         """Delete a topic and write the record that allows its files to be removed."""
+        await self._change(lambda catalog: catalog.delete_topic(topic, now_ms=now_ms))
 
     async def deleted_topic_ids(self) -> set[UUID]:
         """Return the topics whose files may be removed."""
+        return await self.call(Catalog.deleted_topic_ids)
 
     async def forget_deleted(self, topic_id: UUID) -> None:
         """Drop the deletion record once the files are gone."""
+        await self.call(lambda catalog: catalog.forget_deleted(topic_id))
 
     async def take_block(self, counter: str, size: int) -> int:
         """Take `size` numbers of a counter, which are never given out again."""
+        return await self.call(lambda catalog: catalog.take_block(counter, size))
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         """Return the limits of every entity that has some."""
+        return await self.call(Catalog.client_quotas)
 
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
+        await self._change(lambda catalog: catalog.change_client_quotas(changes))
 
     async def group_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of every group that has its own."""
+        return await self.call(Catalog.group_settings)
 
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """Store the settings of a group."""
+        await self._change(lambda catalog: catalog.change_group_settings(group_id, overrides))
 
     async def broker_settings(self) -> dict[str, dict[str, str]]:
-        """What was set for all nodes, and for each of them."""
+        """Return the settings of all nodes and of each node."""
+        return await self.call(Catalog.broker_settings)
 
     async def change_broker_settings(
         self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
     ) -> dict[str, str]:
-        """Set some settings of all nodes or of one, in one step; all that are set then."""
+        """Set some settings of all nodes or of one, in one step; return all that are set then."""
+        return await self._change(lambda catalog: catalog.change_broker_settings(scope, changes, replace=replace))
 
     async def security(self) -> DeclaredSecurity:
-        """Every user and every access rule."""
+        """Return every user and every access rule."""
+        return await self.call(Catalog.security)
 
     async def change_security(self, change: SecurityChange) -> None:
         """Store a change of users and access rules."""
+        await self._change(lambda catalog: catalog.change_security(change))
 
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
+        return await self.call(Catalog.subscriptions)
 
     async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
         """Return the subscriptions with these names that exist."""
+        return await self.call(lambda catalog: catalog.subscriptions_named(names))
 
     async def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
+        await self._change(lambda catalog: catalog.add_subscription(subscription))
 
     async def alter_subscription(
         self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
     ) -> Subscription:
         """Change the topics or settings of a subscription as it is declared now, in one step."""
+        return await self._change(lambda catalog: catalog.alter_subscription(subscription_id, change))
 
     async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
         """Delete a subscription and write the record that allows its state to be removed."""
+        await self._change(lambda catalog: catalog.delete_subscription(subscription, now_ms=now_ms))
 
     async def deleted_subscriptions(self) -> dict[UUID, int]:
         """Return the subscriptions whose state may be removed, and since when."""
+        return await self.call(Catalog.deleted_subscriptions)
 
     async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
         """Drop the deletion record once the state is gone everywhere."""
+        await self.call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
 
     async def pipelines(self) -> list[Pipeline]:
         """Return every pipeline with its rules, by name."""
+        return await self.call(Catalog.pipelines)
 
     async def pipeline_named(self, name: str) -> Pipeline | None:
         """Return the pipeline with this name, if it exists."""
+        return await self.call(lambda catalog: catalog.pipeline_named(name))
 
     async def add_pipeline(self, pipeline: Pipeline) -> None:
         """Declare a pipeline, durably."""
+        await self._change(lambda catalog: catalog.add_pipeline(pipeline))
 
     async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Change a pipeline or its rules as it is declared now, in one step."""
+        return await self._change(lambda catalog: catalog.alter_pipeline(pipeline_id, change))
 
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
         """Delete a pipeline with its rules."""
+        await self._change(lambda catalog: catalog.delete_pipeline(pipeline))
+
+    async def call(self, ask: Callable[[Catalog], T]) -> T:
+        """Run one call of the catalog, without blocking the loop."""
+        raise NotImplementedError
+
+    async def _change(self, ask: Callable[[Catalog], T]) -> T:
+        """Run a call that changes what the nodes of a cluster read."""
+        return await self.call(ask)
 
 
-class CatalogDeclarations:
+class CatalogDeclarations(Declarations):
     """The catalog, each call in a thread."""
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
@@ -131,123 +166,8 @@ class CatalogDeclarations:
         self._answered_once = False
         self._preparing = asyncio.Lock()
 
-    async def cluster_id(self) -> str:
-        """Return the id that clients see."""
-        return await self._call(lambda catalog: catalog.cluster_id)
-
-    async def topics(self) -> list[Topic]:
-        """Return every topic, by name."""
-        return await self._call(Catalog.topics)
-
-    async def add_topic(self, topic: Topic) -> None:
-        """Declare a topic, durably."""
-        await self._call(lambda catalog: catalog.add_topic(topic))
-
-    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
-        """Change a topic as it is declared now."""
-        return await self._call(lambda catalog: catalog.alter_topic(topic_id, change))
-
-    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Delete a topic and write the record that allows its files to be removed."""
-        await self._call(lambda catalog: catalog.delete_topic(topic, now_ms=now_ms))
-
-    async def deleted_topic_ids(self) -> set[UUID]:
-        """Return the topics whose files may be removed."""
-        return await self._call(Catalog.deleted_topic_ids)
-
-    async def forget_deleted(self, topic_id: UUID) -> None:
-        """Drop the deletion record once the files are gone."""
-        await self._call(lambda catalog: catalog.forget_deleted(topic_id))
-
-    async def take_block(self, counter: str, size: int) -> int:
-        """Take `size` numbers of a counter, which are never given out again."""
-        return await self._call(lambda catalog: catalog.take_block(counter, size))
-
-    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """Return the limits of every entity that has some."""
-        return await self._call(Catalog.client_quotas)
-
-    async def change_client_quotas(self, changes: Quotas) -> None:
-        """Store the limits of some entities."""
-        await self._call(lambda catalog: catalog.change_client_quotas(changes))
-
-    async def group_settings(self) -> dict[str, dict[str, str]]:
-        """Return the settings of every group that has its own."""
-        return await self._call(Catalog.group_settings)
-
-    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
-        """Store the settings of a group."""
-        await self._call(lambda catalog: catalog.change_group_settings(group_id, overrides))
-
-    async def broker_settings(self) -> dict[str, dict[str, str]]:
-        """What was set for all nodes, and for each of them."""
-        return await self._call(Catalog.broker_settings)
-
-    async def change_broker_settings(
-        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
-    ) -> dict[str, str]:
-        """Set some settings of all nodes or of one, in one step."""
-        return await self._call(lambda catalog: catalog.change_broker_settings(scope, changes, replace=replace))
-
-    async def security(self) -> DeclaredSecurity:
-        """Every user and every access rule."""
-        return await self._call(Catalog.security)
-
-    async def change_security(self, change: SecurityChange) -> None:
-        """Store a change of users and access rules."""
-        await self._call(lambda catalog: catalog.change_security(change))
-
-    async def subscriptions(self) -> list[Subscription]:
-        """Return every subscription, by name."""
-        return await self._call(Catalog.subscriptions)
-
-    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        """Return the subscriptions with these names that exist."""
-        return await self._call(lambda catalog: catalog.subscriptions_named(names))
-
-    async def add_subscription(self, subscription: Subscription) -> None:
-        """Declare a subscription, durably."""
-        await self._call(lambda catalog: catalog.add_subscription(subscription))
-
-    async def alter_subscription(
-        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
-    ) -> Subscription:
-        """Change a subscription as it is declared now."""
-        return await self._call(lambda catalog: catalog.alter_subscription(subscription_id, change))
-
-    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Delete a subscription and write the record that allows its state to be removed."""
-        await self._call(lambda catalog: catalog.delete_subscription(subscription, now_ms=now_ms))
-
-    async def deleted_subscriptions(self) -> dict[UUID, int]:
-        """Return the subscriptions whose state may be removed, and since when."""
-        return await self._call(Catalog.deleted_subscriptions)
-
-    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
-        """Drop the deletion record once the state is gone everywhere."""
-        await self._call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
-
-    async def pipelines(self) -> list[Pipeline]:
-        """Return every pipeline with its rules, by name."""
-        return await self._call(Catalog.pipelines)
-
-    async def pipeline_named(self, name: str) -> Pipeline | None:
-        """Return the pipeline with this name, if it exists."""
-        return await self._call(lambda catalog: catalog.pipeline_named(name))
-
-    async def add_pipeline(self, pipeline: Pipeline) -> None:
-        """Declare a pipeline, durably."""
-        await self._call(lambda catalog: catalog.add_pipeline(pipeline))
-
-    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Change a pipeline or its rules as it is declared now."""
-        return await self._call(lambda catalog: catalog.alter_pipeline(pipeline_id, change))
-
-    async def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Delete a pipeline with its rules."""
-        await self._call(lambda catalog: catalog.delete_pipeline(pipeline))
-
-    async def _call(self, ask: Callable[[Catalog], T]) -> T:
+    async def call(self, ask: Callable[[Catalog], T]) -> T:
+        """Call the catalog in a thread."""
         try:
             answer = await self._ask(ask)
         except CatalogUnavailable as error:
@@ -305,120 +225,20 @@ class Announcer:
                 await self._backoff.pause()
 
 
-class AnnouncedDeclarations:
+class AnnouncedDeclarations(Declarations):
     """The catalog of a cluster: each change is announced to all nodes."""
 
     def __init__(self, inner: Declarations, announcer: Announcer) -> None:
         self._inner = inner
         self._announcer = announcer
-        self.cluster_id = inner.cluster_id
-        self.topics = inner.topics
-        self.deleted_topic_ids = inner.deleted_topic_ids
-        self.forget_deleted = inner.forget_deleted
-        self.take_block = inner.take_block
-        self.client_quotas = inner.client_quotas
-        self.group_settings = inner.group_settings
-        self.broker_settings = inner.broker_settings
-        self.security = inner.security
-        self.subscriptions = inner.subscriptions
-        self.subscriptions_named = inner.subscriptions_named
-        self.deleted_subscriptions = inner.deleted_subscriptions
-        self.forget_deleted_subscription = inner.forget_deleted_subscription
-        self.pipelines = inner.pipelines
-        self.pipeline_named = inner.pipeline_named
 
-    async def add_topic(self, topic: Topic) -> None:
-        """Declare a topic, durably."""
+    async def call(self, ask: Callable[[Catalog], T]) -> T:
+        """Call the catalog."""
+        return await self._inner.call(ask)
+
+    async def _change(self, ask: Callable[[Catalog], T]) -> T:
         try:
-            await self._inner.add_topic(topic)
+            return await self._inner.call(ask)
         finally:
             # Also after a failure, which may have come too late to stop the change.
-            self._announcer.announce()
-
-    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
-        """Change a topic as it is declared now."""
-        try:
-            return await self._inner.alter_topic(topic_id, change)
-        finally:
-            self._announcer.announce()
-
-    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Delete a topic and write the record that allows its files to be removed."""
-        try:
-            await self._inner.delete_topic(topic, now_ms=now_ms)
-        finally:
-            self._announcer.announce()
-
-    async def change_client_quotas(self, changes: Quotas) -> None:
-        """Store the limits of some entities."""
-        try:
-            await self._inner.change_client_quotas(changes)
-        finally:
-            self._announcer.announce()
-
-    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
-        """Store the settings of a group."""
-        try:
-            await self._inner.change_group_settings(group_id, overrides)
-        finally:
-            self._announcer.announce()
-
-    async def change_broker_settings(
-        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
-    ) -> dict[str, str]:
-        """Set some settings of all nodes or of one, in one step."""
-        try:
-            return await self._inner.change_broker_settings(scope, changes, replace=replace)
-        finally:
-            self._announcer.announce()
-
-    async def change_security(self, change: SecurityChange) -> None:
-        """Store a change of users and access rules."""
-        try:
-            await self._inner.change_security(change)
-        finally:
-            self._announcer.announce()
-
-    async def add_subscription(self, subscription: Subscription) -> None:
-        """Declare a subscription, durably."""
-        try:
-            await self._inner.add_subscription(subscription)
-        finally:
-            self._announcer.announce()
-
-    async def alter_subscription(
-        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
-    ) -> Subscription:
-        """Change a subscription as it is declared now."""
-        try:
-            return await self._inner.alter_subscription(subscription_id, change)
-        finally:
-            self._announcer.announce()
-
-    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Delete a subscription and write the record that allows its state to be removed."""
-        try:
-            await self._inner.delete_subscription(subscription, now_ms=now_ms)
-        finally:
-            self._announcer.announce()
-
-    async def add_pipeline(self, pipeline: Pipeline) -> None:
-        """Declare a pipeline, durably."""
-        try:
-            await self._inner.add_pipeline(pipeline)
-        finally:
-            self._announcer.announce()
-
-    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Change a pipeline or its rules as it is declared now."""
-        try:
-            return await self._inner.alter_pipeline(pipeline_id, change)
-        finally:
-            self._announcer.announce()
-
-    async def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Delete a pipeline with its rules."""
-        try:
-            await self._inner.delete_pipeline(pipeline)
-        finally:
             self._announcer.announce()

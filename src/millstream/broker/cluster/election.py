@@ -51,7 +51,7 @@ def elect_preferred(state: PartitionState, alive: Collection[NodeId]) -> Partiti
 def move_from_leaving(
     state: PartitionState, alive: Collection[NodeId], leaving: Collection[NodeId]
 ) -> PartitionState | None:
-    """Move the leadership away from a node that is about to stop, if another one can take it."""
+    """Move the leadership away from a node that is about to stop, if another replica is eligible."""
     if state.leader not in leaving:
         return None
     others = [node for node in state.in_sync if node in alive and node not in leaving]
@@ -63,7 +63,7 @@ def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | N
     in_sync = tuple(one for one in state.in_sync if one != node)
     eligible = tuple(one for one in state.eligible if one != node)
     if not in_sync:
-        # What is eligible has everything up to the high watermark too.
+        # Eligible replicas have everything up to the high watermark too.
         in_sync, eligible = (eligible, ()) if eligible else (state.in_sync, ())
     trusted = replace(state, in_sync=in_sync, eligible=eligible)
     if trusted.leader == node or trusted.leader not in (*in_sync, NO_LEADER):
@@ -72,7 +72,7 @@ def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | N
 
 
 def required_in_sync(state: PartitionState, min_in_sync: int) -> int:
-    """Return how many replicas must be in sync: at most as many as there are."""
+    """Return how many replicas must be in sync: at most the number of replicas."""
     return min(min_in_sync, len(state.replicas))
 
 

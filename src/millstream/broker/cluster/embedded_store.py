@@ -28,9 +28,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
 HISTORY_MAX = 10_000
-
-"""How many revisions a watch may lag before it has to read everything again."""
-
+"""How many revisions a watch may lag before it must read everything again."""
 
 LEASES_MAX = 10_000
 
@@ -179,9 +177,7 @@ class EmbeddedService:
 
 T = TypeVar("T")
 
-
 RENEWALS = 3
-
 """How often a session is renewed within its time to live."""
 
 
@@ -231,7 +227,7 @@ class EmbeddedSession:
 
 
 class EmbeddedStore(HealthReporting):
-    """The coordination store of a node whose service is in the same process."""
+    """The coordination store of a node in the same process as the service."""
 
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
         super().__init__(clock)

@@ -71,17 +71,12 @@ def _diagnose_reply(endpoint: str, reply: bytes, *, with_tls: bool) -> str:
 CONNECT_S_MAX = 1.0
 
 ATTEMPT_S_MAX = 2.0
-
 """How long one member may take to answer a request that can go to another one as well."""
 
-
 ROUNDS = 3
-
 """How often each member is tried: the first attempt may have met a connection that was about to break."""
 
-
 PAUSE_S = 0.2
-
 
 OPTIONS = (
     # A watch waits forever; keepalives detect that the other side is gone or hangs.
@@ -98,7 +93,6 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-
 _CODE = grpc.StatusCode
 
 _CERTAINLY_NOT_DONE = frozenset(
@@ -113,7 +107,6 @@ _CERTAINLY_NOT_DONE = frozenset(
         _CODE.UNAUTHENTICATED,
     }
 )
-
 
 _DENIED = frozenset({_CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED})
 
@@ -153,7 +146,7 @@ Call = Callable[[EtcdMember], Any]
 
 
 class EtcdMembers:
-    """Asks one member after the other until one answers."""
+    """Asks one member after another until one answers."""
 
     def __init__(self, address: EtcdAddress, health: StoreHealth, *, request_s_max: float) -> None:
         self.address = address
@@ -172,8 +165,8 @@ class EtcdMembers:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What is sent with every request."""
-        # A member that is cut off from the others shall refuse at once, instead of waiting for them.
+        """Return the metadata of every request."""
+        # A member that is cut off from the others must refuse at once, instead of waiting for them.
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
@@ -183,7 +176,7 @@ class EtcdMembers:
         return lambda: self._moved.remove(listener)
 
     def move_on(self, endpoint: str) -> None:
-        """Make the next member the first, if this one still is."""
+        """Make the next member the first, unless another request has done so."""
         if endpoint != self.endpoint:
             return
         self._current = (self._current + 1) % len(self.address.endpoints)
@@ -271,7 +264,7 @@ def wants_login(error: Any) -> bool:
 
 
 def is_final(error: Any) -> bool:
-    """Whether etcd answered, certainly without carrying out the request, and every member would say the same."""
+    """Return whether etcd answered without carrying out the request, and every member would answer the same."""
     return error.code() in _CERTAINLY_NOT_DONE
 
 

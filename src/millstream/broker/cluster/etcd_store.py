@@ -223,11 +223,8 @@ def _text(content: bytes) -> str:
 
 _logger = logging.getLogger(__name__)
 
-
 SILENCE_S_MAX = 900.0
-
 """etcd reports progress every ten minutes; a connection that is silent for longer is not trusted."""
-
 
 _PAUSE_S_MIN = 0.05
 
@@ -235,7 +232,7 @@ _PAUSE_S_MAX = 1.0
 
 
 class _Interrupted(Exception):
-    """The connection has to be opened again."""
+    """The connection must be opened again."""
 
 
 class EtcdWatch:
@@ -287,7 +284,7 @@ class EtcdWatch:
         if answer.compact_revision:
             raise WatchLost(f"etcd has compacted the changes before revision {answer.compact_revision}")
         if answer.canceled:
-            # Some versions of etcd say no more than that it is not permitted when a token is too old.
+            # Some versions of etcd report an expired token only as not permitted.
             self._members.use_token("")
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()
@@ -327,9 +324,7 @@ async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
 REQUEST_S_MAX = 5.0
 
 PAGE_KEYS = 1000
-
 """How many keys one response of a read holds, so that a large cluster does not block the loop."""
-
 
 _READS_MAX = 5
 

@@ -43,15 +43,13 @@ class DeclaredGroups:
         }
 
     def all(self) -> Mapping[str, Mapping[str, str]]:
-        """Return every group with settings of its own."""
         return self._overrides
 
     def overrides_of(self, group_id: str) -> Mapping[str, str]:
-        """Return what was set for a group."""
         return self._overrides.get(group_id, {})
 
     def values_of(self, group_id: str) -> Mapping[str, int]:
-        """Return the same as numbers."""
+        """Return the settings of a group as numbers."""
         return self._parsed.get(group_id, _NONE)
 
     async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:

@@ -60,7 +60,7 @@ class LastRun:
     """The file that one run leaves for the next.
 
     Created when the log has been opened, because it records at once, durably, what an unclean stop may have cost: later
-    runs stop in other ways, and may come before the cluster has heard of it.
+    runs stop in other ways, and may do so before the cluster has learned of it.
     """
 
     def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
@@ -73,7 +73,7 @@ class LastRun:
         """The incarnations of which everything that they ever claimed is here."""
         self._owner = FolderOwner.read(files, folder)
         self.was_admitted = found is not None and found.admitted
-        """Whether a cluster has ever relied on what is in this folder."""
+        """Whether a cluster has ever relied on the contents of this folder."""
         # A machine without a boot id may have restarted.
         same_boot = found is not None and found.boot_id == boot_id != ""
         if self._whole and not stopped_clean and not same_boot:
@@ -107,7 +107,7 @@ class LastRun:
         self._write()
 
     def note_admitted(self) -> None:
-        """Record, durably, that the cluster relies on what is in this folder from now on."""
+        """Record, durably, that the cluster relies on the contents of this folder from now on."""
         if not self.was_admitted:
             self.was_admitted = True
             self._write()
@@ -133,7 +133,7 @@ def _read(files: Files, folder: str) -> _Content | None:
 
 
 def read_boot_id() -> str:
-    """Return an id that changes each time the machine starts; empty if there is none."""
+    """Return an id that changes each time the machine starts; empty if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

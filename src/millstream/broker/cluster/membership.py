@@ -32,9 +32,9 @@ class Node:
     """Where the clients of each listener connect; `host` and `port` are for other nodes."""
 
     def address_for(self, listener: str, reached_at: str) -> tuple[str, int] | None:
-        """Where a client of a listener is told to connect; None if this node has no listener of that name.
+        """Return the address that clients of a listener connect to; None if this node has no listener with that name.
 
-        Where the node listens on every address, it is the one that the client reached.
+        If the node listens on every address, it is the one that the client reached.
         """
         host, port = self.endpoints.get(listener, ("", 0)) if self.endpoints else (self.host, self.port)
         if not host:
@@ -51,11 +51,11 @@ class LiveNodes(Protocol):
 
     @property
     def controller(self) -> NodeId | None:
-        """The controller, if there is one now."""
+        """Return the current controller, if any."""
 
 
 class Membership:
-    """The node itself and the others; without a view of a cluster, no other."""
+    """The nodes of the cluster; without a view of one, only this node."""
 
     def __init__(self, cluster_id: str, me: Node, cluster: LiveNodes | None = None) -> None:
         self.cluster_id = cluster_id
@@ -64,19 +64,19 @@ class Membership:
 
     @property
     def controller_id(self) -> NodeId:
-        """The controller; -1 if there is none now."""
+        """Return the id of the current controller; -1 if there is none."""
         if self._cluster is None:
             return self.me.node_id
         controller = self._cluster.controller
         return NO_CONTROLLER if controller is None or controller not in self._cluster.live else controller
 
     def nodes(self) -> list[Node]:
-        """Return every live node, or only this one: a client that gets an empty list forgets all nodes for good."""
+        """Return every live node, or only this one: a client that gets an empty list forgets all nodes permanently."""
         live = {} if self._cluster is None else self._cluster.live
         return [live[node] for node in sorted(live)] or [self.me]
 
     def nodes_of(self, listener: str, reached_at: str) -> list[tuple[Node, str, int]]:
-        """Every node with the address that a client of a listener is told."""
+        """Return every node with the address that clients of a listener connect to."""
         found = ((node, node.address_for(listener, reached_at)) for node in self.nodes())
         return [(node, *address) for node, address in found if address is not None]
 

@@ -24,7 +24,7 @@ class Reassignment:
     """A move under way."""
 
     target: tuple[NodeId, ...]
-    """Where the partition is to be, the preferred leader first."""
+    """The nodes of the target, the preferred leader first."""
     before: tuple[NodeId, ...]
     """Where it was, to go back to if the move is cancelled."""
 
@@ -61,7 +61,7 @@ def narrowed(state: PartitionState, target: tuple[NodeId, ...], alive: Collectio
 
 
 def finished(state: PartitionState, move: Reassignment, alive: Collection[NodeId]) -> PartitionState | None:
-    """Return the state after the move, if every new replica is in sync; None while it has to continue."""
+    """Return the state after the move, if every new replica is in sync; None while it must continue."""
     if not set(move.target) <= set(state.in_sync):
         return None
     return narrowed(state, move.target, alive)
@@ -72,7 +72,7 @@ def begin_changes(
 ) -> list[Change]:
     """Return the changes that begin a move; nodes of the target that were to remove files keep them now.
 
-    A target of the same nodes only changes their order of preference, and is done with that.
+    A target of the same nodes only changes their order of preference, and is then complete.
     """
     wide = widened(state, move.target)
     changes: list[Change] = [Put(keys.partition_key(partition), wide.to_json())]

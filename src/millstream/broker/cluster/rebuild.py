@@ -41,7 +41,7 @@ class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
     partition: int
     end: int
     epoch: int
-    """Of the leader that wrote its last record; -1 if there is none."""
+    """The epoch of the leader that wrote its last record; -1 if there is none."""
     damaged: bool
     """Whether the disk lost records in the middle of it."""
 
@@ -225,7 +225,7 @@ def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[No
 
 
 async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> None:
-    """Write it into a store that knows nothing of this cluster. Nodes are refused until all of it is there."""
+    """Write the state into a store that knows nothing of this cluster. Nodes are refused until all of it is written."""
     await check_unknown(store)
     left = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
     changes: list[Change] = [Delete(key) for key in left]

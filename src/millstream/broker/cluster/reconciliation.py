@@ -51,7 +51,6 @@ class Load:
 
     @classmethod
     def of(cls, states: Iterable[PartitionState]) -> Load:
-        """Return the load of these partitions."""
         load = cls()
         for state in states:
             load.add(state.replicas)
@@ -158,7 +157,7 @@ class Reconciliation:
         """Bring the coordination store in line with the catalog, once."""
         await self._carry_out_settings()
         declared = await self._declarations.topics()
-        # Read after the topics, so that one which is deleted meanwhile is not made again.
+        # Read after the topics, so that a topic deleted meanwhile is not created again.
         deleted = await self._declarations.deleted_topic_ids()
         for topic_id in deleted:
             if topic_id not in self._view.deleted or topic_id in self._view.topics:
@@ -173,12 +172,12 @@ class Reconciliation:
                 await self._forget(topic_id, deletion)
 
     async def _caught_up(self) -> None:
-        """Wait until the view shows what was written here before."""
+        """Wait until the view shows earlier writes of this node."""
         last = self._term.last_revision
         await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
 
     async def _carry_out_settings(self) -> None:
-        """Tell what was set for nodes, before the topics that it holds for; what is missing in the catalog stays."""
+        """Publish the settings of nodes before the topics that they affect; what is missing in the catalog stays."""
         for scope, overrides in (await self._declarations.broker_settings()).items():
             if overrides != self._view.settings.get(scope):
                 await self._term.change([Put(settings_key(scope), settings_to_json(overrides))])
@@ -230,7 +229,7 @@ class Reconciliation:
         return None if versioned is None else versioned.state
 
     async def _count_replicas(self, topic: Topic) -> None:
-        """Declare another replication factor when all partitions of a topic have moved to so many nodes."""
+        """Declare another replication factor when all partitions of a topic have moved to that many nodes."""
         if topic != self._view.topics.get(topic.topic_id):
             return
         states = [self._state_of(topic, index) for index in range(topic.partitions)]

@@ -75,7 +75,7 @@ class Registration:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the cluster does not rely on this node now, as far as it knows."""
+        """Return whether the cluster currently does not rely on this node, as far as it knows."""
         if self.mine is None or self._session is None or not self._session.live:
             return True
         return not self._view.is_live(self._me.node.node_id)
@@ -214,7 +214,7 @@ def cluster_forgotten(node: NodeId) -> ClusterForgotten:
 
 
 def node_id_taken(other: Node) -> NodeIdTaken:
-    """Return the error of a node whose id another one has."""
+    """Return the error for a node whose id is taken."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster is already running at {other.host}:{other.port}; "
         "stop it first, or give this one a --node-id of its own"

@@ -68,7 +68,7 @@ class _Followed:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.asked_epoch: Epoch = NO_EPOCH
-        """The leader epoch of the last request, which is the one that a response is for."""
+        """The leader epoch of the last request, to which a response belongs."""
         self.is_damaged = False
         """Whether its disk lost something that the leader was informed of and that is not repaired yet."""
         self.watermark: Offset = NO_OFFSET
@@ -76,7 +76,7 @@ class _Followed:
         self.failures = 0
         self.failing_since = 0.0
         self.is_reported = False
-        """Whether the node's log says what is wrong with it."""
+        """Whether the failure was logged."""
         self.held: asyncio.TimerHandle | None = None
         """Set while it is suspended after a failure."""
 

@@ -23,10 +23,8 @@ CONNECT_S = 3.0
 ANSWER_S = 10.0
 """How long a response may take beyond the time for which the leader was asked to wait."""
 
-
 ROOM_BYTES_MAX = 12 * 1024 * 1024
 """The largest response whose memory is kept for the next one."""
-
 
 SMALL_ANSWERS_MAX = 8
 """After this many responses in a row that need none, the memory is released."""
@@ -83,7 +81,7 @@ class WireLink:
         try:
             return read_replica_answers(await channel.ask(FETCH_KEY, VERSION, [write_replica_fetch(fetch)]))
         except BaseException:
-            # Whatever went wrong, an answer that comes later must not be taken for that to the next request.
+            # A late response must not be mistaken for the response to the next request.
             await self.close()
             raise
         finally:
@@ -141,5 +139,4 @@ class WireLinks:
         self._client_id = f"replica-{me}"
 
     def open(self, node: NodeId) -> WireLink:
-        """Return a link to a node."""
         return WireLink(lambda: self._find(node), client_id=self._client_id)

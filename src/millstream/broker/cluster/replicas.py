@@ -68,7 +68,7 @@ class InSyncWriter:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many partitions wait to be looked at."""
+        """Return how many partitions wait for a change."""
         return len(self._queue)
 
     def look_at(self, partition: Partition) -> None:
@@ -85,7 +85,7 @@ class InSyncWriter:
                 await self._write(self._take())
 
     def _take(self) -> list[_PendingChange]:
-        """Begin as many changes as one step takes."""
+        """Begin as many changes as fit into one step."""
         pending: list[_PendingChange] = []
         expects: set[Expect] = set()
         for partition in list(islice(self._queue, CHANGES_MAX)):
@@ -127,7 +127,7 @@ class InSyncWriter:
                 extra={"partition": str(partition.log.partition), "in_sync": str(list(change.state.in_sync))},
             )
             partition.change_ended(Versioned(change.state, revision))
-            # What has happened meanwhile may call for another change.
+            # Events since then may require another change.
             self.look_at(partition)
         return True
 
@@ -228,7 +228,7 @@ class Replicas:
     # -- start and stop -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to fetch and to write; what was applied before counts."""
+        """Begin to fetch and to write; states applied before count."""
         self._running = True
         self._spawn(self._writer, "changes of in-sync sets")
         self._spawn(self._repair, "repair of damage")
@@ -255,7 +255,7 @@ class Replicas:
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 
     def apply(self, partitions: Iterable[Partition]) -> None:
-        """Fetch each partition from the leader of its new state, if it has another one."""
+        """Fetch each partition from the leader of its new state, if that has changed."""
         for partition in partitions:
             if partition.in_sync_manager is not self:
                 partition.in_sync_manager = self
@@ -266,7 +266,7 @@ class Replicas:
             self._watch_damage(partition)
 
     def _watch_damage(self, partition: Partition) -> None:
-        """Repair what the disk lost, or will lose, of a partition from other replicas, if there are some."""
+        """Repair what the disk lost of a partition from other replicas, if there are any."""
         partition.log.damage.on_change = lambda: self._damage_changed(partition)
         self._repair.look_at(partition)
 

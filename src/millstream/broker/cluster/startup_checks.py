@@ -96,7 +96,7 @@ class StartupChecks:
             )
 
     def _check_known(self, known: Mapping[str, str]) -> None:
-        """Check that etcd is the one that knows this folder."""
+        """Check that this etcd knows the folder."""
         claim, owner = self._claim, self._owner
         found = known.get(keys.CLUSTER_ID)
         if found is not None and owner.cluster_id not in ("", found):

@@ -84,7 +84,7 @@ class Session(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether it holds, as far as this node knows. Nothing may rely on it for safety, only compare-and-swap."""
+        """Return whether it holds, as far as this node knows. Safety relies only on compare-and-swap."""
 
     @property
     def confirmed(self) -> bool:
@@ -178,7 +178,7 @@ class StoreHealth:
         self._listeners.append(listener)
 
     def answered(self) -> None:
-        """Note that the store answered, whatever it was."""
+        """Note that the store answered, with any result."""
         self._answered_once = True
         if self.away_since_ms is None:
             return

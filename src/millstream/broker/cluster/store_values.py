@@ -117,12 +117,12 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
 
 
 def settings_to_json(overrides: Mapping[str, str]) -> str:
-    """What was set for nodes as it is kept in the coordination store."""
+    """Encode the settings of nodes for the coordination store."""
     return _compact(dict(overrides))
 
 
 def settings_from_json(text: str) -> dict[str, str]:
-    """Read what was set for nodes back."""
+    """Decode the settings of nodes."""
     try:
         return {str(name): str(value) for name, value in json.loads(text).items()}
     except (ValueError, AttributeError) as error:

@@ -99,7 +99,6 @@ class Subscriptions:
         return self._by_id.get(subscription_id)
 
     def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
-        """Return its current settings."""
         return self._settings[subscription.subscription_id]
 
     def is_deleted(self, subscription_id: UUID) -> bool:
@@ -107,7 +106,7 @@ class Subscriptions:
         return subscription_id in self._deleted
 
     def existing(self, name: str) -> Subscription:
-        """Return the subscription with this name; raise `UnknownSubscription` if there is none."""
+        """Return the subscription with this name; raise `UnknownSubscription` if it does not exist."""
         found = self._by_name.get(name)
         if found is None:
             raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
@@ -120,7 +119,7 @@ class Subscriptions:
         return self.existing(name)
 
     async def ensure(self, name: str) -> Subscription:
-        """Return the subscription with this name; if there is none, declare it without topics, as a share group."""
+        """Return the subscription with this name; if it does not exist, declare it without topics, as a share group."""
         with suppress(UnknownSubscription):
             return await self.find(name)
         # Another node may be faster.
@@ -254,9 +253,9 @@ class Subscriptions:
         self._settings[subscription.subscription_id] = subscription.settings
 
     async def _look_up(self, name: str) -> None:
-        """Read what the catalog declares under a name, together with the other names requested meanwhile.
+        """Read the declaration of a name from the catalog, together with other names requested meanwhile.
 
-        However many ask for a name that does not exist, the catalog gets one question at a time.
+        Any number of requests for unknown names cause one query at a time.
         """
         lookup = self._lookup
         lookup.names.add(name)
@@ -269,7 +268,7 @@ class Subscriptions:
             raise lookup.error
 
     async def _read(self, lookup: _Lookup) -> None:
-        # Later lookups may be for what is declared from now on.
+        # Later lookups may be for subscriptions declared from now on.
         self._lookup = _Lookup()
         try:
             declared = await self._declarations.subscriptions_named(sorted(lookup.names))

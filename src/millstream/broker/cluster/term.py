@@ -59,7 +59,7 @@ class Term:
             return []
         if len(batch) == 1:
             return batch
-        # One that was overtaken must not hold up the others.
+        # An overtaken proposal must not delay the others.
         return [proposal for proposal in batch if not await self._carry_out([proposal])]
 
     async def _carry_out(self, batch: list[Proposal]) -> bool:

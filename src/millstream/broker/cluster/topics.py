@@ -1,7 +1,7 @@
-"""The topics of a node: what is declared, joined with the partitions that host it here.
+"""The topics of a node: the declared topics, joined with the partitions that it hosts.
 
 This is the single node, where a declaration takes effect as soon as the catalog has it; `cluster_topics` is the node of
-a cluster, which waits until all have agreed.
+a cluster, which waits until all nodes have agreed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Topics:
         )
         self._is_minimum_set = False
         self.broker_settings = BrokerSettings(config)
-        """What was set for nodes while they ran; it changes the defaults of topics."""
+        """Settings of nodes that were changed while they run; they change the defaults of topics."""
         self.broker_settings.on_change(self._defaults_changed)
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
@@ -203,24 +203,24 @@ class Topics:
                 listener(partition.index, partition)
 
     def settings_of(self, topic: Topic) -> TopicSettings:
-        """What holds for a topic: the node's defaults and, on top, what its owner set.
+        """Return the settings of a topic: the node's defaults, overridden by the topic's own.
 
-        What was set for nodes while they ran holds for topics of people, not for the broker's own state.
+        Settings of nodes changed at run time apply to users' topics, not to the broker's own state.
         """
         is_static = topic.is_internal
         base = self.static_defaults_for(topic.replication) if is_static else self.defaults_for(topic.replication)
         return TopicSettings.from_strings(topic.overrides, base=base)
 
     def defaults_for(self, replication: int) -> TopicSettings:
-        """What holds for a topic with so many replicas that sets nothing itself."""
+        """Return the settings of a topic with this number of replicas and no settings of its own."""
         return self._defaults if self._is_minimum_set else _safe(self._defaults, replication)
 
     def static_defaults_for(self, replication: int) -> TopicSettings:
-        """The same, by the node's configuration alone."""
+        """Return the same from the node's configuration alone."""
         return _safe(self._static_defaults, replication)
 
     def _defaults_changed(self) -> None:
-        """Have every topic follow what was set for nodes."""
+        """Apply changed settings of nodes to every topic."""
         changed = self.broker_settings.topic_defaults
         self._defaults = TopicSettings.from_strings(changed, base=self._static_defaults)
         self._is_minimum_set = _MIN_IN_SYNC in changed
@@ -258,7 +258,7 @@ class Topics:
         return (self._me,)
 
     async def _broker_declared(self) -> None:
-        """Follow what is declared now."""
+        """Apply the declared settings of nodes."""
         self.broker_settings.show(await self._declarations.broker_settings())
 
     async def _broker_agreed(self, scope: str, overrides: Mapping[str, str], timeout_s: float) -> None:
@@ -438,7 +438,7 @@ class Topics:
         return 1
 
     async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
-        """Record where partitions are to be placed; a single node has only one place."""
+        """Record where partitions are placed; a single node has only one place."""
 
     def _declared(self, topic: Topic) -> None:
         """Apply a topic that the catalog has, new or changed."""

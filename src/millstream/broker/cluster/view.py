@@ -47,7 +47,7 @@ class ViewChange:
     """Partitions whose move begins or ends, or of which a node may remove its files."""
     placements: bool = False
     settings: bool = False
-    """What was set for nodes while they ran."""
+    """Settings of nodes."""
     controller: bool = False
     catalog: bool = False
 
@@ -81,10 +81,9 @@ class ClusterView:
         self.removed: dict[PartitionKey, set[NodeId]] = {}
         self.placements: dict[UUID, Placement] = {}
         self.settings: dict[str, dict[str, str]] = {}
-        """What was set for all nodes, under an empty name, and for each of them."""
+        """Settings of all nodes, under an empty name, and of each node."""
         self.deleted: dict[UUID, Deletion] = {}
         self.done: dict[UUID, set[NodeId]] = {}
-        self.catalog_revision = 0
         self.cluster_id: str | None = None
         self._readers: tuple[tuple[str, Callable[[str, str | None, int, ViewChange], None]], ...] = (
             (keys.PARTITIONS, self._read_partition),
@@ -185,7 +184,7 @@ class ClusterView:
             listener(change)
 
     def states_of(self, topic: Topic) -> list[Versioned | None]:
-        """Return the states of a topic's partitions, in order; None where there is none yet."""
+        """Return the states of a topic's partitions, in order; None for those without one yet."""
         get = self.states.get
         return [get((topic.topic_id, index)) for index in map(PartitionIndex, range(topic.partitions))]
 
@@ -302,8 +301,7 @@ class ClusterView:
         self.pipelines_owner = None if value is None else NodeId(int(value))
         self.pipelines_owner_revision = 0 if value is None else revision
 
-    def _read_catalog(self, _rest: str, _value: str | None, revision: int, change: ViewChange) -> None:
-        self.catalog_revision = revision
+    def _read_catalog(self, _rest: str, _value: str | None, _revision: int, change: ViewChange) -> None:
         change.catalog = True
 
     def _read_cluster_id(self, _rest: str, value: str | None, _revision: int, _change: ViewChange) -> None:

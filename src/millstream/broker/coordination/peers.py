@@ -1,4 +1,4 @@
-"""The other nodes of the cluster, as far as coordinators ask them something: one connection to each, when needed."""
+"""The other nodes of the cluster, as coordinators call them: one connection to each, opened when needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _PRIVATE_VERSION: Final = 0
 
 
 class Peers(Protocol):
-    """Asks other nodes."""
+    """Calls other nodes."""
 
     async def send(self, node: NodeId, request: Any) -> Any:
-        """Send a message to a node; the answer is of the message's version. A `MillstreamError` when none came."""
+        """Send a message to a node; return the response, in the message's version. Raise a `MillstreamError` if there
+        is none.
+        """
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
-        """Send one of Millstream's own requests; the body of the answer. A `MillstreamError` when none came."""
+        """Send a private request; return the body of the response. Raise a `MillstreamError` if there is none."""
 
 
 class WirePeers:
@@ -47,13 +49,13 @@ class WirePeers:
         return reshape(answer, load_response_class(key, newest))
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
-        """Send one of Millstream's own requests."""
+        """Send a private request."""
         channel = await self._channel(node)
         frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=ANSWER_S)
         return frame[response_body_at(api_key, _PRIVATE_VERSION, frame) :]
 
     async def close(self) -> None:
-        """Let go of every connection."""
+        """Close every connection."""
         self._closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():

@@ -1,7 +1,8 @@
-"""The one runtime for everything whose state is a fold over an internal topic: groups now, more later.
+"""The runtime of everything whose state is a fold over an internal topic: groups, transactions, queue states.
 
-It owns a shard per partition of the topic that this node leads, makes the topic when it is first needed, and finds the
-shard of a name. Shards come and go with the leadership, so a coordinator fails over by being read back elsewhere.
+It owns a shard for each partition of the topic that this node leads, creates the topic when it is first needed, and
+finds the shard of a name. Shards start and stop with the leadership, so a coordinator fails over by being read back
+elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MINIMUM = -(2**31)
 
 
 def java_hash(text: str) -> int:
-    """`String.hashCode` of Java: over UTF-16 code units, in signed 32-bit arithmetic."""
+    """Return `String.hashCode` of Java: over UTF-16 code units, in signed 32-bit arithmetic."""
     value = 0
     units = text.encode("utf-16-be", "surrogatepass")
     for high, low in zip(units[::2], units[1::2], strict=True):
@@ -34,9 +35,9 @@ def java_hash(text: str) -> int:
 
 
 def partition_for(name: str, partitions: int) -> PartitionIndex:
-    """The partition that holds the state of this name."""
+    """Return the partition that stores the state of this name."""
     hashed = java_hash(name)
-    # Kafka takes the absolute value, and zero for the one number that has none.
+    # Kafka takes the absolute value, and zero for the one number without one.
     return PartitionIndex((0 if hashed == _MINIMUM else abs(hashed)) % partitions)
 
 
@@ -55,13 +56,13 @@ class StateTopic:
 
 
 class StateTopics(Protocol):
-    """What the runtime needs of the topics."""
+    """The topics that the runtime needs."""
 
     def get(self, name: str) -> Topic | None:
-        """The topic of this name, if there is one."""
+        """Return the topic with this name, if it exists."""
 
     def on_leadership_change(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
-        """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
+        """Call `listener` for each partition of a topic that this node leads, now and after each change."""
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         """Return the replicas and leader of a partition; None if they are not agreed on yet."""
@@ -102,13 +103,13 @@ class Runtime(Generic[S]):
         self._resigning: set[asyncio.Task[None]] = set()
         self._is_watching = False
         self._creating = asyncio.Lock()
-        # Loading is work of this process's one core: one shard after the other is ready sooner than all at once.
+        # Loading uses this process's one core: loading shards one by one makes the first ones available sooner.
         self._load_slot = asyncio.Semaphore(1)
         self._closed = False
 
     @property
     def shards(self) -> list[Shard[S]]:
-        """Every shard that this node runs."""
+        """Return every shard that this node runs."""
         return list(self._shards.values())
 
     async def start(self) -> None:
@@ -129,7 +130,7 @@ class Runtime(Generic[S]):
         """Create the topic on its first use."""
         if self._is_watching and self._topics.get(self._topic.name) is not None:
             return
-        # What follows may need a task, and the request may have been started without one.
+        # The rest may need a task, and the request may have been started without one.
         await asyncio.sleep(0)
         async with self._creating:
             if self._closed:
@@ -140,7 +141,7 @@ class Runtime(Generic[S]):
                 await self.wait_loaded()
 
     def partition_of(self, name: str) -> PartitionIndex:
-        """The partition that holds the state of this name."""
+        """Return the partition that stores the state of this name."""
         topic = self._topics.get(self._topic.name)
         if topic is None:
             raise CoordinatorUnavailable(f"the topic {self._topic.name} does not exist yet")
@@ -157,7 +158,7 @@ class Runtime(Generic[S]):
         return state.leader if state is not None and state.has_leader else None
 
     def latest_epoch(self) -> int:
-        """The latest epoch in which any node leads a partition of the topic, as far as this one knows; at least 0."""
+        """Return the latest epoch of any partition of the topic that this node knows of; at least 0."""
         topic = self._topics.get(self._topic.name)
         if topic is None:
             return FIRST_EPOCH
@@ -165,12 +166,12 @@ class Runtime(Generic[S]):
         return max((state.leader_epoch for state in states if state is not None), default=FIRST_EPOCH)
 
     async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
-        """Carry out an operation on the shard of this name."""
+        """Run an operation on the shard of this name."""
         await self.ensure()
         return await self.shard_of(name).run(operation, pure=pure)
 
     def call(self, name: str, operation: Operation[S, T], release: Release[T], *, pure: bool = False) -> bool:
-        """Carry out an operation before returning, as `Shard.call` does; return False if `run` would have to wait."""
+        """Run an operation before returning, as `Shard.call` does; return False if `run` would wait."""
         if not self._is_watching or self._topics.get(self._topic.name) is None:
             return False
         shard = self.shard_of(name)
@@ -180,14 +181,14 @@ class Runtime(Generic[S]):
         return True
 
     def shard_of(self, name: str) -> Shard[S]:
-        """The shard that holds the state of this name."""
+        """Return the shard that stores the state of this name."""
         shard = self._shards.get(self.partition_of(name))
         if shard is None:
             raise NotCoordinator(f"this node does not coordinate {name!r}")
         return shard
 
     def shard_at(self, index: PartitionIndex) -> Shard[S]:
-        """The shard of one partition of the topic."""
+        """Return the shard of one partition of the topic."""
         shard = self._shards.get(index)
         if shard is None:
             raise NotCoordinator(f"this node does not lead {self._topic.name}-{index}")

@@ -1,11 +1,11 @@
-"""One shard: a state machine, the partition that makes it durable, and the answers that wait for that.
+"""One shard: a state machine, the partition that makes it durable, and the responses that wait for that.
 
-An operation runs to its end without an `await`, its records are appended as one batch and replayed into the
-state, and its answer waits until the log has acknowledged everything that the operation could have seen. So an
-answer never speaks of something that a crash can take back, whether it wrote that itself or only read it.
+An operation runs to its end without an `await`, its records are appended as one batch and replayed into the state, and
+its response waits until the log has acknowledged everything that the operation could have seen. So a response never
+reports something that a crash can undo, whether the operation wrote it or only read it.
 
-When an append fails, memory would hold what the log does not: the state is thrown away, everyone who waits is sent
-to find the coordinator again, and the shard is read back from the log.
+When an append fails, memory would hold what the log does not: the state is discarded, all waiting clients are sent to
+find the coordinator again, and the shard is read back from the log.
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ from millstream.protocol.records.record import NewRecord, decode_batch, encode_b
 
 _logger = logging.getLogger(__name__)
 
-
 CHUNK_BYTES = 64 * 1024
 
 RECORDS_BETWEEN_YIELDS = 500
 
 
 class ReadableLog(Protocol):
-    """What loading needs of a partition."""
+    """The part of a partition that loading needs."""
 
     @property
     def high_watermark(self) -> Offset:
-        """The end of what is acknowledged."""
+        """Return the offset up to which records are acknowledged."""
 
     @property
     def log_start(self) -> Offset:
-        """The first offset that can still be read."""
+        """Return the first offset that can still be read."""
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
-        """Whole batches up to the high watermark."""
+        """Read whole batches up to the high watermark."""
 
 
 async def read_back(name: str, log: ReadableLog, state: StateMachine) -> tuple[Offset, int]:
@@ -116,30 +115,26 @@ def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord)
 
 
 RECORDS_MIN = 20_000
-
-"""A log with fewer records is not worth the work."""
-
+"""The minimum number of records in a log that is rewritten."""
 
 SUPERSEDED_RATIO = 3
-
 """A log is rewritten when it has this many records per live key."""
-
 
 BATCH_RECORDS = 200
 
 
 class Rewritable(Protocol):
-    """What rewriting needs of a shard."""
+    """The part of a shard that rewriting needs."""
 
     name: str
 
     @property
     def state(self) -> StateMachine | None:
-        """The state while it is loaded."""
+        """Return the state while it is loaded."""
 
     @property
     def written(self) -> Offset:
-        """The end of what was appended."""
+        """Return the offset after the last appended record."""
 
     def append(self, records: Sequence[StateRecord]) -> Offset:
         """Append records as one batch; return the offset after it."""
@@ -167,7 +162,7 @@ class Rewrite:
         self._due_at = self._records_min
 
     def count(self, records: int) -> None:
-        """Note an append; start rewriting in the background when there is reason to."""
+        """Count an append; start rewriting in the background if it is worthwhile."""
         self._records += records
         if self._records >= self._due_at and self.task is None:
             self.task = asyncio.get_running_loop().create_task(self._run(), name=f"rewrite {self._shard.name}")
@@ -230,22 +225,18 @@ RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
 
 LOAD_WAIT_S = 0.5
-
-"""How long an operation waits for the state to be loaded. Clients that have to retry wait about as long, and
-most states are read in a few milliseconds."""
+"""How long an operation waits for the state to be loaded. Clients that must retry wait about as long, and most states
+are read in a few milliseconds."""
 
 CLOSE_S = 5.0
-
 """How long closing waits for the last appends to be acknowledged."""
-
 
 S = TypeVar("S", bound=StateMachine)
 
 T = TypeVar("T")
 
-
 Release = Callable[[Deferred[T]], None]
-"""Takes the answer of an operation, once."""
+"""Called with the response of an operation, once."""
 
 
 class TrimmableLog(Protocol):
@@ -256,35 +247,35 @@ class TrimmableLog(Protocol):
 
 
 class StateLog(Protocol):
-    """What a shard needs of a partition."""
+    """The part of a partition that a shard needs."""
 
     @property
     def high_watermark(self) -> Offset:
-        """The end of what is acknowledged."""
+        """Return the offset up to which records are acknowledged."""
 
     @property
     def log_start(self) -> Offset:
-        """The first offset that can still be read."""
+        """Return the first offset that can still be read."""
 
     @property
     def leader_epoch(self) -> Epoch:
-        """The epoch in which this node leads."""
+        """Return the epoch in which this node leads."""
 
     @property
     def log(self) -> TrimmableLog:
-        """The log below the partition."""
+        """Return the log of the partition."""
 
     def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
         """Append without waiting."""
 
     def is_acknowledged(self, appended: AppendedRange) -> bool:
-        """Whether an append is acknowledged already."""
+        """Return whether an append is already acknowledged."""
 
     def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
-        """Tell `listener` once an append is acknowledged, or why it never will be."""
+        """Call `listener` once an append is acknowledged, or cannot be any more."""
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
-        """Whole batches up to the high watermark."""
+        """Read whole batches up to the high watermark."""
 
     async def settled(self) -> None:
         """Wait until everything that the log holds now is acknowledged."""
@@ -305,7 +296,7 @@ class _PendingAppend(AcknowledgementFuture):
 
 
 class Shard(Generic[S]):
-    """The state of one partition and everything that happens to it, on one event loop."""
+    """The state of one partition and all its operations, on one event loop."""
 
     def __init__(
         self,
@@ -336,7 +327,7 @@ class Shard(Generic[S]):
         self._closed = False
         self._failures = 0
         self._is_refusing = False
-        # Operations that come after a failure must not be taken for those before it.
+        # Operations after a failure must not be mistaken for those before it.
         self._incarnation = 0
         self._written = Offset(0)
         self._acknowledged = Offset(0)
@@ -348,7 +339,7 @@ class Shard(Generic[S]):
 
     @property
     def state(self) -> S | None:
-        """The state while it is loaded; for looking only."""
+        """Return the state while it is loaded; read-only."""
         return self._state
 
     @property
@@ -358,7 +349,7 @@ class Shard(Generic[S]):
 
     @property
     def written(self) -> Offset:
-        """The end of what was appended."""
+        """Return the offset after the last appended record."""
         return self._written
 
     def open(self) -> None:
@@ -366,7 +357,7 @@ class Shard(Generic[S]):
         self._load_soon(0.0)
 
     async def wait_loaded(self) -> None:
-        """Wait until the loading under way is over, well or not."""
+        """Wait until loading has ended, successfully or not."""
         while self._loading is not None and not self._closed:
             await asyncio.wait([self._loading])
 
@@ -389,9 +380,9 @@ class Shard(Generic[S]):
         self._discard_state(NotCoordinator(f"{self.name} was closed"))
 
     async def run(self, operation: Operation[S, T], *, pure: bool = False) -> T:
-        """Carry out an operation now; return its answer when it may be sent.
+        """Run an operation now; return its response when it may be sent.
 
-        `pure` says that the operation only worked out records and left the state alone, so that a refused append
+        `pure` says that the operation only produced records and did not change the state, so that a refused append
         needs no reload. While the state is being read back, the operation waits a moment for it.
         """
         if self._state is None and self._loading is not None and not self._closed:
@@ -399,15 +390,15 @@ class Shard(Generic[S]):
         return await self.submit(operation, pure=pure)
 
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
-        """Carry out an operation before returning; the future is done when its answer may be sent."""
+        """Run an operation before returning; the future completes when its response may be sent."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.call(operation, partial(_complete, future), pure=pure)
         return future
 
     def call(self, operation: Operation[S, T], release: Release[T], *, pure: bool = False) -> None:
-        """Carry out an operation before returning; `release` gets its answer in the moment when that may be sent.
+        """Run an operation before returning; `release` is called with its response as soon as that may be sent.
 
-        That moment may come before this returns. `release` must neither raise nor ask the shard for anything.
+        That may be before this returns. `release` must neither raise nor call the shard.
         """
         state = self._loaded_state()
         try:
@@ -429,7 +420,7 @@ class Shard(Generic[S]):
         self._append_and_replay(records, pure=pure)
 
     def fire_timers(self) -> None:
-        """Carry out what is due. The loop calls this; a test with its own clock may too."""
+        """Run the timers that are due. The loop calls this; a test with its own clock may too."""
         self._alarm = None
         for timer in self._timers.take_due(TIMERS_PER_TURN_MAX):
             if self._state is None:
@@ -438,7 +429,9 @@ class Shard(Generic[S]):
         self._set_alarm()
 
     def append(self, records: Sequence[StateRecord]) -> Offset:
-        """Append records as one batch, and note what is now waited for; return the offset after it."""
+        """Append records as one batch, and wait for their acknowledgement in the background; return the offset after
+        them.
+        """
         now_ms = self._clock.now_ms()
         batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
         appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
@@ -503,7 +496,7 @@ class Shard(Generic[S]):
 
     def _append_refused(self, error: MillstreamError, *, pure: bool) -> None:
         if not self._is_refusing:
-            # Clients try again at once, so only the first refusal in a row is worth a line.
+            # Clients retry at once, so only the first refusal in a row is logged.
             self._is_refusing = True
             _logger.error("appends are refused", extra={"shard": self.name, "error": str(error)})
         if not pure:
@@ -512,7 +505,7 @@ class Shard(Generic[S]):
         self._refuse_answers(_client_error(self.name, error))
 
     def _release_answers(self, needed: Offset) -> None:
-        """Let out the answers given just now, or have them wait for the log."""
+        """Release the responses of an operation, now or when the log has acknowledged its records."""
         answered, self._answered = self._answered, []
         for release, later in answered:
             if needed <= self._acknowledged:
@@ -529,7 +522,7 @@ class Shard(Generic[S]):
         if incarnation != self._incarnation:
             return
         if error is not None:
-            # Another node leads now, as after any failover; clients find it there.
+            # Another node leads now, as after any failover; clients find it.
             level = logging.INFO if isinstance(error, NotLeader) else logging.ERROR
             _logger.log(level, "an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
             self._reload(str(error))
@@ -581,9 +574,9 @@ class Shard(Generic[S]):
         if delay_s:
             await asyncio.sleep(delay_s)
         if self._unacknowledged:
-            # What was appended before the failure may still be kept, and then has to be read.
+            # Records appended before the failure may still be kept, and must then be read.
             await asyncio.wait(self._unacknowledged)
-        # A leader that took over holds what the one before it may have acknowledged.
+        # A new leader's log holds what the previous leader may have acknowledged.
         await self.partition.settled()
         self.epoch = self.partition.leader_epoch
         async with self._load_slot:
@@ -596,7 +589,6 @@ class Shard(Generic[S]):
         self._set_alarm()
 
     def _cancel_timers(self) -> None:
-        """Cancel all timers."""
         self._timers.clear()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -629,7 +621,7 @@ def _refused(error: MillstreamError) -> Deferred[Any]:
 
 def _client_error(name: str, error: MillstreamError) -> MillstreamError:
     if isinstance(error, LogUnavailable | NotEnoughReplicas | NotLeader):
-        # A client can do nothing about the log; it finds the coordinator again, and tries again.
+        # A client cannot fix the log; it finds the coordinator again, and retries.
         return NotCoordinator(f"{name}: {error}")
     return error
 

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Deferred(Generic[T]):
-    """The place where a parked request's answer goes.
+    """The response of a parked request.
 
-    A state machine makes one, returns it as the response of the operation, and gives the answer in the same or in
-    any later operation. The runtime listens, and lets the answer out when the log has everything it rests on.
-    The first answer counts; a second one is ignored, so clearing up twice does no harm.
+    A state machine creates one, returns it as the response of the operation, and resolves it in the same or in any
+    later operation. The runtime listens, and releases the response when the log has everything that it depends on. Only
+    the first response counts.
     """
 
     __slots__ = ("_error", "_listener", "_value", "answered")
@@ -47,11 +47,11 @@ class Deferred(Generic[T]):
 
     @property
     def error(self) -> MillstreamError | None:
-        """Why the request was refused, if it was."""
+        """Return why the request was refused, if it was."""
         return self._error
 
     def result(self) -> T:
-        """The answer, or raise the error that stands for it."""
+        """Return the response, or raise the error."""
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
@@ -78,10 +78,10 @@ Operation = Callable[[S], Outcome[T]]
 
 
 class Confirmation(NamedTuple):
-    """Refusals that a leader must be sure of: it gives them once the log has taken one more record.
+    """Errors that a leader must be certain of: it sends them once the log has accepted one more record.
 
-    A node that was replaced and has not heard of it still holds the state of its time. Its appends are never
-    acknowledged, so it cannot end the session of a live client.
+    A node that was replaced and does not know it still has its old state. Its appends are never acknowledged, so it
+    cannot end the session of a live client.
     """
 
     refusals: tuple[type[MillstreamError], ...]
@@ -102,12 +102,12 @@ class LateRecords(Protocol):
 class StateMachine(Protocol):
     """The state of one partition of an internal topic: a fold over the records of that partition.
 
-    What has to survive changes only in `replay`; what may be lost with the process (who waits, timers) an
-    operation may change itself.
+    Durable state changes only in `replay`; an operation may change state that may be lost with the process, such as
+    timers and waiting requests.
     """
 
     def replay(self, record: StateRecord) -> None:
-        """Take one record in, in the order of the log, while loading and after each append."""
+        """Apply one record, in the order of the log, while loading and after each append."""
 
     def loaded(self) -> None:
         """Called once the whole log has been replayed, before the first operation; timers may be set here."""
@@ -116,7 +116,7 @@ class StateMachine(Protocol):
         """Refuse every parked request: this copy of the state is discarded."""
 
     def durable_keys(self) -> list[Hashable]:
-        """Return a key for every record that the log has to hold, for a rewrite."""
+        """Return a key for every record that the log must hold, for a rewrite."""
 
     def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
         """Return the current record of a key, or None if it was deleted."""

@@ -28,7 +28,7 @@ class Timer:
 
 
 class Timers:
-    """Named deadlines. Putting one off, as every heartbeat does, is one dictionary look-up and no heap work."""
+    """Named deadlines. Postponing one, as every heartbeat does, is one dictionary look-up and no heap work."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -68,11 +68,11 @@ class Timers:
 
     @property
     def next_deadline(self) -> float | None:
-        """When to check again, by the monotonic clock; possibly before anything is due."""
+        """Return when to check again, by the monotonic clock; possibly before anything is due."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, limit: int) -> list[Timer]:
-        """Take out at most `limit` timers whose time has come, the earliest first."""
+        """Remove and return at most `limit` timers that are due, the earliest first."""
         now = self._clock.monotonic()
         due: list[Timer] = []
         while self._heap and self._heap[0][0] <= now and len(due) < limit:

@@ -1,4 +1,6 @@
-"""The group coordinator of this node: checks what can be checked without the state, and finds the shard."""
+"""The group coordinator of this node: checks requests as far as that is possible without the state, and finds the
+shard.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,17 @@ _TOPIC_SETTINGS = {
     "max.message.bytes": str(32 * 1024 * 1024),
 }
 
-
 Admit = Callable[[TopicPartition], Awaitable[None]]
-"""Asks the coordinator of a transaction whether a partition belongs to it; raises when it does not."""
+"""Asks the coordinator of a transaction whether a partition belongs to it; raises if it does not."""
 
 
 class GroupTopics(StateTopics, TopicView, Protocol):
-    """What the coordinator needs of the topics: a place for its state, and the topics that groups assign."""
+    """The topics that the coordinator needs: the one that stores its state, and those that groups assign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsStatus:
-    """The groups of this node in numbers."""
+    """Counts of this node's groups."""
 
     groups: int
     members: int
@@ -73,7 +74,7 @@ class GroupsStatus:
 
 
 class GroupCoordinator(Coordinator[GroupShard]):
-    """Consumer groups and their offsets, kept in `__consumer_offsets`."""
+    """Consumer groups and their offsets, stored in `__consumer_offsets`."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class GroupCoordinator(Coordinator[GroupShard]):
         settings_of: SettingsOf = lambda _group_id: {},
         retry_first_s: float = RETRY_FIRST_S,
     ) -> None:
-        """`pipeline_of` names the declared pipeline whose group this is, if any; `settings_of` has its own ones."""
+        """`pipeline_of` returns the pipeline whose group this is, if any; `settings_of` returns the group's own
+        settings.
+        """
         self._topics = topics
         self._pipeline_of = pipeline_of
         self._consumer_topics = ConsumerTopics.of(topics)
@@ -104,7 +107,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         self._runtime = Runtime(topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s)
 
     def partition_of(self, group_id: str) -> PartitionIndex:
-        """The partition of the offsets topic that holds a group."""
+        """Return the partition of the offsets topic that stores a group."""
         return self._runtime.partition_of(group_id)
 
     def leader_of(self, group_id: str) -> NodeId | None:
@@ -112,7 +115,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> Joined:
-        """A consumer joins; answered with the next generation."""
+        """Join a group; answered with the next generation."""
         _check_group_id(request.group_id)
         if request.protocol_type != GROUP_TYPE:
             self._check_not_pipeline_group(request.group_id)
@@ -125,7 +128,9 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
 
     def _check_not_pipeline_group(self, group_id: str) -> None:
-        """A consumer in the group of a pipeline would move its offsets, and the pipeline would skip or repeat."""
+        """Refuse a consumer in the group of a pipeline: it would move its offsets, and the pipeline would skip or
+        repeat messages.
+        """
         pipeline = self._pipeline_of(group_id)
         if pipeline is not None:
             raise InvalidGroupId(f"group {group_id!r} belongs to pipeline {pipeline!r}; consumers use another one")
@@ -155,12 +160,12 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
 
     async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
-        """One share group with its members."""
+        """Describe one share group with its members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
 
     def share_topics(self, group_id: str) -> frozenset[str]:
-        """What the members of a share group subscribe to, if this node coordinates it."""
+        """Return the topics that the members of a share group subscribe to, if this node coordinates it."""
         states = [shard.state for shard in self._runtime.shards if shard.state is not None]
         groups = [group for state in states if (group := state.shares.get(group_id)) is not None]
         return frozenset().union(*(group.topics() for group in groups))
@@ -171,18 +176,18 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
 
     async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
-        """Members go."""
+        """Remove members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
 
     async def commit(self, request: CommitRequest) -> CommitAnswer:
-        """Keep offsets; answered when the log has them."""
+        """Store offsets; answered when they are durable."""
         # Kafka lets consumers outside any group commit under an empty id.
         _check_length(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
 
     def commit_now(self, request: CommitRequest, release: Release[CommitAnswer]) -> bool:
-        """Keep offsets, and pass on the answer when the log has them; return False if `commit` has to be awaited."""
+        """Store offsets, and pass on the response when they are durable; return False if `commit` must be awaited."""
         group_id = request.member.group_id
         _check_length(group_id)
         return self._runtime.call(group_id, lambda shard: shard.commit(request), release, pure=True)
@@ -215,12 +220,14 @@ class GroupCoordinator(Coordinator[GroupShard]):
                 released.add_done_callback(_ignore_result)
 
     async def end_transaction(self, index: int, marker: Marker) -> None:
-        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+        """Apply the end of a transaction that may have committed offsets in one partition of the offsets topic."""
         shard = self._runtime.shard_at(PartitionIndex(index))
         await shard.run(lambda state: state.transactional.end(marker), pure=True)
 
     async def pending_producers(self, index: int) -> list[PendingProducer]:
-        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
+        """Return the producers with undecided transactions that have committed offsets in one partition of the offsets
+        topic.
+        """
         shard = self._runtime.shard_at(PartitionIndex(index))
         return await shard.run(lambda state: ([], state.transactional.pending.producers()), pure=True)
 
@@ -233,7 +240,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         epoch: int = -1,
         require_stable: bool = True,
     ) -> FetchedOffsets:
-        """Committed offsets, of all partitions when `wanted` is None; see `GroupShard.fetch`."""
+        """Return committed offsets, of all partitions if `wanted` is None; see `GroupShard.fetch`."""
         _check_length(group_id)
         return await self._runtime.run(
             group_id,
@@ -251,17 +258,17 @@ class GroupCoordinator(Coordinator[GroupShard]):
         return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
 
     async def list_groups(self) -> list[GroupListing]:
-        """Every group of this node."""
+        """List every group of this node."""
         answers = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
         return [listing for listings in await asyncio.gather(*answers) for listing in listings]
 
     async def describe(self, group_id: str) -> GroupDescription:
-        """One classic group with its members."""
+        """Describe one classic group with its members."""
         _check_length(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.describe(group_id), pure=True)
 
     async def describe_consumer_group(self, group_id: str) -> ConsumerGroupDescription:
-        """One consumer group with its members."""
+        """Describe one consumer group with its members."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
 
@@ -271,17 +278,17 @@ class GroupCoordinator(Coordinator[GroupShard]):
         done = False
         while not done:
             done = await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True)
-            # Many offsets are many steps; others are served between them.
+            # Many offsets take many steps; other requests are served between them.
             await asyncio.sleep(0)
 
     def topic_deleted(self) -> None:
-        """Delete the offsets of deleted topics, which already do not count."""
+        """Delete the offsets of deleted topics, which are already ignored."""
         for shard in self._runtime.shards:
             if shard.state is not None:
                 shard.submit(_sweep_soon, pure=True).add_done_callback(_ignore_result)
 
     def status(self) -> GroupsStatus:
-        """The groups of this node in numbers."""
+        """Count the groups of this node."""
         states = [shard.state for shard in self._runtime.shards]
         loaded = [state for state in states if state is not None]
         groups = [group for state in loaded for group in (*state.groups, *state.consumers, *state.shares)]
@@ -298,7 +305,7 @@ class GroupCoordinator(Coordinator[GroupShard]):
         )
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
-        """Every committed offset as group, topic, partition and offset."""
+        """Return every committed offset as group, topic, partition and offset."""
         for shard in self._runtime.shards:
             if shard.state is not None:
                 yield from shard.state.committed()

@@ -22,7 +22,7 @@ CONSUMER_PROTOCOL_TYPE = "consumer"
 
 
 def subscribed_topics(metadata: bytes) -> frozenset[str] | None:
-    """The topics in a consumer's subscription; None when the bytes are something else."""
+    """Return the topics in a consumer's subscription; None if the bytes are not one."""
     reader = Reader(metadata, flexible=False)
     try:
         # Every later version starts with the fields of version 0, so the version number does not matter.
@@ -34,7 +34,7 @@ def subscribed_topics(metadata: bytes) -> frozenset[str] | None:
 
 
 class GroupState(StrEnum):
-    """Where a group is in its life; the texts are Kafka's."""
+    """The state of a group; the texts are Kafka's."""
 
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
@@ -44,7 +44,7 @@ class GroupState(StrEnum):
 
 
 class Group:
-    """The members of one group and what they agreed on."""
+    """The members of one group, their leader and their protocol."""
 
     def __init__(self, group_id: str, *, now_ms: int = NO_TIME_MS) -> None:
         self.group_id = group_id
@@ -57,7 +57,7 @@ class Group:
         self.leader_id: str | None = None
         self.members: dict[str, Member] = {}
         self.static_members: dict[str, str] = {}
-        # Ids that were given out and have not joined yet, and members that have not asked for their assignment yet.
+        # Ids that were assigned and have not joined yet, and members that have not sent SyncGroup yet.
         self.pending_members: set[str] = set()
         self.pending_sync: set[str] = set()
         self.member_added = False
@@ -69,7 +69,7 @@ class Group:
 
     @classmethod
     def restored(cls, group_id: str, stored: StoredGroup) -> Group:
-        """The group as its last generation in the log has it."""
+        """Restore a group from its last generation in the log."""
         group = cls(group_id, now_ms=stored.state_since_ms)
         group.generation = stored.generation
         group.protocol_type = stored.protocol_type or None
@@ -96,7 +96,7 @@ class Group:
         )
 
     def is_in(self, *states: GroupState) -> bool:
-        """Whether the group is in one of these states."""
+        """Return whether the group is in one of these states."""
         return self.state in states
 
     @property
@@ -106,7 +106,7 @@ class Group:
 
     @property
     def can_rebalance(self) -> bool:
-        """Whether a rebalance can start; one in progress has to end first."""
+        """Return whether a rebalance can start; one in progress must end first."""
         return self.state in (GroupState.EMPTY, GroupState.STABLE, GroupState.COMPLETING)
 
     @property
@@ -121,7 +121,7 @@ class Group:
 
     @property
     def rebalance_timeout_ms(self) -> int:
-        """How long a rebalance waits: as long as the most patient member allows."""
+        """Return how long a rebalance waits: the longest timeout of a member."""
         return max((member.rebalance_timeout_ms for member in self.members.values()), default=0)
 
     def move_to(self, state: GroupState, now_ms: int) -> None:
@@ -131,7 +131,7 @@ class Group:
         self.state_since_ms = now_ms
 
     def add(self, member: Member, reply: Deferred[Joined] | None = None) -> None:
-        """Take a member in."""
+        """Add a member."""
         if not self.members:
             self.protocol_type = member.protocol_type or None
         if member.instance_id is not None:
@@ -151,7 +151,7 @@ class Group:
         self._count_protocols(member)
 
     def remove(self, member_id: str, error: MillstreamError) -> None:
-        """Let a member or a pending id go; what it has parked is refused."""
+        """Remove a member or a pending id, and refuse its parked requests."""
         self.pending_members.discard(member_id)
         self.pending_sync.discard(member_id)
         member = self.members.pop(member_id, None)
@@ -191,13 +191,13 @@ class Group:
         return new
 
     def park_join(self, member: Member, reply: Deferred[Joined]) -> None:
-        """Keep a join request until the generation is complete; an older one of the member gives way."""
+        """Park a join request until the generation is complete; it replaces an older one of the member."""
         self.refuse_join(member, RebalanceInProgress("a later request of the same member replaced this one"))
         member.join_reply = reply
         self.awaiting_join += 1
 
     def answer_join(self, member: Member, answer: Joined) -> bool:
-        """Answer a parked join request; whether there was one."""
+        """Answer a parked join request; return whether there was one."""
         reply, member.join_reply = member.join_reply, None
         if reply is None:
             return False
@@ -206,14 +206,14 @@ class Group:
         return True
 
     def refuse_join(self, member: Member, error: MillstreamError) -> None:
-        """Refuse a parked join request, if there is one."""
+        """Refuse a parked join request, if any."""
         reply, member.join_reply = member.join_reply, None
         if reply is not None:
             self.awaiting_join -= 1
             reply.refuse(error)
 
     def refuse_all(self, error: MillstreamError) -> None:
-        """Refuse everything that is parked."""
+        """Refuse all parked requests."""
         for member in self.members.values():
             self.refuse_join(member, error)
             member.refuse_sync(error)
@@ -230,7 +230,7 @@ class Group:
         return True
 
     def begin_generation(self, now_ms: int) -> None:
-        """Count the generation up and choose its protocol."""
+        """Increment the generation and choose its protocol."""
         self.generation += 1
         self.pending_sync.clear()
         self.protocol_name = self.select_protocol() if self.members else None
@@ -238,14 +238,16 @@ class Group:
         self.move_to(GroupState.COMPLETING if self.members else GroupState.EMPTY, now_ms)
 
     def select_protocol(self) -> str:
-        """The protocol with the most votes among those that every member knows; the first voted for wins a tie."""
+        """Return the protocol with the most votes among those that every member supports; the first voted for wins a
+        tie.
+        """
         everyone = len(self.members)
         candidates = {name for name, count in self._support.items() if count == everyone}
         votes = Counter(member.vote(candidates) for member in self.members.values())
         return votes.most_common(1)[0][0]
 
     def supports(self, protocol_type: str, names: set[str]) -> bool:
-        """Whether a member with these protocols can work with those that are here."""
+        """Return whether a member with these protocols is compatible with the current members."""
         if self.state is GroupState.EMPTY:
             return bool(protocol_type) and bool(names)
         everyone = len(self.members)
@@ -265,7 +267,7 @@ class Group:
         return member
 
     def compute_subscribed(self) -> frozenset[str] | None:
-        """The topics the members consume; None when that cannot be known."""
+        """Return the topics that the members consume; None if that cannot be known."""
         if not self.uses_consumer_protocol:
             return None
         topics: set[str] = set()
@@ -279,11 +281,11 @@ class Group:
         return frozenset(topics)
 
     def consumes(self, topic: str) -> bool:
-        """Whether the group has to be taken to consume a topic."""
+        """Return whether the group must be assumed to consume a topic."""
         return self.uses_consumer_protocol if self.subscribed is None else topic in self.subscribed
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
-        """From when on the retention of an offset counts; None while it does not."""
+        """Return the time from which the retention of an offset counts; None while it does not."""
         if self.protocol_type is None:
             return committed.commit_ms
         if self.state is GroupState.EMPTY:
@@ -319,11 +321,11 @@ class Group:
         )
 
     def listing(self) -> GroupListing:
-        """The group as one line of a list."""
+        """Summarize the group for a list."""
         return GroupListing(group_id=self.group_id, protocol_type=self.protocol_type or "", state=self.state.value)
 
     def description(self) -> GroupDescription:
-        """The group for people and tools; metadata and assignments only mean something when it is stable."""
+        """Describe the group; metadata and assignments are meaningful only in a stable group."""
         stable = self.state is GroupState.STABLE
         name = (self.protocol_name or "") if stable else ""
         return GroupDescription(

@@ -1,4 +1,4 @@
-"""JoinGroup: who can become or stay a member, and when that starts a rebalance."""
+"""JoinGroup: which clients can become or stay members, and when that starts a rebalance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_suffix() -> str:
 
 
 class Join:
-    """Carries out join requests."""
+    """Handles join requests."""
 
     def __init__(
         self, rebalance: Rebalance, limits: GroupLimits, *, new_suffix: Callable[[], str] = random_suffix
@@ -32,7 +32,7 @@ class Join:
         self._new_suffix = new_suffix
 
     def run(self, group: Group, request: JoinRequest) -> JoinOutcome:
-        """Take a join request in; the answer mostly comes later, with the next generation."""
+        """Handle a join request; the response is usually sent later, with the next generation."""
         if not self._has_room(group, request):
             return self._refuse_full(group, request)
         if not group.supports(request.protocol_type, {name for name, _ in request.protocols}):
@@ -55,7 +55,7 @@ class Join:
         if not request.member_id and len(group.pending_members) >= self._limits.members_max:
             return False
         if member is None and len(group.members) >= 2 * self._limits.members_max:
-            # Static members that do not come back keep their places for a while, but not without end.
+            # Static members that do not return keep their places for a while, but not forever.
             return False
         if group.is_in(GroupState.PREPARING):
             # Parked requests are counted, not members: if the limit was lowered, the last to rejoin are refused.
@@ -67,7 +67,7 @@ class Join:
         return True
 
     def _refuse_full(self, group: Group, request: JoinRequest) -> JoinOutcome:
-        """Refuse a member for which there is no room; if it was one, the others need not wait for it."""
+        """Refuse a member that does not fit into the group; if it was a member, the others need not wait for it."""
         later: Deferred[Joined] = Deferred()
         later.refuse(GroupFull(f"group {group.group_id!r} has as many members as it may have"))
         if request.member_id not in group.members:
@@ -87,7 +87,7 @@ class Join:
             return self._add(group, new_id, request)
         new_id = f"{request.client_id}-{self._new_suffix()}"
         if request.knows_member_id_required:
-            # The id is given out before the member counts, so that a client that gives up leaves no ghost behind.
+            # The id is assigned before the member counts, so that a client that gives up leaves no ghost behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
             later: Deferred[Joined] = Deferred()
             later.refuse(MemberIdRequired("join again with the member id given", member_id=new_id))
@@ -146,7 +146,7 @@ class Join:
     def _keep_generation(
         self, group: Group, member: Member, request: JoinRequest, old_leader_id: str | None
     ) -> Records:
-        """A static member came back unchanged: only its new id has to be written down."""
+        """Keep the generation of a static member that returned unchanged; only its new id is written."""
         leads = member.member_id == group.leader_id
         if request.knows_skip_assignment:
             answer = group.joined(member.member_id, with_members=leads, skip_assignment=leads)

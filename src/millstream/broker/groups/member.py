@@ -1,4 +1,4 @@
-"""A member of a consumer group, and the requests of its that are parked."""
+"""A member of a classic group, and its parked requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMBER_BYTES = 128
 
 
 def estimated_bytes(client_id: str, instance_id: str | None, protocols: tuple[tuple[str, bytes], ...]) -> int:
-    """About how much memory and log a member takes; its id repeats what the client calls itself."""
+    """Estimate the memory and log space that a member takes; its id repeats the client id."""
     named = 2 * (len(client_id) + len(instance_id or ""))
     return MEMBER_BYTES + named + sum(len(name) + len(metadata) for name, metadata in protocols)
 
@@ -60,14 +60,14 @@ class Member:
         self.protocol_type = protocol_type
         self.protocols = protocols
         self.assignment = assignment
-        # A new member has no session yet, so its parked join request does not keep it alive for ever.
+        # A new member has no session yet, so its parked join request does not keep it alive forever.
         self.is_new = is_new
         self.join_reply: Deferred[Joined] | None = None
         self.sync_reply: Deferred[Synced] | None = None
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
-        """The member that a join request announces."""
+        """Create the member that a join request announces."""
         return cls(
             member_id,
             instance_id=request.instance_id,
@@ -82,7 +82,7 @@ class Member:
 
     @classmethod
     def restored(cls, stored: StoredMember, protocol_type: str, protocol_name: str) -> Member:
-        """A member as the log remembers it: only the chosen protocol is known."""
+        """Restore a member from the log, which has only the chosen protocol."""
         return cls(
             stored.member_id,
             instance_id=stored.instance_id,
@@ -96,7 +96,7 @@ class Member:
         )
 
     def stored(self, protocol_name: str, assignment: bytes) -> StoredMember:
-        """What a generation remembers of the member."""
+        """Return the stored form of the member."""
         return StoredMember(
             member_id=self.member_id,
             instance_id=self.instance_id,
@@ -110,7 +110,7 @@ class Member:
 
     @property
     def is_static(self) -> bool:
-        """Whether the member keeps its place when its process restarts."""
+        """Return whether the member keeps its place when its process restarts."""
         return self.instance_id is not None
 
     @property
@@ -120,7 +120,7 @@ class Member:
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory and log the member takes."""
+        """Estimate the memory and log space that the member takes."""
         return estimated_bytes(self.client_id, self.instance_id, self.protocols)
 
     def metadata(self, protocol_name: str) -> bytes:
@@ -128,27 +128,27 @@ class Member:
         return next((metadata for name, metadata in self.protocols if name == protocol_name), b"")
 
     def vote(self, candidates: Collection[str]) -> str:
-        """The protocol that the member likes best among those all know."""
+        """Return the member's preferred protocol among those that all support."""
         return next(name for name, _ in self.protocols if name in candidates)
 
     def is_alive_without_heartbeat(self) -> bool:
-        """Whether a parked request stands for heartbeats, which the client does not send meanwhile."""
+        """Return whether a parked request replaces heartbeats, which the client does not send while it waits."""
         return not self.is_new and (self.join_reply is not None or self.sync_reply is not None)
 
     def park_sync(self, reply: Deferred[Synced]) -> None:
-        """Keep a sync request until the leader brings the assignment; an older one of the member gives way."""
+        """Park a sync request until the leader sends the assignment; it replaces an older one of the member."""
         self.refuse_sync(RebalanceInProgress("a later request of the same member replaced this one"))
         self.sync_reply = reply
 
     def answer_sync(self, answer: Synced) -> bool:
-        """Answer the parked sync request; whether there was one."""
+        """Answer the parked sync request; return whether there was one."""
         reply, self.sync_reply = self.sync_reply, None
         if reply is not None:
             reply.resolve(answer)
         return reply is not None
 
     def refuse_sync(self, error: MillstreamError) -> bool:
-        """Refuse the parked sync request; whether there was one."""
+        """Refuse the parked sync request; return whether there was one."""
         reply, self.sync_reply = self.sync_reply, None
         if reply is not None:
             reply.refuse(error)

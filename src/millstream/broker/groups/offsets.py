@@ -12,19 +12,19 @@ from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
 from millstream.core.pipeline import GROUP_PREFIX
 
 TopicIds = Callable[[str], UUID | None]
-"""The id of the topic that has this name now."""
+"""Returns the id of the topic that has this name now."""
 
 
 class OffsetOwner(Protocol):
-    """A group, as far as it decides how long its offsets are kept."""
+    """A group, which determines how long its offsets are kept."""
 
     group_id: str
 
     def consumes(self, topic: str) -> bool:
-        """Whether the group has to be taken to consume a topic."""
+        """Return whether the group must be assumed to consume a topic."""
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
-        """From when on the retention of an offset counts; None while it does not."""
+        """Return the time from which the retention of an offset counts; None while it does not."""
 
 
 _NOTHING: Mapping[tuple[str, int], CommittedOffset] = MappingProxyType({})
@@ -32,18 +32,20 @@ _NO_OFFSET = FetchedOffset()
 
 
 class Offsets:
-    """By group, topic and partition. Offsets of a deleted topic do not count, even if its name is in use again."""
+    """Committed offsets by group, topic and partition. Offsets of a deleted topic are ignored, even if its name is
+    reused.
+    """
 
     def __init__(self, topic_id_of: TopicIds) -> None:
         self._topic_id_of = topic_id_of
         self._by_group: dict[str, dict[tuple[str, int], CommittedOffset]] = {}
 
     def put(self, key: OffsetKey, committed: CommittedOffset) -> None:
-        """Keep an offset."""
+        """Store an offset."""
         self._by_group.setdefault(key.group_id, {})[(key.topic, key.partition)] = committed
 
     def remove(self, key: OffsetKey) -> None:
-        """Forget an offset."""
+        """Remove an offset."""
         offsets = self._by_group.get(key.group_id)
         if offsets is not None:
             offsets.pop((key.topic, key.partition), None)
@@ -51,26 +53,24 @@ class Offsets:
                 del self._by_group[key.group_id]
 
     def of_group(self, group_id: str) -> Mapping[tuple[str, int], CommittedOffset]:
-        """Every offset of a group, by topic and partition."""
+        """Return every offset of a group, by topic and partition."""
         return self._by_group.get(group_id, _NOTHING)
 
     def all_keys(self) -> list[OffsetKey]:
-        """Every offset there is."""
         return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
 
     def current(self) -> Iterator[tuple[OffsetKey, CommittedOffset]]:
-        """Every offset whose topic still exists."""
+        """Yield every offset whose topic still exists."""
         for group_id, offsets in self._by_group.items():
             for (topic, partition), committed in offsets.items():
                 if self._is_current(topic, committed):
                     yield OffsetKey(group_id, topic, partition), committed
 
     def get(self, key: OffsetKey) -> CommittedOffset | None:
-        """One offset, if there is one."""
         return self.of_group(key.group_id).get((key.topic, key.partition))
 
     def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]]) -> FetchedOffsets:
-        """The offsets of these partitions; -1 where there is none."""
+        """Return the offsets of these partitions; -1 for those without one."""
         offsets = self.of_group(group_id)
         return {
             topic: {partition: self._fetched(topic, offsets.get((topic, partition))) for partition in partitions}
@@ -78,7 +78,6 @@ class Offsets:
         }
 
     def fetch_all(self, group_id: str) -> FetchedOffsets:
-        """Every offset of a group."""
         found: dict[str, dict[int, FetchedOffset]] = {}
         for (topic, partition), committed in self.of_group(group_id).items():
             if self._is_current(topic, committed):

@@ -1,11 +1,11 @@
-"""How a group gets from one generation to the next, and the timers that see to it that it does.
+"""The transitions of a group from one generation to the next, and their timers.
 
     Empty ──join──▶ PreparingRebalance ──all joined, or time is up──▶ CompletingRebalance ──leader syncs──▶ Stable
       ▲                    ▲  │ empty                                        │ join, leave, no sync in time    │
       └────────────────────┼──┘                                              │                                │
                            └─────────────────────────────────────────────────┴──── join, leave, no heartbeat ─┘
 
-Every method returns the records that have to be durable before any member is answered.
+Every method returns the records that must be durable before any member is answered.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rebalance:
         self._timers.cancel(("join", group.group_id))
         self._drop_absent(group)
         if group.members and not group.elect_joined_leader():
-            # Only static members that do not answer are left: they go when their sessions end.
+            # Only static members that do not respond are left; they are removed when their sessions end.
             self._schedule_join(group, max(group.rebalance_timeout_ms, _RECHECK_MS))
             return []
         group.begin_generation(self._clock.now_ms())
@@ -92,7 +92,7 @@ class Rebalance:
         return []
 
     def remove(self, group: Group, member_id: str, error: MillstreamError) -> None:
-        """Let a member go, its timer and what it has parked included."""
+        """Remove a member with its timer and its parked requests."""
         self.forget_session(group, member_id)
         group.remove(member_id, error)
 
@@ -111,12 +111,12 @@ class Rebalance:
         self._watch(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
 
     def keep_pending(self, group: Group, member_id: str, timeout_ms: int) -> None:
-        """Hold an id that was given out until its owner joins with it."""
+        """Hold an assigned id until a client joins with it."""
         group.pending_members.add(member_id)
         self._watch(group.group_id, member_id, timeout_ms)
 
     def synced(self, group: Group, member_id: str) -> None:
-        """Note that a member has asked for its assignment."""
+        """Note that a member has sent SyncGroup."""
         group.pending_sync.discard(member_id)
         if not group.pending_sync:
             self._timers.cancel(("sync", group.group_id))
@@ -203,7 +203,7 @@ class Rebalance:
         return [] if group is None or not group.is_in(GroupState.PREPARING) else self.complete_join(group)
 
     def _drop_absent(self, group: Group) -> None:
-        """Let go of dynamic members that did not join again; static ones keep their place while their session lasts."""
+        """Remove dynamic members that did not rejoin; static ones keep their place while their session lasts."""
         absent = [member for member in group.members.values() if not member.awaits_join and not member.is_static]
         for member in absent:
             self.remove(group, member.member_id, UnknownMember(f"member {member.member_id!r} did not join in time"))

@@ -3,10 +3,10 @@
     key 0, 1  (group, topic, partition)   value: a committed offset
     key 2     (group)                     value: a generation of a group, with its members and their assignments
 
-Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written are
-the versions that Kafka 4 writes (offsets: 3, or 1 when the client set a retention; groups: 3); read are all of them.
-Beside its value, an offset carries the id of its topic in the header `topic-id`: names can be given again after a
-topic was deleted, and offsets of the old topic must not count for the new one. Kafka's tools do not look at headers.
+Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Records are written in
+the versions that Kafka 4 writes (offsets: 3, or 1 if the client set a retention; groups: 3), and read in all versions.
+An offset also carries the id of its topic in the header `topic-id`: a name can be reused after a topic was deleted, and
+offsets of the old topic must not apply to the new one. Kafka's tools ignore headers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_TIME_MS: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class OffsetKey:
-    """Names a committed offset."""
+    """Identifies a committed offset."""
 
     group_id: str
     topic: str
@@ -44,14 +44,14 @@ class OffsetKey:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Names a group."""
+    """Identifies a group."""
 
     group_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedOffset:
-    """How far a group has come in one partition. `expire_ms` is set only by clients that ask for a retention."""
+    """The committed offset of a group in one partition. `expire_ms` is set only by clients that request a retention."""
 
     offset: int
     leader_epoch: int = -1
@@ -63,7 +63,7 @@ class CommittedOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMember:
-    """A member as a generation remembers it."""
+    """A member as it is stored in a generation."""
 
     member_id: str
     instance_id: str | None
@@ -88,7 +88,7 @@ class StoredGroup:
 
 
 def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
-    """The record of a commit."""
+    """Build the record of a commit."""
     expires = committed.expire_ms != NO_TIME_MS
     version = _OFFSET_VERSION_WITH_EXPIRY if expires else _OFFSET_VERSION
     writer = Writer(flexible=False)
@@ -110,7 +110,7 @@ def offset_tombstone(key: OffsetKey) -> StateRecord:
 
 
 def group_record(group_id: str, group: StoredGroup) -> StateRecord:
-    """The record of a generation."""
+    """Build the record of a generation."""
     writer = Writer(flexible=False)
     writer.int16(_GROUP_VERSION)
     writer.string(group.protocol_type)
@@ -142,7 +142,7 @@ def group_tombstone(group_id: str) -> StateRecord:
 
 
 def read_key(key: bytes) -> OffsetKey | GroupKey | None:
-    """What a record is about; None for kinds that this broker does not keep."""
+    """Parse the key of a record; return None for kinds that this broker does not store."""
     reader = Reader(key, flexible=False)
     kind = reader.int16()
     if kind in _OFFSET_KEYS:
@@ -209,7 +209,7 @@ def _read_member(reader: Reader, version: int) -> StoredMember:
         instance_id=instance_id,
         client_id=client_id,
         client_host=client_host,
-        # The first version had no rebalance timeout: the session's stood for both.
+        # The first version had no rebalance timeout: the session timeout was used for both.
         rebalance_timeout_ms=session_timeout_ms if rebalance_timeout_ms == -1 else rebalance_timeout_ms,
         session_timeout_ms=session_timeout_ms,
         subscription=subscription,

@@ -1,4 +1,4 @@
-"""The groups that one shard knows, by id: classic ones and consumer groups, which never share an id."""
+"""The groups of one shard, by id: classic ones and consumer groups, which never share an id."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ class Registry:
 
     @property
     def consumers(self) -> Collection[ConsumerGroup]:
-        """The consumer groups."""
         return self._consumers.values()
 
     def ids(self) -> list[str]:
-        """The id of every group."""
+        """Return the id of every group."""
         return [*self._groups, *self._consumers]
 
     def get(self, group_id: str) -> Group | None:
-        """The classic group of this id, if there is one."""
+        """Return the classic group with this id, if it exists."""
         return self._groups.get(group_id)
 
     def get_consumer(self, group_id: str) -> ConsumerGroup | None:
-        """The consumer group of this id, if there is one."""
         return self._consumers.get(group_id)
 
     def check_room(self, others: int = 0) -> None:
@@ -49,28 +47,28 @@ class Registry:
             raise PolicyViolation(f"the coordinator already has {len(self) + others} groups, which is the maximum")
 
     def put(self, group: Group) -> Group:
-        """Keep a group, in place of another one of the same id."""
+        """Store a group, replacing another one with the same id."""
         self._groups[group.group_id] = group
         return group
 
     def drop(self, group_id: str) -> None:
-        """Forget a group."""
+        """Remove a group."""
         self._groups.pop(group_id, None)
 
     def drop_if_unused(self, group: Group) -> None:
-        """Forget a group of which nothing is left."""
+        """Remove a group without members, offsets and records."""
         in_use = group.members or group.pending_members or group.stored_value is not None
         if not in_use and not self._offsets.of_group(group.group_id):
             self.drop(group.group_id)
 
     def put_consumer(self, group: ConsumerGroup) -> ConsumerGroup:
-        """Keep a consumer group, in place of a classic one of the same id."""
+        """Store a consumer group, replacing a classic one with the same id."""
         self._groups.pop(group.group_id, None)
         self._consumers[group.group_id] = group
         return group
 
     def drop_consumer(self, group_id: str) -> None:
-        """Forget a consumer group; offsets that it leaves behind belong to a classic group without protocol."""
+        """Remove a consumer group; remaining offsets belong to a classic group without protocol."""
         self._consumers.pop(group_id, None)
         self.keep_owner(group_id)
 

@@ -14,7 +14,7 @@ SettingsOf = Callable[[str], Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """A consumer wants to be a member, or to take part in the next generation."""
+    """A consumer joins, or takes part in the next generation."""
 
     group_id: str
     member_id: str
@@ -25,7 +25,7 @@ class JoinRequest:
     rebalance_timeout_ms: int
     protocol_type: str
     protocols: tuple[tuple[str, bytes], ...]
-    """Names and metadata, the most wanted first."""
+    """Names and metadata, in order of preference."""
     reason: str | None = None
     knows_member_id_required: bool = True
     """Whether the client understands MEMBER_ID_REQUIRED."""
@@ -67,7 +67,7 @@ class MemberRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncRequest:
-    """A member wants its assignment; the leader brings everyone's."""
+    """A member requests its assignment; the leader sends those of all members."""
 
     member: MemberRef
     protocol_type: str | None = None
@@ -77,7 +77,7 @@ class SyncRequest:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The member's share."""
+    """The assignment of the member."""
 
     protocol_type: str | None
     protocol_name: str | None
@@ -95,7 +95,7 @@ class Leaver:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What became of one leaver."""
+    """The outcome for one leaver."""
 
     leaver: Leaver
     error: MillstreamError | None = None
@@ -103,7 +103,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCommit:
-    """An offset to be kept."""
+    """An offset to be stored."""
 
     partition: int
     offset: int
@@ -113,7 +113,7 @@ class PartitionCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
-    """Offsets of some partitions, by topic name. Without generation and member it comes from outside any group."""
+    """Offsets of some partitions, by topic name. Without generation and member, the sender is outside any group."""
 
     member: MemberRef
     topics: Mapping[str, tuple[PartitionCommit, ...]]
@@ -123,12 +123,12 @@ class CommitRequest:
 
 
 CommitAnswer = Mapping[str, Mapping[int, MillstreamError | None]]
-"""By topic and partition: None if the offset is kept, else why not."""
+"""By topic and partition: None if the offset is stored, else why not."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedOffset:
-    """A committed offset as a consumer gets it; -1 when there is none."""
+    """A committed offset as a consumer sees it; -1 if there is none."""
 
     offset: int = -1
     leader_epoch: int = -1
@@ -143,7 +143,7 @@ FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupListing:
-    """One line of the list of groups."""
+    """The entry of a group in a list."""
 
     group_id: str
     protocol_type: str
@@ -153,7 +153,7 @@ class GroupListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberDescription:
-    """A member, for people and tools."""
+    """The description of a member."""
 
     member_id: str
     instance_id: str | None
@@ -165,7 +165,7 @@ class MemberDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDescription:
-    """A group, for people and tools."""
+    """The description of a group."""
 
     group_id: str
     state: str
@@ -177,7 +177,7 @@ class GroupDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """Bounds and delays that groups live by."""
+    """Limits and delays of groups."""
 
     session_min_ms: int
     session_max_ms: int
@@ -185,11 +185,11 @@ class GroupLimits:
     members_max: int
     offsets_retention_ms: int
     groups_max: int = 100_000
-    """Groups of one shard."""
+    """The maximum number of groups in one shard."""
     members_bytes_max: int = 4 * 1024 * 1024
-    """What all members of a group say of themselves, together."""
+    """The maximum size of the metadata of all members of a group together."""
     generation_bytes_max: int = 16 * 1024 * 1024
-    """The record of a generation: its members and their assignments."""
+    """The maximum size of a generation's record: its members and their assignments."""
     offset_metadata_max: int = 4096
     tombstones_max: int = 1000
     """The number of offsets that one operation deletes; more are deleted in several."""
@@ -198,11 +198,11 @@ class GroupLimits:
     consumer_heartbeat_ms: int = 5_000
     """The heartbeat interval of consumer group members."""
     new_member_ms: int = 300_000
-    """How long a joining member without a session is waited for."""
+    """How long to wait for a joining member without a session."""
     sweep_ms: int = 600_000
-    """How often expired offsets are looked for."""
+    """How often to look for expired offsets."""
     settings_of: SettingsOf = lambda _group_id: {}
-    """What single groups have otherwise."""
+    """Returns the settings of single groups that override these."""
 
     def session_of(self, group_id: str) -> int:
         """Return the session timeout of a consumer group."""

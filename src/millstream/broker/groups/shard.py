@@ -1,9 +1,8 @@
 """The state machine of one partition of `__consumer_offsets`: its classic groups, and the offsets of all groups.
 
-Groups of the newer protocol are in `broker/groups/consumer/shard.py`; what concerns one of these is handed over there.
-
-Every public operation is a plain function of the state that returns the records to append and the response, now or
-later. Nothing here reads a clock that was not given to it, waits, or does I/O.
+Groups of the newer protocol are in `broker/groups/consumer/shard.py`, which handles their requests. Every public
+operation is a plain function of the state that returns the records to append and the response, now or later. Nothing
+here reads a clock that was not given to it, waits, or does I/O.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class GroupShard:
 
     @property
     def groups(self) -> Registry:
-        """Every group, for looking only."""
+        """Every group; read-only."""
         return self._groups
 
     def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
@@ -144,12 +143,12 @@ class GroupShard:
     # Membership
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
-        """Every committed offset as group, topic, partition and offset; for looking only."""
+        """Return every committed offset as group, topic, partition and offset; read-only."""
         for key, committed in self._offsets.current():
             yield key.group_id, key.topic, key.partition, committed.offset
 
     def join(self, request: JoinRequest) -> Outcome[Joined]:
-        """A consumer joins, or joins again."""
+        """Add a member, or let it rejoin."""
         consumers = self.consumers.get_with_members(request.group_id)
         if consumers is not None:
             return self.consumers.join(consumers, request)
@@ -227,13 +226,13 @@ class GroupShard:
     # Offsets
 
     def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
-        """Keep offsets. The state changes when the records are replayed, not before."""
+        """Store offsets. The state changes when the records are replayed, not before."""
         self._check_not_shared(request.member.group_id)
         self._check_commit(request)
         return self._commit_records(request, offset_record)
 
     def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
-        """Keep offsets that count only when the transaction is committed."""
+        """Store offsets that take effect when the transaction commits."""
         self._check_not_shared(request.member.group_id)
         self._check_transactional_commit(request)
         return self._commit_records(request, self.transactional.recorder(producer))
@@ -271,10 +270,10 @@ class GroupShard:
         epoch: int = -1,
         require_stable: bool = True,
     ) -> Outcome[FetchedOffsets]:
-        """Committed offsets of some partitions, or of all when `wanted` is None.
+        """Return committed offsets of some partitions, or of all if `wanted` is None.
 
-        With `require_stable`, those that an open transaction is about to change are marked, and all includes those
-        whose first offset it is about to commit; without, pending offsets are ignored.
+        With `require_stable`, offsets that an open transaction is about to change are marked, and all includes those
+        whose first offset it is about to commit; otherwise, pending offsets are ignored.
         """
         self._check_not_shared(group_id)
         self.consumers.check_fetch(group_id, member_id, epoch)
@@ -306,12 +305,12 @@ class GroupShard:
     # Groups
 
     def list_groups(self) -> Outcome[list[GroupListing]]:
-        """Every group in one line each."""
+        """List every group."""
         classic = (group.listing() for group in self._groups)
         return [], [*classic, *self.consumers.listings(), *self.shares.listings()]
 
     def describe(self, group_id: str) -> Outcome[GroupDescription]:
-        """One classic group with its members."""
+        """Describe one classic group with its members."""
         group = self._groups.get(group_id)
         if group is None:
             raise UnknownGroup(f"there is no classic group {group_id!r}")
@@ -339,7 +338,7 @@ class GroupShard:
     # The fold
 
     def replay(self, record: StateRecord) -> None:
-        """Take one record of the log in."""
+        """Apply one record of the log."""
         key = read_key(record.key)
         if isinstance(key, OffsetKey):
             self._replay_offset(key, record)
@@ -367,14 +366,14 @@ class GroupShard:
             group.move_to(GroupState.DEAD, self._clock.now_ms())
 
     def durable_keys(self) -> list[Hashable]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
         pending = self.transactional.pending.durable_keys()
         groups = (*self.consumers.durable_keys(), *self.shares.durable_keys())
         return [*stored, *groups, *self._offsets.all_keys(), *pending]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
-        """The record of this name, as it stands now."""
+        """Return the current record of a key."""
         if isinstance(key, GroupKey):
             group = self._groups.get(key.group_id)
             value = None if group is None else group.stored_value
@@ -462,7 +461,9 @@ class GroupShard:
         self._rebalance.keep_alive(group, member)
 
     def _check_transactional_commit(self, request: CommitRequest) -> None:
-        """As for other commits, but producers of old clients name no member, and a rebalance does not hinder them."""
+        """Check a transactional commit like other commits, but producers of old clients name no member, and a rebalance
+        does not hinder them.
+        """
         who = request.member
         if who.generation < 0 and not who.member_id and who.instance_id is None:
             return
@@ -521,7 +522,7 @@ class GroupShard:
     def _drop_stored(self, group: Group) -> None:
         self._groups.drop(group.group_id)
         if self._offsets.of_group(group.group_id):
-            # Not written by this broker, which deletes the offsets first; they stay what they are.
+            # Not written by this broker, which deletes the offsets first; they stay unchanged.
             self._groups.put(Group(group.group_id))
 
     def _deliver_assignments(self, group: Group, stored: StoredGroup) -> None:
@@ -541,7 +542,7 @@ class GroupShard:
         return self._rebalance.prepare(group, "its last member of the consumer protocol has left")
 
     def _sweep(self) -> Records:
-        """Look at some groups; the next step follows shortly, the next round after a pause."""
+        """Sweep some groups; the next step follows shortly, the next round after a pause."""
         records: Records = []
         looked_at = 0
         now_ms = self._clock.now_ms()

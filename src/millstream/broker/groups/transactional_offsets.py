@@ -1,7 +1,8 @@
-"""What transactions do to the offsets of groups: commit them provisionally, and end.
+"""Offsets that transactions commit: pending until the transaction ends.
 
-Between the moment when the coordinator of a transaction says that it is open and the moment when an offset is appended,
-the transaction may have ended. The caller therefore takes a `Guard` first, which every marker of the producer breaks.
+Between the time at which the coordinator of a transaction says that it is open and the time at which an offset is
+appended, the transaction may have ended. The caller therefore takes a `Guard` first, which every marker of the producer
+breaks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MARKER_VERSION: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class PendingKey:
-    """Names an offset that a transaction has committed."""
+    """Identifies an offset that a transaction has committed."""
 
     producer_id: ProducerId
     offset: OffsetKey
@@ -35,7 +36,7 @@ class PendingKey:
 
 @dataclass(frozen=True, slots=True)
 class MarkerKey:
-    """Names the last marker of a producer."""
+    """Identifies the last marker of a producer."""
 
     producer_id: ProducerId
 
@@ -56,7 +57,7 @@ class LastMarker(NamedTuple):
 
 
 class PendingProducer(NamedTuple):
-    """A producer whose transaction has committed offsets and is not decided, as administrators see it."""
+    """A producer with an undecided transaction that has committed offsets."""
 
     producer_id: ProducerId
     epoch: int
@@ -65,7 +66,7 @@ class PendingProducer(NamedTuple):
 
 
 def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
-    """The record of an offset that does not count yet."""
+    """Build the record of a pending offset."""
     plain = offset_record(key.offset, pending.committed)
     epoch = (EPOCH_HEADER, pending.epoch.to_bytes(2, "big", signed=True))
     return StateRecord(_pending_key(key), plain.value, (*plain.headers, epoch))
@@ -77,7 +78,7 @@ def pending_tombstone(key: PendingKey) -> StateRecord:
 
 
 def marker_record(producer_id: ProducerId, marker: LastMarker) -> StateRecord:
-    """The record of a producer's last marker."""
+    """Build the record of a producer's last marker."""
     writer = Writer(flexible=False)
     writer.int16(_MARKER_VERSION)
     writer.int16(marker.epoch)
@@ -87,7 +88,7 @@ def marker_record(producer_id: ProducerId, marker: LastMarker) -> StateRecord:
 
 
 def read_pending_key(key: bytes) -> PendingKey | MarkerKey | None:
-    """What a record is about; None for other kinds."""
+    """Parse the key of a record; return None for other kinds."""
     reader = Reader(key, flexible=False)
     kind = reader.int16()
     if kind == _PENDING_KEY:
@@ -97,7 +98,7 @@ def read_pending_key(key: bytes) -> PendingKey | MarkerKey | None:
 
 
 class PendingOffsets:
-    """By producer, and by what they are the offsets of."""
+    """Pending offsets, by producer and by group, topic and partition."""
 
     def __init__(self) -> None:
         self._by_producer: dict[ProducerId, dict[OffsetKey, Pending]] = {}
@@ -108,11 +109,11 @@ class PendingOffsets:
         return sum(map(len, self._by_producer.values()))
 
     def is_pending(self, key: OffsetKey) -> bool:
-        """Whether a transaction that is not decided has committed this offset."""
+        """Return whether an undecided transaction has committed this offset."""
         return key in self._producers_of
 
     def with_stability(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
-        """The same offsets, where those that a transaction is about to change are marked."""
+        """Mark the offsets that a transaction is about to change."""
         if not self._producers_of:
             return fetched
         return {
@@ -136,7 +137,7 @@ class PendingOffsets:
         return found
 
     def of_group(self, group_id: str) -> list[PendingKey]:
-        """Everything that transactions have committed for a group."""
+        """Return the offsets that transactions have committed for a group."""
         return [
             PendingKey(producer_id, key)
             for producer_id, offsets in self._by_producer.items()
@@ -145,7 +146,7 @@ class PendingOffsets:
         ]
 
     def producers(self) -> list[PendingProducer]:
-        """Every producer with something that is not decided."""
+        """Return every producer with pending offsets."""
         return [
             PendingProducer(
                 producer_id,
@@ -157,17 +158,17 @@ class PendingOffsets:
         ]
 
     def last_marker(self, producer_id: ProducerId) -> LastMarker | None:
-        """The last marker of a producer, if it is remembered."""
+        """Return the last marker of a producer, if it is known."""
         return self._markers.get(producer_id)
 
     def check_epoch(self, producer_id: ProducerId, epoch: int) -> None:
-        """Raise when a producer of this epoch has been fenced."""
+        """Raise if a producer of this epoch has been fenced."""
         last = self._markers.get(producer_id)
         if last is not None and epoch < last.epoch:
             raise FencedProducer(f"producer {producer_id} is at epoch {last.epoch}, not {epoch}")
 
     def records_for_marker(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
-        """What a marker changes; nothing when it came before. Raises when it comes too late."""
+        """Return the records of a marker; none if it is a repetition. Raise if it is too late."""
         last = self._markers.get(marker.producer_id)
         marker = marker.admitted(NO_EPOCH if last is None else last.coordinator_epoch)
         self.check_epoch(marker.producer_id, marker.producer_epoch)
@@ -193,7 +194,7 @@ class PendingOffsets:
                 yield StateRecord(_marker_key(producer_id), None)
 
     def replay(self, key: PendingKey | MarkerKey, record: StateRecord) -> None:
-        """Take one record in."""
+        """Apply one record of the log."""
         if isinstance(key, MarkerKey):
             if record.value is None:
                 self._markers.pop(key.producer_id, None)
@@ -207,7 +208,7 @@ class PendingOffsets:
             self._producers_of.setdefault(key.offset, set()).add(key.producer_id)
 
     def durable_keys(self) -> Iterable[Hashable]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         for producer_id, offsets in self._by_producer.items():
             for key in offsets:
                 yield PendingKey(producer_id, key)
@@ -215,7 +216,7 @@ class PendingOffsets:
             yield MarkerKey(producer_id)
 
     def durable_record(self, key: PendingKey | MarkerKey) -> StateRecord | None:
-        """The record of this name, as it stands now."""
+        """Return the current record of a key."""
         if isinstance(key, MarkerKey):
             marker = self._markers.get(key.producer_id)
             return None if marker is None else marker_record(key.producer_id, marker)
@@ -268,7 +269,7 @@ AsRecord = Callable[[OffsetKey, CommittedOffset], StateRecord]
 
 
 class Guard:
-    """Holds as long as no marker of its producer has come."""
+    """Valid as long as no marker of its producer arrives."""
 
     __slots__ = ("holds", "producer_id")
 
@@ -286,7 +287,7 @@ class Producer(NamedTuple):
 
 
 class TransactionalOffsets:
-    """The transactions of producers, as far as one shard's groups are concerned."""
+    """The open transactions that concern the groups of one shard."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -294,13 +295,13 @@ class TransactionalOffsets:
         self._guards: dict[ProducerId, set[Guard]] = {}
 
     def acquire_guard(self, producer_id: ProducerId) -> Outcome[Guard]:
-        """Take a guard; `release` has to follow."""
+        """Take a guard, which must be released."""
         guard = Guard(producer_id)
         self._guards.setdefault(producer_id, set()).add(guard)
         return [], guard
 
     def release(self, guard: Guard) -> Outcome[None]:
-        """Give a guard back."""
+        """Release a guard."""
         guards = self._guards.get(guard.producer_id)
         if guards is not None:
             guards.discard(guard)
@@ -309,7 +310,9 @@ class TransactionalOffsets:
         return [], None
 
     def recorder(self, producer: Producer) -> AsRecord:
-        """How offsets of this producer are written down; raises when its transaction may have ended."""
+        """Return the function that builds records for offsets of this producer; raise if its transaction may have
+        ended.
+        """
         guards = self._guards.get(producer.producer_id, ())
         if not producer.guard.holds or producer.guard not in guards:
             raise InvalidTransactionState(f"the transaction of producer {producer.producer_id} has ended meanwhile")
@@ -321,7 +324,7 @@ class TransactionalOffsets:
         return as_record
 
     def end(self, marker: Marker) -> Outcome[None]:
-        """A transaction is committed or aborted."""
+        """Apply the end of a transaction: committed or aborted."""
         records = self.pending.records_for_marker(marker, now_ms=self._clock.now_ms())
         for guard in self._guards.pop(marker.producer_id, ()):
             guard.holds = False

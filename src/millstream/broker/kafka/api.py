@@ -41,7 +41,6 @@ class Versioned(NamedTuple, Generic[M]):
 
 NO_THROTTLE: Final = i32Timedelta.parse(timedelta(0))
 
-
 _READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE = 3, 4, 5, 6, 7, 8
 
 _CLUSTER_ACTION, _DESCRIBE_CONFIGS, _ALTER_CONFIGS, _IDEMPOTENT_WRITE = 9, 10, 11, 12
@@ -61,9 +60,7 @@ CLUSTER_OPERATIONS: Final = _bits(
 
 GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
 
-
 SECURITY_DISABLED: Final = "authorization is not supported: every client may do everything"
-
 
 RequestT = TypeVar("RequestT")
 
@@ -218,7 +215,6 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
 
 def encode_private(header: RequestHeader, response: Any) -> Buffers:
-    """Encode the response to a private request."""
     content = encode(response)
     return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]
 

@@ -73,7 +73,6 @@ class Dispatch:
         )
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer one frame."""
         if not self._apis:
             return self._serve_when_loaded(bytearray(frame), connection)
         started = time.perf_counter()

@@ -166,25 +166,17 @@ class FollowerSession:
 SESSIONS_MAX = 1000
 
 WATERMARK_DELAY_S = 0.02
-
 """How long a fetch waits for records to go with the news that only a high watermark has moved."""
 
-
 BYTES_MIN = 1024 * 1024
-
 """The minimum that a follower gets."""
 
-
 PARTITIONS_PER_ANSWER_MAX = 2000
-
 """The number of partitions read per response; the others follow in the next one."""
-
 
 MAX_WAIT_S_MAX = 300.0
 
-
 _UNREGISTERED = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
-
 """The response to a process that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
 
 

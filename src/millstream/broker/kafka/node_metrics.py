@@ -20,7 +20,6 @@ class ProcessMetrics:
         self._started_ms = started_ms
 
     def metrics(self) -> Iterable[Metric]:
-        """The process as it is now."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = usage.ru_utime + usage.ru_stime
         yield Metric("millstream_build_info", "gauge", "The version.", (Sample(1, (("version", __version__),)),))

@@ -6,16 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import Api
-from millstream.broker.kafka.apis.abort_batch import AbortBatch
-from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
 from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
@@ -25,8 +21,14 @@ from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogD
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
+from millstream.broker.kafka.apis.batch_transactions import (
+    AbortBatch,
+    AbortTransaction,
+    CompleteBatch,
+    LastBatch,
+    PrepareTransaction,
+)
 from millstream.broker.kafka.apis.client_list import ClientList
-from millstream.broker.kafka.apis.complete_batch import CompleteBatch
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.create_acls import CreateAcls
@@ -37,7 +39,6 @@ from millstream.broker.kafka.apis.delete_groups import DeleteGroups
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
-from millstream.broker.kafka.apis.delivery_state import DeliveryState
 from millstream.broker.kafka.apis.describe_acls import DescribeAcls
 from millstream.broker.kafka.apis.describe_client_quotas import DescribeClientQuotas
 from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
@@ -57,48 +58,50 @@ from millstream.broker.kafka.apis.heartbeat import Heartbeat
 from millstream.broker.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
 from millstream.broker.kafka.apis.join_group import JoinGroup
-from millstream.broker.kafka.apis.last_batch import LastBatch
 from millstream.broker.kafka.apis.leave_group import LeaveGroup
 from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
-from millstream.broker.kafka.apis.load_queue import LoadQueueState
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
-from millstream.broker.kafka.apis.pipeline_alter import PipelineAlter
-from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
-from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
-from millstream.broker.kafka.apis.pipeline_landed import PipelineLanded
-from millstream.broker.kafka.apis.pipeline_list import PipelineList
-from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
+from millstream.broker.kafka.apis.pipeline_apis import (
+    PipelineAlter,
+    PipelineCreate,
+    PipelineDelete,
+    PipelineLanded,
+    PipelineList,
+    RuleChange,
+)
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
-from millstream.broker.kafka.apis.rule_change import RuleChange
+from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
-from millstream.broker.kafka.apis.subscription_alter import SubscriptionAlter
-from millstream.broker.kafka.apis.subscription_create import SubscriptionCreate
-from millstream.broker.kafka.apis.subscription_delete import SubscriptionDelete
-from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget
-from millstream.broker.kafka.apis.subscription_list import SubscriptionList
+from millstream.broker.kafka.apis.subscription_apis import (
+    DeliveryState,
+    SubscriptionAlter,
+    SubscriptionCreate,
+    SubscriptionDelete,
+    SubscriptionForget,
+    SubscriptionList,
+    SubscriptionRevive,
+    SubscriptionSeek,
+)
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
-from millstream.broker.kafka.apis.subscription_revive import SubscriptionRevive
-from millstream.broker.kafka.apis.subscription_seek import SubscriptionSeek
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.broker.kafka.apis.sync_group import SyncGroup
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
-from millstream.broker.kafka.apis.write_queues import WriteQueueStates
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
@@ -110,11 +113,9 @@ from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
 from millstream.broker.pipelines.advice import PipelineAdvice
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
-from millstream.broker.security.state import SecurityState
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -130,11 +131,7 @@ class ApiDependencies:
     topics: Topics
     membership: Membership
     producer_ids: ProducerIds
-    quotas: ClientQuotas
-    groups: DeclaredGroups
-    subscriptions: Subscriptions
-    pipelines: Pipelines
-    security: SecurityState
+    declared: DeclaredState
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -154,10 +151,10 @@ class ServedApis:
             parts.topics,
             parts.config,
             parts.clock,
-            pipeline_of=parts.pipelines.of_group,
-            settings_of=parts.groups.values_of,
+            pipeline_of=parts.declared.pipelines.of_group,
+            settings_of=parts.declared.groups.values_of,
         )
-        self._meters = QuotaMeters(parts.quotas)
+        self._meters = QuotaMeters(parts.declared.quotas)
         self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
         self._transactions = TransactionService(
             parts.topics,
@@ -170,7 +167,7 @@ class ServedApis:
         self._subscriptions = SubscriptionService(
             parts.topics,
             parts.membership,
-            parts.subscriptions,
+            parts.declared.subscriptions,
             parts.producer_ids,
             parts.budget,
             config=parts.config,
@@ -178,9 +175,9 @@ class ServedApis:
             supervise=parts.supervise,
         )
         self._subscriptions.share_topics.members = self._groups.share_topics
-        self.pipeline_board = PipelineBoard(parts.pipelines.all)
+        self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
         """How the pipelines do that this node runs."""
-        self._landed = LandedBoard(parts.pipelines, parts.topics)
+        self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics, self._meters.produce)
         self.apis: list[Api[Any, Any] | RawApi] = [
@@ -210,10 +207,10 @@ class ServedApis:
         await self._subscriptions.start()
         self._landed.start()
         topics = self._parts.topics
-        self._parts.security.topic_name = lambda topic_id: (
+        self._parts.declared.security.topic_name = lambda topic_id: (
             None if (topic := topics.by_id(topic_id)) is None else topic.name
         )
-        self._parts.security.has_topic = lambda name: topics.get(name) is not None
+        self._parts.declared.security.has_topic = lambda name: topics.get(name) is not None
         self._parts.topics.on_deletion(lambda _topic: self._groups.topic_deleted())
         self._parts.node.state = READY
 
@@ -235,10 +232,12 @@ class ServedApis:
         yield DeleteTopics(topics, self._subscriptions)
         yield CreatePartitions(topics, membership)
         yield DeleteRecords(topics)
-        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.groups, self._parts.subscriptions)
-        yield IncrementalAlterConfigs(topics, self._parts.groups, self._parts.subscriptions)
+        yield DescribeConfigs(
+            topics, membership, self._parts.config, self._parts.declared.groups, self._parts.declared.subscriptions
+        )
+        yield IncrementalAlterConfigs(topics, self._parts.declared.groups, self._parts.declared.subscriptions)
         yield AlterConfigs(topics)
-        yield ListConfigResources(topics, membership, self._parts.groups, self._parts.subscriptions)
+        yield ListConfigResources(topics, membership, self._parts.declared.groups, self._parts.declared.subscriptions)
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
@@ -285,7 +284,7 @@ class ServedApis:
         yield WriteQueueStates(service.states)
         yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)
-        yield SubscriptionCreate(service, self._parts.pipelines)
+        yield SubscriptionCreate(service, self._parts.declared.pipelines)
         yield SubscriptionAlter(service)
         yield SubscriptionDelete(service)
         yield SubscriptionList(service)
@@ -307,7 +306,7 @@ class ServedApis:
         yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
-        pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
+        pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
         notes = PipelineAdvice(pipelines, self._parts.topics)
         yield PipelineCreate(pipelines, subscriptions, notes)
         yield PipelineAlter(pipelines, subscriptions, notes)
@@ -346,9 +345,9 @@ class ServedApis:
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
-        yield DescribeClientQuotas(self._parts.quotas)
-        yield AlterClientQuotas(self._parts.quotas)
-        security = self._parts.security
+        yield DescribeClientQuotas(self._parts.declared.quotas)
+        yield AlterClientQuotas(self._parts.declared.quotas)
+        security = self._parts.declared.security
         # Rules that nobody keeps to would be worse than none.
         rules = security if self._parts.config.authorizes else None
         yield DescribeAcls(rules)

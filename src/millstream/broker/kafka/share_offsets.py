@@ -7,9 +7,12 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget
-from millstream.broker.kafka.apis.subscription_list import SubscriptionList
-from millstream.broker.kafka.apis.subscription_seek import AT_OFFSET, SubscriptionSeek
+from millstream.broker.kafka.apis.subscription_apis import (
+    AT_OFFSET,
+    SubscriptionForget,
+    SubscriptionList,
+    SubscriptionSeek,
+)
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import NotLeader
 from millstream.core.ids import NodeId

@@ -65,11 +65,9 @@ if TYPE_CHECKING:
 
 
 KNOWN_S: Final = 1.0
-
 """How long the topics of a share group are cached."""
 
 KNOWN_MAX: Final = 1000
-
 
 AskNode = Callable[[NodeId, int, bytes], Awaitable[memoryview]]
 
@@ -125,7 +123,6 @@ class ShareTopics:
 
 
 _END_MS = -1
-
 """Stands for the end of the readable log instead of a time."""
 
 

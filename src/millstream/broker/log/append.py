@@ -67,7 +67,9 @@ def append_checked(
     guard: Guard | None,
     is_checked: bool = False,
 ) -> AppendedRange:
-    """Validate batches, assign their offsets in place, and write them; internal ones may be several, or a marker."""
+    """Validate batches, assign their offsets in place, and write them. Internal appends may hold several batches, or a
+    marker.
+    """
     settings = log.settings
     headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
     for header in headers:
@@ -204,7 +206,7 @@ def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) ->
 
 
 def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:
-    """Whether a batch neither begins a transaction nor bypasses the one that its producer has open."""
+    """Return whether a batch neither begins a transaction nor bypasses the open one of its producer."""
     if known is None:
         return not header.is_transactional
     return header.is_transactional and known.epoch == header.producer_epoch
@@ -219,7 +221,7 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
     start_offset = log.start_offset
     if not in_row:
         if headers[0].base_offset < start_offset == log.end_offset:
-            # The leader's log begins within a batch; this one has to begin there too.
+            # The leader's log begins within a batch; this one must begin there too.
             log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))

@@ -1,7 +1,7 @@
-"""What a batch must be before it enters the log.
+"""Checks of batches before they are appended.
 
-Records are looked at on topics that need it only (`TopicSettings.reads_records`), and in a batch that is refused for
-some of them, to name these.
+Records are decoded only on topics that need it (`TopicSettings.reads_records`), and in a batch that is refused for some
+of its records, to name these.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from millstream.protocol.records.compression import size_bound
 from millstream.protocol.records.record import records_section, walk_records
 
 READ_RECORDS_MAX = 100_000
-"""More records are not looked at: a topic that has to look at them refuses the batch."""
+"""The maximum number of records that are checked: a topic that must check records refuses a larger batch."""
 LISTED_MAX = 10
-"""So many records the message of an error names by their index."""
+"""The maximum number of records that an error names by their index."""
 
 _LIGHT_RECORDS_MAX = 2_000
 _LIGHT_BYTES_MAX = 1024 * 1024
@@ -102,11 +102,11 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
 def _find_wrong_times(
     batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, excluded: set[int]
 ) -> list[RecordError] | None:
-    """Find the records whose timestamps are too far from the broker's; None if there are none.
+    """Find the records whose timestamps are too far from the broker's; return None if there are none.
 
-    A timestamp of -1 means that there is none. The header has the first and the latest timestamp, so an old one in
-    between shows only in the records. The list is empty if the header shows a wrong timestamp but the batch is too
-    large to be searched here.
+    A timestamp of -1 means none. The header has the first and the latest timestamp, so an old one in between shows only
+    in the records. The list is empty if the header shows a wrong timestamp but the batch is too large to be searched
+    here.
     """
     if settings.message_timestamp_type == "LogAppendTime":
         return None

@@ -70,7 +70,7 @@ class Checkpoint:
         self.log.segments.remove_files(files, self.removed)
 
     def finish(self) -> None:
-        """Account for what was done; called on the loop."""
+        """Account for the checkpoint; called on the loop."""
         log = self.log
         self.capture.release()
         if self.error is not None and log.closed:
@@ -139,7 +139,7 @@ class Checkpoints:
 
     @property
     def error(self) -> OSError | None:
-        """Why one of them failed, if one did."""
+        """Return why one of them failed, if one did."""
         errors = [error for _, error in self.unopened] + [one.error for one in self.checkpoints]
         return next((error for error in errors if error is not None), None)
 
@@ -159,7 +159,7 @@ class Checkpoints:
             checkpoint.remove_obsolete(self._files)
 
     def finish(self) -> None:
-        """Account for what was done; called on the loop."""
+        """Account for the checkpoints; called on the loop."""
         for checkpoint in self.checkpoints:
             checkpoint.finish()
 

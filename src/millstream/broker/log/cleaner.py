@@ -28,7 +28,6 @@ from millstream.protocol.records.record import records_section
 from millstream.protocol.records.rewrite import RawRecord, can_shift, empty_batch, raw_records, rebuild_batch
 
 AbortedRange = tuple[int, int, int]
-
 """An aborted transaction: producer id, first offset, offset of its marker."""
 
 
@@ -51,7 +50,6 @@ class CleanedTransactions:
         return at >= 0 and header.base_offset < ranges[at][1]
 
     def note_data(self, header: BatchHeader) -> None:
-        """Note a batch of data of a transaction."""
         if header.is_transactional:
             self._seen.add(header.producer_id)
 
@@ -151,7 +149,7 @@ class Cleaner:
         self._ended: list[int] = []
 
     def map_keys(self) -> MapResult:
-        """Collect the last offset of each key from `dirty_from` on, as far as the map holds them."""
+        """Collect the last offset of each key from `dirty_from` on, until the map is full."""
         for source in (source for group in self._pass.groups for source in group):
             if source.next_offset <= self._pass.dirty_from:
                 continue
@@ -175,7 +173,7 @@ class Cleaner:
                     self._keys.note(record.key, header.base_offset + record.offset_delta)
 
     def clean(self, at: int) -> CleanResult:
-        """Write what is kept of a group into a new file and sync it."""
+        """Write the retained records of a group into a new file and sync it."""
         group = self._pass.groups[at]
         writer = _Writer(self._files, self._pass, group[0].base_offset, self._epochs)
         read_bytes = removed = before = 0
@@ -203,7 +201,7 @@ class Cleaner:
         return CleanResult(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
 
     def _filter_batch(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
-        """Return what is kept of a batch; None if an empty batch can stand for its offsets."""
+        """Return the retained part of a batch; None if an empty batch can replace it."""
         if header.is_control:
             return self._filter_marker(header, batch)
         self._transactions.note_data(header)
@@ -257,14 +255,14 @@ class Cleaner:
         return self._pass.now_ms >= header.base_timestamp_ms
 
     def _horizon(self, header: BatchHeader, kept: list[RawRecord]) -> int | None:
-        """Return from when on the tombstones of a batch may be removed, if the batch does not say so yet."""
+        """Return the time from which the tombstones of a batch may be removed, if the batch does not contain it yet."""
         if header.attributes & DELETE_HORIZON_FLAG or all(record.has_value for record in kept):
             return None
         horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
         return horizon_ms if can_shift(header, kept, horizon_ms) else None
 
     def _placeholder(self, header: BatchHeader) -> bytearray | None:
-        """Return an empty batch in place of one that identifies a retry of its producer."""
+        """Return an empty batch that replaces one that identifies a retry of its producer."""
         if header.producer_id < 0 or header.base_offset not in self._retained_offsets:
             return None
         return empty_batch(
@@ -296,10 +294,10 @@ class Cleaner:
             self._files.close(descriptor)
 
     def _records(self, header: BatchHeader, batch: memoryview) -> tuple[bytes, list[RawRecord]] | None:
-        """Return the records of a batch; None for one that stays as it is.
+        """Return the records of a batch; None for one that cannot be decoded, which is kept unchanged.
 
-        That is a batch that cannot be decoded although its checksum is right, because a producer sent it like that. Its
-        keys are unknown, so no tombstone behind it may be removed: it may delete one of them.
+        Its checksum is right, so a producer sent it like that. Its keys are unknown, so no later tombstone may be
+        removed: it may delete one of them.
         """
         try:
             section = records_section(batch, header)

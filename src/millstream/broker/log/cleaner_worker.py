@@ -38,7 +38,7 @@ class Worker(Protocol):
         """Collect the last offset of each key."""
 
     def clean(self, group: int) -> CleanResult:
-        """Write what is kept of a group into a new file."""
+        """Write the retained records of a group into a new file."""
 
     def close(self) -> None:
         """End the pass."""
@@ -63,7 +63,7 @@ class InlineWorker:
         return self._cleaner.map_keys()
 
     def clean(self, group: int) -> CleanResult:
-        """Write what is kept of a group into a new file."""
+        """Write the retained records of a group into a new file."""
         return self._cleaner.clean(group)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class InlineWorker:
 
 
 class ChildWorker:
-    """Works in a child process, so that the loop of this one is not delayed."""
+    """Works in a child process, so that the loop of the broker is not delayed."""
 
     def __init__(self, compaction_pass: CompactionPass) -> None:
         self._pass = compaction_pass
@@ -95,7 +95,7 @@ class ChildWorker:
         return answer.mapped
 
     def clean(self, group: int) -> CleanResult:
-        """Let the child write what is kept of a group into a new file."""
+        """Let the child write the retained records of a group into a new file."""
         answer = self._request(group)
         if not isinstance(answer, CleanResponse):
             raise OSError(errno.EIO, "the compaction process sent an unexpected response")

@@ -1,7 +1,7 @@
-"""The group commit: what many producers wait for becomes durable at once.
+"""The group commit: the records of many producers become durable with one sync.
 
-A commit of a few logs syncs their segments; one of more goes through the journal with a single sync. It is prepared on
-the loop (`Commit(...)`), carried out in a thread (`execute`) and accounted for on the loop (`finish`).
+A commit of a few logs syncs their segments; one of more logs goes through the journal with a single sync. It is
+prepared on the loop (`Commit(...)`), carried out in a thread (`execute`) and accounted for on the loop (`finish`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TailRewrite:
         self._generation = log.generation
         self._old = segment
         self._descriptor = log.open_files.pin(segment)
-        # A sync in another thread that began earlier may still succeed; what it covers is copied all the same.
+        # A sync in another thread that began earlier may still succeed; its bytes are copied all the same.
         self._start = segment.synced_bytes
         self._start_offset = segment.synced_offset
         self._new = Segment(log.directory, segment.synced_offset)
@@ -60,7 +60,7 @@ class TailRewrite:
             self.error = error
 
     def _restore_from_journal(self, files: Files) -> None:
-        """Write what the journal holds of the old file into it again: that much was acknowledged."""
+        """Write the journaled bytes of the old file into it again, because they were acknowledged."""
         old = self._old
         if old.journaled_bytes > self._start:
             for entry, data in self._journal.entries_of(self.log, old.base_offset):
@@ -103,7 +103,7 @@ class TailRewrite:
             self._cut(old)
             log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
         else:
-            # One that begins at the same offset has taken over the name of its file.
+            # A segment that begins at the same offset has the name of its file now.
             removed = [old] if new.base_offset != old.base_offset else []
             log.open_files.release(old)
             log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]], removed)
@@ -117,7 +117,7 @@ class TailRewrite:
         )
 
     def _report_lost(self) -> None:
-        """Fail those who wait for records of the tail that could not be read back, and record the loss."""
+        """Fail requests that wait for records of the tail that could not be read back, and record the loss."""
         log = self.log
         for lost in self._lost:
             log.record_damage(self._new, lost, unread=True)
@@ -147,12 +147,9 @@ class TailRewrite:
 
 
 DIRECT_LOGS_MAX = 4
-
 """Up to this many logs are synced one by one; beyond, the copy into the journal is cheaper."""
 
-
 JOURNAL_BYTES_MAX = 128 * 1024
-
 """With more than this per log, writing it twice costs more than syncing each file."""
 
 
@@ -161,7 +158,7 @@ class Commit:
 
     def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
         self.retry_now: list[Log] = []
-        """Logs that have to be part of the next commit."""
+        """Logs that must be part of the next commit."""
         self.retry_later: list[Log] = []
         """Logs that the disk failed, to be tried again after a while."""
         self._files = files
@@ -226,7 +223,7 @@ class Commit:
     # -- on the loop again ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Account for it, which releases those who wait; called on the loop."""
+        """Account for the commit and release waiting requests; called on the loop."""
         for repair in self._repairs:
             repair.finish()
             if repair.error is None:

@@ -67,7 +67,7 @@ class WorkerJob(Generic[_Result]):
             self.error = error
 
     def finish(self) -> None:
-        """Do nothing: the caller looks at the result."""
+        """Do nothing: the caller uses the result."""
 
 
 # -- when -------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
 
 
 def _retained_offsets(log: Log) -> list[int]:
-    """Return the offsets of the batches and markers of known producers, which have to stay."""
+    """Return the offsets of the batches and markers of known producers, which must be kept."""
     batches = (batch.base_offset for known in log.producers for batch in known.batches)
     return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
 
@@ -398,7 +398,6 @@ class Compactor:
             self._running.worker.cancel()
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of compaction."""
         name = "millstream_log_compaction"
         yield counter(f"{name}_passes_total", "Compactions of logs since the start.", self._passes)
         yield counter(f"{name}_failures_total", "Compactions that failed.", self._failures)

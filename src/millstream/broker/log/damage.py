@@ -72,7 +72,7 @@ class Damage:
         return self._lost[found].first if found < len(self._lost) else None
 
     def cut_before(self, start_offset: int) -> None:
-        """Forget what lies wholly before a new start of the log."""
+        """Forget damage that lies wholly before a new start of the log."""
         self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ class Damage:
         self._lost = []
 
     def cut_after(self, end_offset: int, segment: int, size: int) -> None:
-        """Forget what lies beyond a new end of the log, at a position in a segment."""
+        """Forget damage beyond a new end of the log, at a position in a segment."""
         self._lost = [
             LostRange(
                 lost.first,

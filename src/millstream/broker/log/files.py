@@ -22,7 +22,6 @@ from typing import Protocol
 from millstream.core.errors import DataFolderInUse
 
 _SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
-
 """Before this version of Linux, the call does not report write errors."""
 
 
@@ -47,13 +46,11 @@ def _syncfs() -> Callable[[int], int] | None:
 
 Readable = bytes | bytearray | memoryview
 
-
 OPEN_FILES_MIN = 16
 
 OPEN_FILES_MAX = 4096
 
 STAMP_NS = 50_000_000
-
 """The system's file times advance in steps of up to 10 ms; two writes within one step look the same."""
 
 
@@ -118,7 +115,7 @@ class Files(Protocol):
         """Return how much can still be written to the disk that holds the path."""
 
     def open_files_max(self) -> int:
-        """Return how many files the log may hold open at the same time."""
+        """Return the number of files that the log may hold open at the same time."""
 
 
 _PID_DIGITS_MAX = 32
@@ -235,12 +232,11 @@ def _describe_holder(written: bytes) -> str:
 
 
 WRITE_BYTES = 1024 * 1024
-
 """Larger writes are split: the system finds room for these in memory that it has used before."""
 
 
 def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
-    """Write all of the data, however short each write is; raise `OSError` if the disk takes no more."""
+    """Write all of the data, in as many writes as necessary; raise `OSError` if the disk is full."""
     written = 0
     if len(data) <= WRITE_BYTES:
         written = files.write_at(descriptor, data, position)

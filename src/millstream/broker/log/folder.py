@@ -113,7 +113,6 @@ class DataFolder:
     # -- partitions -----------------------------------------------------------------------------------------
 
     def log_folder(self, topic_id: UUID, partition: int) -> str:
-        """Return the folder of one log."""
         return f"{self.partitions}/{topic_id}/{partition}"
 
     def stored(self) -> Iterator[LogKey]:

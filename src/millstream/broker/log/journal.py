@@ -54,7 +54,7 @@ class JournalFile:
         self.pending: dict[Log, int] = {}
 
     def settle(self) -> None:
-        """Forget the logs whose segments are durable up to what is journaled here."""
+        """Forget the logs whose segments are durable up to their entries in this file."""
         self.pending = {
             log: offset
             for log, offset in self.pending.items()
@@ -85,7 +85,7 @@ class Journal:
         self._lagging: list[Log] = []
 
     def reserve(self, captures: list[Capture]) -> Reservation | None:
-        """Reserve room for everything captured; return None if the segments have to be synced directly."""
+        """Reserve room for everything captured; return None if the segments must be synced directly."""
         targets = [target for capture in captures for target in capture.targets if target.size > target.journaled]
         size = sum(ENTRY_HEAD_BYTES + target.size - target.journaled for target in targets)
         if size > self._file_bytes or (self.broken and not self._renew()):
@@ -116,7 +116,7 @@ class Journal:
         return True
 
     def take_lagging(self) -> list[Log]:
-        """Return the logs whose segments have to catch up before a full file can be reused."""
+        """Return the logs whose segments must catch up before a full file can be reused."""
         left, self._lagging = self._lagging, []
         return left
 
@@ -128,7 +128,7 @@ class Journal:
     # -- in the commit's thread -----------------------------------------------------------------------------
 
     def write(self, reservation: Reservation, captures: list[Capture]) -> None:
-        """Copy what was captured from the segments and sync it, once for all of them."""
+        """Copy the captured bytes from the segments and sync them once."""
         file, position, sequence = reservation
         descriptor = self._open(file)
         pieces: list[bytes] = []
@@ -191,7 +191,7 @@ class Journal:
                 file.descriptor = -1
 
     def remove(self) -> None:
-        """Remove the files, once no log needs them any more."""
+        """Remove the files, when no log needs them any more."""
         self.close()
         remove_journal(self._files, self._directory)
         self.journal_id = secrets.randbits(63)

@@ -26,7 +26,7 @@ class KeyMap:
 
     @property
     def full(self) -> bool:
-        """Whether it holds as many keys as it may; the batch that filled it is still taken as a whole."""
+        """Return whether it holds the maximum number of keys; the batch that filled it is still added as a whole."""
         return len(self._offsets) >= self._keys_max
 
     def note(self, key: bytes, offset: int) -> None:

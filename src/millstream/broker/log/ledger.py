@@ -98,7 +98,7 @@ class Ledger:
                 places = self._append([(key, state) for key, _, state in fresh])
                 self._files.sync(self._descriptor)
             except OSError:
-                # What a failed sync left behind cannot be trusted, so the next one goes into another file.
+                # The bytes of a failed sync cannot be trusted, so the next one goes into another file.
                 self._broken = True
                 raise
             for key, place in places:
@@ -106,7 +106,7 @@ class Ledger:
             self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
-        """Forget a deleted log; its entry goes when the file is rewritten."""
+        """Forget a deleted log; its entry is removed when the file is rewritten."""
         with self._lock:
             place = self._places.pop(key, None)
             self._versions.pop(key, None)
@@ -131,7 +131,7 @@ class Ledger:
         return places
 
     def _reserve(self, end: int) -> None:
-        """Reserve space ahead of what is needed now, if there is some."""
+        """Reserve space ahead of the current need, if the disk has some."""
         if end <= self._reserved:
             return
         try:
@@ -173,7 +173,7 @@ class Ledger:
             _logger.warning("the ledger of checkpoints could not be rewritten", extra={"error": str(error)})
 
     def _rewrite(self) -> None:
-        """Write what is still wanted into a new file."""
+        """Write the current states into a new file."""
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)

@@ -53,10 +53,10 @@ from millstream.protocol.records.batch import Buffer
 _logger = logging.getLogger(__name__)
 
 READ_ALL = sys.maxsize
-"""Read everything at once, however much it is."""
+"""Read everything at once, without a limit."""
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
-"""A checkpoint is requested after this much, which bounds what a crash leaves to be scanned."""
+"""The bytes after which a checkpoint is requested, which bounds the scan after a crash."""
 
 
 class Maintenance(Protocol):
@@ -102,14 +102,14 @@ class LogHealth:
 
     def __init__(self) -> None:
         self.blocks_writes = False
-        """Whether an append has to look further: the log is closed, broken, or being truncated."""
+        """Whether an append needs further checks: the log is closed, broken, or being truncated."""
         self.closed = False
         self.broken = False
         """Whether a sync of a segment failed; writes are refused until its tail is in another file."""
         self.repairing = False
         """Whether that tail is being copied."""
         self.is_truncating = False
-        """Whether the files may still hold what was truncated; no writes are taken until they do not."""
+        """Whether the files may still hold truncated records; writes are refused until they do not."""
         self.truncation_failed = False
         self.failure: str | None = None
         """What the disk last failed at, until it does something right."""
@@ -145,7 +145,7 @@ class LogHealth:
             self.blocks_writes = self.closed or self.is_truncating
 
     def begin_truncation(self) -> None:
-        """Refuse writes; until the truncation is captured, it counts as failed and has to be repeated."""
+        """Refuse writes; until the truncation is captured, it counts as failed and must be repeated."""
         self.is_truncating = self.truncation_failed = self.blocks_writes = True
 
     def truncation_captured(self) -> None:
@@ -225,7 +225,7 @@ class Log:
 
     @property
     def closed(self) -> bool:
-        """Whether the log takes and gives nothing any more."""
+        """Return whether the log is closed."""
         return self.health.closed
 
     @property
@@ -374,7 +374,7 @@ class Log:
         return index
 
     def _cut_back(self, segment: Segment) -> None:
-        """Remove what a failed write left behind. The next write begins at the same position, so this may fail too."""
+        """Remove the bytes of a failed write. The next write begins at the same position, so this may fail too."""
         try:
             self._files.truncate(self.open_files.descriptor(segment), segment.size)
         except OSError as error:
@@ -393,7 +393,7 @@ class Log:
         )
 
     def advance_end(self, end_offset: int, size: int) -> None:
-        """Account for batches that were written behind the last: so many bytes, up to a new end."""
+        """Account for batches that were appended: their bytes, and the new end."""
         self.end_offset = Offset(end_offset)
         self._uncheckpointed_bytes += size
         if self._uncheckpointed_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
@@ -415,7 +415,9 @@ class Log:
     def read_slice(
         self, offset: int, *, max_bytes: int, up_to: int, eager_bytes: int = READ_ALL, at_least_one: bool = True
     ) -> SegmentSlice | None:
-        """Find the same in its segment, and read it if it is at most `eager_bytes`; None if there is nothing."""
+        """Find such batches in their segment, and read them if they have at most `eager_bytes`; return None if there
+        are none.
+        """
         if not self.start_offset <= offset <= self.end_offset or self.health.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
@@ -574,7 +576,7 @@ class Log:
         is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
         self.record_damage(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited)
         if is_awaited:
-            # A commit under way may still advance past it, and a retry must not count as a duplicate of what is gone.
+            # A pending commit may still advance past it, and a retry must not count as a duplicate of lost records.
             self.producers.drop_range(unsynced, segment.next_offset)
             self.fail_sync(FileNotFoundError(ENOENT, "the file was removed"), f"syncing {segment.path}")
             self.health.succeed()
@@ -584,7 +586,7 @@ class Log:
                 self.roll()
 
     def locate_damage(self, segment: Segment, position: int) -> None:
-        """Find what is lost at a position where a segment turned out to be broken, now or in a thread."""
+        """Find the lost offsets at a position where a segment turned out to be broken, now or in a thread."""
         self.maintenance.inspect(self, segment, position)
 
     def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
@@ -612,13 +614,14 @@ class Log:
         self.mark_repaired(lost, lost.next_offset, self.lost_beside(lost), replay)
 
     def lost_beside(self, lost: LostRange) -> list[LostRange]:
-        """What else is lost of the same segment."""
+        """Return the other lost ranges of the same segment."""
         return [one for one in self.damage if one.segment == lost.segment and one != lost]
 
     def needs_replay(self, lost: LostRange, left: Iterable[LostRange] = ()) -> bool:
-        """Whether the producers are read again once a range is whole again but for what is left of its segment.
+        """Return whether the producers must be read again once a range is repaired except for what remains lost of its
+        segment.
 
-        Among what is back may be the end of a transaction, or the last batch of a producer.
+        The repaired batches may include the end of a transaction, or the last batch of a producer.
         """
         others = (one for one in self.damage if one.segment != lost.segment)
         return lost.unread and not any(one.unread for one in (*others, *left))
@@ -626,9 +629,9 @@ class Log:
     def mark_repaired(
         self, lost: LostRange, next_offset: int, left: list[LostRange], replay: ProducerReplay | None = None
     ) -> None:
-        """Serve a lost range up to an offset again; `left` is what is still lost of its segment.
+        """Serve a lost range up to an offset again; `left` is the part of its segment that is still lost.
 
-        `replay` has read the producers of the log as it is then, if they are read again; otherwise that is done here.
+        `replay` has read the producers of the repaired log, if they are read again; otherwise they are read here.
         """
         if self.needs_replay(lost, left):
             self.producers = read_producers(self) if replay is None else replay.take()
@@ -721,7 +724,7 @@ class Log:
             )
 
     def fail_sync(self, error: OSError, doing: str) -> None:
-        """Fail those who wait for a sync."""
+        """Fail requests that wait for a sync."""
         self.note_failure(f"{doing} failed: {error.strerror or error}")
         if not self.closed:
             _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
@@ -738,7 +741,7 @@ class Log:
         self._is_changed = True
 
     def checkpoint_captured(self) -> None:
-        """Account for a checkpoint that captured the log as it is now."""
+        """Account for a checkpoint that captured the current log."""
         self._is_changed = False
         self._uncheckpointed_bytes = 0
 
@@ -752,7 +755,7 @@ class Log:
         self.mark_changed()
 
     def swap_in(self, old: list[Segment], new: Segment, token: str) -> bool:
-        """Continue with a new segment in place of old ones; False if the log is no longer as it was."""
+        """Replace old segments by a new one; return False if the log has changed since."""
         health = self.health
         if not health.is_idle or self.is_replaying or not self.segments.swap_in(old, new, token):
             return False

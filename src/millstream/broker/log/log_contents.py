@@ -27,12 +27,12 @@ class LogContents:
     known: bool = False
     """Whether there was a checkpoint, which means that the folder itself is durable."""
     changed: bool = False
-    """Whether the last checkpoint is behind what was found."""
+    """Whether the last checkpoint is older than the files."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryReport:
-    """What was done to one log when it was opened after an unclean stop."""
+    """What opening a log after an unclean stop did."""
 
     directory: str
     topic: str = ""

@@ -19,7 +19,7 @@ class OpenFile(Protocol):
     """Whether it is no longer part of anything, so that its path may belong to something else."""
 
     def closed(self) -> None:
-        """Drop what is kept in memory only while the file is open."""
+        """Drop the state that is in memory only while the file is open."""
 
 
 class OpenFiles:
@@ -86,7 +86,7 @@ class OpenFiles:
             self._close(opened)
 
     def close_all(self) -> None:
-        """Close everything; no thread is at work any more."""
+        """Close everything; no thread may use the files any more."""
         self._closing.clear()
         for opened in list(self._open.values()):
             self._close(opened)

@@ -43,7 +43,7 @@ class ProducerReplay:
         self._files = log.open_files.files
         self._now_ms = log.clock.now_ms()
         self._producers = Producers(expiry_ms=log.producers.expiry_ms)
-        # The segment that was read last, up to where, and the offset that goes on there.
+        # The segment that was read last, up to where, and the offset that continues there.
         self._base_offset = self._position = self._expected = -1
         self._left: list[tuple[Segment, int, int]] = []
         self._capture()
@@ -94,7 +94,7 @@ class ProducerReplay:
         return True
 
     def take(self) -> Producers:
-        """What was learned, once it has caught up; transactions that are about to begin go on."""
+        """Return the state, once it has caught up; transactions that are about to begin continue."""
         if self.error is not None:
             raise StorageFailure(f"{self._log.partition} could not be read: {self.error.strerror or self.error}")
         self._producers.transactions.guards.update(self._log.producers.transactions.guards)

@@ -41,7 +41,8 @@ _logger = logging.getLogger(__name__)
 
 BATCHES_REMEMBERED = 5
 PRODUCERS_MAX = 10_000
-"""Beyond this many, the one that was silent for longest is forgotten, unless it has a transaction open."""
+"""The maximum number of producers: beyond it, the one that was silent for longest is forgotten, unless it has an open
+transaction."""
 
 _SEQUENCE_MASK = 0x7FFFFFFF
 _NOT_PLAIN = TRANSACTIONAL_FLAG | CONTROL_FLAG
@@ -172,7 +173,7 @@ class Producers:
         ]
 
     def check_marker(self, marker: Marker) -> Marker | None:
-        """Return the marker as it is to be written, None if it is stored already; raise if it is outdated."""
+        """Return the marker to write; None if it is stored already; raise if it is outdated."""
         known = self._by_id.get(marker.producer_id)
         if known is None:
             return marker.admitted(NO_EPOCH)
@@ -342,7 +343,7 @@ class Producers:
     def unpack(self, packed: list[PackedProducer]) -> None:
         """Restore what `pack` returned."""
         for producer_id, epoch, last_ms, batches in packed:
-            # No more than were remembered; `unpack_transactions` adds which of them have a transaction open.
+            # Not more than before; `unpack_transactions` adds which of them have an open transaction.
             known = self._by_id[producer_id] = Producer(producer_id, epoch)
             known.last_ms = last_ms
             known.batches = [ProducedBatch(*batch) for batch in batches[-BATCHES_REMEMBERED:]]

@@ -158,7 +158,7 @@ class RangeRepair:
             yield from _read(self._files, self._descriptor, behind, old.size)
 
     def _scan(self, new: Segment, window: Window, limit: int) -> None:
-        """Build the index of the new file, and find what is still lost in it."""
+        """Build the index of the new file, and find the ranges that are still lost."""
         index = new.index or Index()
         scan = Scan(window, 0, new.base_offset, limit=limit, epochs=self._epochs)
         for found in scan:
@@ -214,7 +214,7 @@ class RangeRepair:
             self.error = error
 
     def _remaining(self) -> list[LostRange]:
-        """Return what is still lost of the segment, at its position in the new file."""
+        """Return the ranges of the segment that are still lost, by their position in the new file."""
         lost, new = self._lost, self._new
         if new is not None:
             left = [

@@ -32,7 +32,7 @@ WALK_BYTES = 16 * 1024
 VERIFY_BYTES = 256 * 1024
 STEP_BYTES = 4 * 1024
 COLD_BYTES_MAX = 2 * 1024 * 1024
-"""At most this much is verified for one response, because it happens on the loop."""
+"""The maximum number of bytes verified for one response, because that happens on the loop."""
 
 VERIFIED_S = 60.0
 """A bit can flip on disk, and the verified page can leave memory, without a write that would show."""
@@ -126,7 +126,7 @@ class Reader:
         return segment.max_timestamp_ms if up_to >= segment.next_offset else self.find_max_timestamp(segment, up_to)
 
     def find_max_timestamp(self, segment: Segment, up_to: int) -> int:
-        """Return the same by reading, for a segment that was or is about to be truncated."""
+        """Find the record by reading, for a segment that was or is about to be truncated."""
         index = self.index_of(segment)
         start, largest = index.max_timestamp_before(index.position_of(max(0, up_to - segment.base_offset)))
         for frame in self.frames(segment, start):
@@ -178,7 +178,7 @@ class Reader:
     def _find_cold(
         self, segment: Segment, position: int, max_bytes: int, limit: int, eager_bytes: int, *, at_least_one: bool
     ) -> SegmentSlice:
-        """Find the same by reading and verifying; before a broken batch, return those that precede it."""
+        """Find the batches by reading and verifying; return those before a broken batch."""
         expected = self._reach(segment, position)
         descriptor = self._open_files.descriptor(segment)
         data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
@@ -186,7 +186,7 @@ class Reader:
         if run.end == 0 and not run.broken:
             if not at_least_one:
                 return SegmentSlice(self._open_files, segment, position, 0, expected)
-            # The first batch is larger than what was asked for.
+            # The first batch is larger than requested.
             end = self._frame(segment, data, 0, position).end_position
             data = self._read_at(segment, descriptor, end - position, position)
             run = valid_run(data, 1, expected, self._epochs)
@@ -212,9 +212,10 @@ class Reader:
         return verification.next_offset
 
     def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
-        """Return where the last whole batch between two positions ends, or the first beyond, and the offset after it.
+        """Return the end of the last whole batch between two positions, or of the first beyond, and the offset after
+        it.
 
-        `data` is what is known of the file from the first position on.
+        `data` holds the known bytes of the file from the first position on.
         """
         relative, start = self.index_of(segment).start_before(stop)
         end, next_offset = (position, -1) if start <= position else (start, segment.base_offset + relative)
@@ -290,13 +291,13 @@ Found = tuple[Offset, int, Epoch]
 
 LIGHT_RECORDS_MAX: Final = 500
 LIGHT_BYTES_MAX: Final = 256 * 1024
-"""A batch that holds no more, decompressed, is looked into on the loop."""
+"""The decompressed size up to which a batch is searched on the loop."""
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="log-lookup")
 
 
 class HeavyBatch(NamedTuple):
-    """A batch that may hold the record that is looked for, and is too much for the loop."""
+    """A batch that may hold the wanted record, and is too large for the loop."""
 
     data: bytes
     offsets: range

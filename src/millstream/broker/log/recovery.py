@@ -42,7 +42,7 @@ from millstream.protocol.records.batch import BatchHeader
 
 
 class Replay:
-    """Brings the segments up to what the journal holds; `bytes_by_folder` counts what was written."""
+    """Writes the entries of the journal into the segments; `bytes_by_folder` counts the written bytes."""
 
     def __init__(self, files: Files, folder: DataFolder, state_of: Callable[[LogKey], LogState | None]) -> None:
         self.bytes_by_folder: dict[str, int] = {}
@@ -102,24 +102,18 @@ class Replay:
 
 _logger = logging.getLogger(__name__)
 
-
 PROGRESS_S = 2.0
-
 """How often a long recovery logs its progress."""
 
-
 LISTENER_S = 0.1
-
 """How often the listener is called."""
 
-
 NAMED_MAX = 5
-
 """How many logs of each kind are named; a start after a crash may have truncated thousands."""
 
 
 class RecoveryProgress:
-    """Counts what was recovered, and reports it in a readable amount."""
+    """Counts recovered logs, and logs a readable number of them."""
 
     def __init__(self, listener: Callable[[int, int], None] | None = None) -> None:
         """Call `listener` a few times a second with how many logs are recovered and how many are left."""
@@ -195,7 +189,7 @@ class OpenOptions:
 def open_contents(
     opening: OpenOptions, directory: str, state: LogState | None, *, clean: bool
 ) -> tuple[LogContents, RecoveryReport | None]:
-    """Open the folder of a log; after a clean stop only the names of its files are looked at."""
+    """Open the folder of a log; after a clean stop only its file names are read."""
     if state is not None and clean and not _has_missing_file(opening.files, directory, state):
         return _trust_state(opening, directory, state), None
     return Recovery(opening, directory, state).run()
@@ -260,7 +254,7 @@ class Recovery:
             self._contents = _empty_contents(opening, directory)
 
     def run(self) -> tuple[LogContents, RecoveryReport]:
-        """Find what the log holds, truncate what is torn, and make the rest durable."""
+        """Find the contents of the log, truncate torn batches, and make the rest durable."""
         bases = self._bases()
         contents = self._contents
         if not self._trusted and bases:
@@ -316,7 +310,7 @@ class Recovery:
     # -- segments -------------------------------------------------------------------------------------------
 
     def _take_trusted(self, segment: Segment, limit: int) -> None:
-        """Take a segment that the checkpoint knows; only what was written later is scanned."""
+        """Take a segment that the checkpoint knows; only later bytes are scanned."""
         size = self._size_of(segment)
         if size < segment.size:
             # The file lost something since, so nothing in it is trusted.
@@ -339,7 +333,7 @@ class Recovery:
             self._contents.changed = True
 
     def _accept(self, segment: Segment) -> None:
-        """Continue with a segment; what is missing between the last one and this one is lost."""
+        """Continue with a segment; offsets missing between the last one and this one are lost."""
         contents = self._contents
         if contents.end_offset < segment.base_offset:
             previous, end = self._tail if self._tail is not None else (None, 0)
@@ -451,7 +445,7 @@ class Recovery:
             self._files.close(descriptor)
 
     def _continue_at(self, offset: int) -> None:
-        """Begin a segment whose name preserves the end of the log, however little of the log is left."""
+        """Begin a segment whose name preserves the end of the log, even if nothing else of the log is left."""
         segment = Segment(self._directory, offset)
         self._files.close(self._files.open(segment.path, create=True))
         self._names_changed = True

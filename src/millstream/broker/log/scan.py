@@ -70,7 +70,7 @@ class Window:
         self._start = position
 
     def find_magic(self, position: int) -> int:
-        """Return the first position from here on where the magic byte of a batch is in its place, or -1."""
+        """Return the first position from here on that has the magic byte of a batch, or -1."""
         while position + HEADER_BYTES <= self.end:
             data, at = self.hold(position, HEADER_BYTES)
             found = data.find(_MAGIC_BYTE, at + _MAGIC_AT)
@@ -197,7 +197,7 @@ class Scan:
         )
 
     def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
-        """Return what is bad from here on, and the valid batch that follows it, if there is one."""
+        """Return the bad range from here on, and the valid batch that follows it, if any."""
         start, first = self.position, self.expected
         if header is not None and first < header.base_offset and header.next_offset <= self._limit:
             shift = header.base_offset - first
@@ -250,7 +250,7 @@ class Scan:
         elif found.leader_epoch < self._last_epoch:
             return False
         votes = self._votes(found, found.next_offset)
-        # Against a single other batch, what came before decides which of the two is wrong.
+        # Against a single other batch, the batches before decide which of the two is wrong.
         return votes > 0 or (votes >= -1 and self._is_expected_offset(found))
 
     def _is_expected_offset(self, found: BatchHeader) -> bool:

@@ -57,11 +57,11 @@ class Inspection:
         self.end = position
         self.next_offset = offset
         self.bad: Bad | None = None
-        """What is lost that was not known to be."""
+        """Lost ranges that were not known."""
         self.error: OSError | None = None
         """Why the disk could not read some of it."""
         self.is_lost = False
-        """Whether the log has noted what is lost."""
+        """Whether the log has recorded the lost ranges."""
         self.is_cancelled = False
         self._is_disk_dead = False
         self._epochs = EpochHistory(log.epochs.entries())
@@ -85,7 +85,7 @@ class Inspection:
             self.error = error
 
     def _find_bad(self) -> None:
-        """Look for the first range that is broken and was not known to be, and for its end."""
+        """Find the first broken range that was not known, and its end."""
         end = min(self._segment_size, self._files.size(self._descriptor))
         window = SectorWindow(self._files, self._descriptor, end)
         scan = Scan(window, self.end, self.next_offset, limit=self._limit, epochs=self._epochs)
@@ -108,7 +108,7 @@ class Inspection:
         return any(lost.first <= bad.first and after <= lost.next_offset for lost in self._known)
 
     def finish(self) -> None:
-        """Tell the log what was found; called on the loop."""
+        """Report the result to the log; called on the loop."""
         log, segment = self.log, self.segment
         log.open_files.unpin(segment)
         if not self.is_current:
@@ -128,7 +128,9 @@ class Inspection:
 
     @property
     def is_current(self) -> bool:
-        """Whether the segment is what was read: one that was cut off or compacted in the meantime is not damaged."""
+        """Return whether the segment is still the one that was read: a segment truncated or compacted since is not
+        damaged.
+        """
         log = self.log
         return (
             not log.closed
@@ -209,7 +211,7 @@ class ScrubStep(Inspection):
 
 
 class Scrubber:
-    """Decides what is verified next."""
+    """Chooses the next segment to verify."""
 
     def __init__(self, files: Files, directory: str, clock: Clock, *, bytes_per_s: int, interval_ms: int) -> None:
         self.bytes_per_s = bytes_per_s
@@ -220,7 +222,7 @@ class Scrubber:
         self._progress = self._read_progress()
         self._saved_at = clock.monotonic()
         self._keys: list[LogKey] = []
-        """The logs that this pass still has to reach, the next one last."""
+        """The logs that remain in this pass, the next one last."""
         self._segment: Segment | None = None
         self._generation = self._position = self._offset = 0
         self._bytes = self._read_errors = 0
@@ -334,7 +336,6 @@ class Scrubber:
             _logger.warning("the position of the scrub could not be stored", extra={"error": str(error)})
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of the scrub."""
         yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
         yield counter(
             "millstream_log_scrub_read_errors_total",

@@ -74,7 +74,7 @@ class Verification:
         self._mark_size = 0
 
     def cold_to(self, size: int, now: float) -> int:
-        """Return up to where an active segment of so many bytes is verified before it is served."""
+        """Return up to where an active segment of this size is verified before it is served."""
         age = now - self._mark_at
         if age > FRESH_S:
             self._fresh_from = self._mark_size if age <= 2 * FRESH_S else size
@@ -87,7 +87,7 @@ class Verification:
         self.next_offset = offset
 
     def renew(self, base_offset: int, stamp: int, now: float) -> None:
-        """Forget what was verified, and begin with the file as it is now."""
+        """Forget what was verified, and start with the current file."""
         self.begin(0, base_offset)
         self.stamp, self.verified_at = stamp, now
 
@@ -195,7 +195,7 @@ class Segment:
         return segment
 
     def to_state(self) -> SegmentState:
-        """Return the segment as it is now; as many index entries have to be stored as this says."""
+        """Return the current state of the segment; the stored index must have as many entries as this says."""
         if self.index is not None:
             self.index_entries = len(self.index)
             self.index_checksum = self.index.checksum()
@@ -240,7 +240,7 @@ class Segment:
         self.grow(header.length + 12, base_offset, next_offset, header.max_timestamp_ms, index, interval_bytes)
 
     def grow(self, size: int, offset: int, next_offset: int, newest_ms: int, index: Index, interval_bytes: int) -> None:
-        """Account for a batch of so many bytes right behind the last."""
+        """Account for a batch appended to the segment."""
         position = self.size
         if position - index.last_position >= interval_bytes:
             index.add(offset - self.base_offset, position, self.max_timestamp_ms)
@@ -284,7 +284,7 @@ class Segment:
 
 
 class Swap(NamedTuple):
-    """A new segment whose file has not taken its place yet; the token is part of its temporary name."""
+    """A new segment whose file has not been renamed yet; the token is part of its temporary name."""
 
     segment: Segment
     token: str
@@ -369,7 +369,6 @@ class SegmentList:
         return self._segments.index(segment)
 
     def find(self, base_offset: int) -> Segment | None:
-        """Return the segment with this base offset."""
         return next((segment for segment in self._segments if segment.base_offset == base_offset), None)
 
     def containing(self, offset: int) -> Segment:
@@ -426,9 +425,9 @@ class SegmentList:
         self.hints.clear()
 
     def swap_in(self, old: list[Segment], new: Segment, token: str) -> bool:
-        """Continue with a new segment in place of old ones; False if those are no longer in the list as they were.
+        """Replace old segments by a new one; return False if those have changed since.
 
-        Without old ones it goes where its offsets belong, which no segment holds.
+        Without old ones it is inserted where its offsets belong, which no segment holds.
         """
         at = bisect_left(self._bases, new.base_offset)
         if old and ([*map(id, self[at : at + len(old)])] != [*map(id, old)] or not old[-1].sealed):
@@ -440,7 +439,7 @@ class SegmentList:
             self._open_files.release(segment)
         self.removed += old[1:]
         self.swaps.append(Swap(new, token))
-        # The generation stays: the end of the log is the same, so jobs under way there continue.
+        # The generation stays the same: the end of the log is unchanged, so pending jobs continue.
         self._set([*self[:at], new, *self[at + len(old) :]])
         self.names_version += 1
         return True

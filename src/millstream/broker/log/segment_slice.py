@@ -29,7 +29,7 @@ class BrokenSegment(CorruptBatch):
 
 
 def unreadable(segment: Segment, position: int, error: OSError) -> OSError | BrokenSegment:
-    """What to raise for a failed read: bytes that the disk cannot read any more are damage as other bytes would be."""
+    """Return the error for a failed read: bytes that the disk cannot read are damage, like changed bytes."""
     return BrokenSegment(segment, position, error) if error.errno in UNREADABLE_ERRORS else error
 
 
@@ -78,7 +78,7 @@ class SegmentSlice:
         return bytes(self.data) or self.read(0, self.size)
 
     def __del__(self) -> None:
-        """Release the file: a response can be dropped in many places, and none of them has to remember this."""
+        """Release the file: a response can be dropped in many places, and none of them must remember this."""
         if self._is_held:
             self._open_files.unpin(self._segment)
 

@@ -53,7 +53,7 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     cleaned_offset: int = 0
     """Everything below is compacted."""
     swaps: list[SwapName] = []
-    """Segments whose files may still have to be renamed into place."""
+    """Segments whose files may still need to be renamed."""
     transactions: PackedTransactions | None = None
 
 

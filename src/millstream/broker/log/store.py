@@ -92,7 +92,7 @@ class LogStore:
         self._ledger = Ledger(files, folder.path)
         self._logs: dict[LogKey, Log] = {}
         self._unrecovered: set[LogKey] = set()
-        # Logs that are to be recovered and whose files are known to be on disk.
+        # Logs to recover whose files are known to be on disk.
         self._durable: set[LogKey] = set()
         self._replayed: dict[str, int] = {}
         self._progress = RecoveryProgress()
@@ -177,9 +177,9 @@ class LogStore:
             )
 
     def _sync_everything(self) -> bool:
-        """Sync all logs with one call if there are many; return False if each has to be synced by itself.
+        """Sync all logs with one call if there are many; return False if each must be synced separately.
 
-        What a killed process wrote may be in memory only, and counts as durable from here on.
+        What a killed process wrote may be in memory only, and counts as durable after this.
         """
         if len(self._unrecovered) < SYNC_ALL_LOGS_MIN:
             return False
@@ -368,10 +368,11 @@ class LogStore:
             inspection.finish()
         finally:
             if inspection.is_lost or self._closing:
-                # The log has failed those who wait.
+                # The log has failed the waiting requests.
                 del self._inspections[inspection.segment]
             else:
-                # Not at once, unless the log has changed: the disk may fail, or a reader fail again at the same place.
+                # Not at once, unless the log has changed: the disk may fail, or a reader may fail again at the same
+                # place.
                 self._call_later(RETRY_S if inspection.is_current else 0, self._look_again, inspection)
 
     def _look_again(self, inspection: Inspection) -> None:
@@ -602,7 +603,7 @@ class LogStore:
 
     async def repair_range(self, repair_range: RangeRepair) -> None:
         """Repair a lost range with the batches of another replica, or raise why that failed."""
-        # A truncation of the same file comes wholly before or after a write into it.
+        # A truncation of the same file happens entirely before or after a write into it.
         await self._in_thread(self._upkeep_thread if repair_range.is_in_place else self._compact_thread, repair_range)
         if isinstance(repair_range.error, OSError):
             raise StorageFailure(
@@ -670,7 +671,7 @@ class LogStore:
         self._release()
 
     def _last_jobs(self) -> Iterator[Job]:
-        """Yield what is left to do before the folder is clean."""
+        """Yield the jobs that remain before the folder is clean."""
         self._closing = True
         for log in self._logs.values():
             if log.synced_offset < log.end_offset:
@@ -741,7 +742,6 @@ class LogStore:
                 yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.damage]
 
     def metrics(self) -> Iterable[Metric]:
-        """Return the metrics of the logs."""
         seconds = (Sample(self._commit_seconds.distribution()),)
         yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)

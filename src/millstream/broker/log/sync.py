@@ -88,7 +88,7 @@ class Capture:
 
 
 def unjournaled_bytes(capture: Capture) -> int:
-    """Return how many bytes the journal would have to take."""
+    """Return how many bytes the journal would write."""
     return sum(target.size - target.journaled for target in capture.targets)
 
 

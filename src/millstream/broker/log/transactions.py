@@ -71,7 +71,7 @@ class AbortedTransactions:
     def overlapping(self, first: int, next_offset: int) -> list[AbortedTransaction]:
         """Return those with records between two offsets; a marker belongs to its transaction."""
         at = bisect_left(self._markers, first)
-        # Whatever was ended after the first one of these had not begun before `next_offset`.
+        # Transactions that ended after the first of these had not begun before `next_offset`.
         end = min(len(self), bisect_left(self._stables, next_offset) + 1)
         found: list[AbortedTransaction] = []
         while at < end:
@@ -146,8 +146,7 @@ class AbortedTransactions:
 NO_TRANSACTION = -1
 
 GUARDS_MAX = 10_000
-
-"""Beyond this many transactions about to begin, the oldest request has to be made again."""
+"""The maximum number of transactions about to begin; beyond it, the oldest request must be repeated."""
 
 
 class Guard:
@@ -162,7 +161,7 @@ class Guard:
     def __init__(self, epoch: int, sequence: int, started_ms: int, *, bumps_epoch: bool) -> None:
         self.epoch = epoch
         self.lowest_sequence = sequence
-        """The first batch that was asked about; a later one has to wait for it."""
+        """The first batch that was asked about; a later one waits for it."""
         self.started_ms = started_ms
         self.bumps_epoch = bumps_epoch
 

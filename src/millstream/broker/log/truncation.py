@@ -34,7 +34,7 @@ class Checkpointing(Protocol):
         """Do the slow part; called in a thread."""
 
     def finish(self) -> None:
-        """Account for what was done; called on the loop."""
+        """Account for the truncation; called on the loop."""
 
 
 class Truncation:
@@ -52,7 +52,7 @@ class Truncation:
         self.checkpoint: Checkpointing | None = None
         self._last: Segment | None = None
         self.replay = ProducerReplay(log) if log.is_replaying else None
-        """What has to be read first, before `take_producers`."""
+        """What must be read first, before `take_producers`."""
         if self.replay is None:
             self._capture()
         else:
@@ -60,7 +60,7 @@ class Truncation:
             log.health.truncation_captured()
 
     def take_producers(self) -> None:
-        """Go on with what was read; called on the loop."""
+        """Continue with the producers that were read; called on the loop."""
         log, replay = self.log, self.replay
         if replay is None or log.closed:
             return
@@ -84,10 +84,10 @@ class Truncation:
         self.checkpoint = log.maintenance.checkpoint_job(log)
 
     def execute(self) -> None:
-        """Make it durable.
+        """Make the truncation durable.
 
-        The state goes first: a file that is longer than its state says is scanned, and what is found there is not part
-        of the log; one that is shorter would be damage.
+        The state is written first: a file that is longer than its state says is scanned, and the rest is not part of
+        the log; a shorter one would be damage.
         """
         if self.checkpoint is None:
             return
@@ -148,7 +148,7 @@ def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
             start=log.start_offset,
             end=log.end_offset,
         )
-    # Where the log is damaged there, that may have to be found out first, and then nothing has changed.
+    # If the log is damaged there, the damage may have to be located first; nothing has changed then.
     boundary = log.boundary(offset)
     log.health.begin_truncation()
     _truncate_segments(log, *boundary)
@@ -201,7 +201,7 @@ def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None
         # The damage is forgotten with its offsets. Its bytes go too, or they would be read as the next records.
         position = lost.start
     at = log.segments.index(last)
-    # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
+    # A segment that begins with a lost range may begin beyond the new end, and is then removed as a whole.
     kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]
     removed = log.segments[len(kept) :]
     for segment in removed:

@@ -66,7 +66,6 @@ def _shared(one: LandSettings, other: LandSettings) -> Iterable[str]:
 
 _logger = logging.getLogger(__name__)
 
-
 PIPELINES_MAX: Final = 1000
 
 
@@ -96,7 +95,6 @@ class Pipelines:
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Pipeline | None:
-        """Return the pipeline of this name, if there is one."""
         return self._by_name.get(name)
 
     def of_group(self, group_id: str) -> str | None:

@@ -114,7 +114,6 @@ class InSync:
 
     @property
     def followers(self) -> Iterable[Follower]:
-        """Every follower, in sync or not."""
         return self._followers.values()
 
     @property

@@ -47,7 +47,6 @@ def truncation_point(log: Log, diverging: EpochEnd) -> Offset:
 
 _logger = logging.getLogger(__name__)
 
-
 _NO_REVISION = -1
 
 

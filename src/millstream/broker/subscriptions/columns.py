@@ -18,32 +18,24 @@ import numpy.typing as npt
 from millstream.core.errors import CorruptState
 
 AVAILABLE: Final = 0
-
 """Waiting for a worker."""
 
 LEASED: Final = 1
-
 """Held by a worker until its lease ends."""
 
 PARKED: Final = 2
-
 """Waiting for a time: the message is delayed, or it failed and will be retried."""
 
 BLOCKED: Final = 3
-
 """Waiting for an earlier message with the same key. Only the leader knows this state; it is stored as available."""
 
 REJECTING: Final = 4
-
 """On its way to the dead letter topic."""
 
 DONE: Final = 5
-
 """Finished: accepted, dead-lettered, dropped, filtered out, or not a message at all."""
 
-
 STATES: Final = 6
-
 
 _RUN_STEP: Final = 32
 

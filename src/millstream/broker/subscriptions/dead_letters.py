@@ -96,13 +96,10 @@ class DeadLetterAppender:
 
 _logger = logging.getLogger(__name__)
 
-
 IN_FLIGHT_MAX: Final = 5
-
 """The number of batches per producer that a log remembers."""
 
 REFUSED_S_MAX: Final = 300.0
-
 """So long at most a letter waits that its topic refuses."""
 
 MESSAGE_ID: Final = "message-id"
@@ -177,7 +174,7 @@ class DeadLetters:
             self._task.add_done_callback(self._finished)
 
     async def close(self) -> None:
-        """Stop; the next leader of the queue writes what is left."""
+        """Stop; the next leader of the queue writes the remaining letters."""
         tasks = [task for task in (self._task, self._pause_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -338,7 +335,7 @@ class DeadLetters:
         check_crc(records, header)
         if header.compression == COMPRESSION_NONE and header.record_count <= LIGHT_RECORDS_MAX:
             return next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
-        # In a thread: a large batch may have to be decompressed or skipped through for one message.
+        # In a thread: a large batch may need to be decompressed or skipped through for one message.
         return await asyncio.to_thread(
             lambda: next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
         )

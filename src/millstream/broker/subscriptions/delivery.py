@@ -66,7 +66,7 @@ class Waiter(Protocol):
         """Whether it has received something or given up."""
 
     def current_demand(self) -> Demand | None:
-        """Return what it has room for; None while it has none, in which case it wakes the queue when that changes."""
+        """Return its current demand; None while it has none, in which case it wakes the queue when that changes."""
 
     def deliver(self, delivery: Delivery, received: Received) -> None:
         """Hand over messages."""
@@ -77,25 +77,21 @@ class Waiter(Protocol):
 
 _logger = logging.getLogger(__name__)
 
-
 SCAN_BYTES: Final = 1024 * 1024
 
 SCAN_OFFSETS: Final = 50_000
 
 SCAN_OFFSETS_ORDERED: Final = 2_000
-
 """In an ordered queue every message is decoded for its key, which costs the loop a few milliseconds."""
 
 READ_BYTES_MIN: Final = 64 * 1024
 
 SCANS_PER_TURN: Final = 8
-
 """The number of ranges that are scanned in one turn of the loop while none of them holds a message to deliver."""
 
 WAITING_MAX: Final = 10_000
 
 ORIGINS_KEPT: Final = 64
-
 """Workers without leases whose client is remembered."""
 
 FILTER_RETRY_S: Final = 1.0
@@ -103,23 +99,18 @@ FILTER_RETRY_S: Final = 1.0
 STORE_FULL_RETRY_S: Final = 0.5
 
 TRIM_OFFSETS, TRIM_S = 100_000, 0.5
-
 """When the backlog in memory has grown by this many messages, unused memory is returned to the system shortly after."""
 
 LEASE_WRITE_DELAY_S: Final = 0.02
-
 """How long a lease that may be lost in a crash waits to be written together with something else. Many messages are
 accepted by then, which saves one of two writes.
 """
 
 DROP_WARNING_S: Final = 60.0
-
 """The minimum interval between log lines about dropped messages."""
 
 ALARM_S_MAX: Final = 3600.0
-
 """Alarms are set no further ahead, since the wall clock may be corrected in between."""
-
 
 _RESTARTS: Final = (
     "it restarts from its stored state: nothing confirmed is lost, and messages held by workers may be delivered again"
@@ -232,7 +223,6 @@ class Delivery:
 
     @property
     def settings(self) -> SubscriptionSettings:
-        """The current settings of the subscription."""
         return self.queue.settings
 
     @property
@@ -267,7 +257,7 @@ class Delivery:
     # Workers
 
     def try_receive(self, demand: Demand) -> Received:
-        """Lease what is available now; `leases_durable` waits until the worker may be answered."""
+        """Lease the messages that are available now; `leases_durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver:
@@ -694,7 +684,7 @@ class Delivery:
             self._drops_timer = asyncio.get_running_loop().call_later(DROP_WARNING_S, self._warn_dropped)
 
     def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
-        """Write pending changes that have to be stored; return None when everything is durable."""
+        """Write pending changes that must be stored; return None when everything is durable."""
         if self._closed is not None:
             raise self._closed
         frame = self.queue.drain() if is_all or self.queue.is_urgent else None
@@ -751,7 +741,7 @@ class Delivery:
     def _serve_all(self) -> None:
         self._check()
         if not self._may_deliver:
-            # Whatever changes this also wakes the waiting workers.
+            # Any change of this also wakes the waiting workers.
             self._has_more_to_scan = False
             if self._is_store_full and (self._last_write is None or self._last_write.done()):
                 # Other queues fill the store, and do not notify this one when they have made room.

@@ -120,7 +120,6 @@ class Engine:
         return [opened.delivery for opened in self._open.values()]
 
     def opened(self, key: QueueKey) -> Delivery | None:
-        """Return a queue if it is open."""
         found = self._open.get(key)
         return None if found is None else found.delivery
 
@@ -339,7 +338,7 @@ class Engine:
                 self._open_topic(subscription, topic)
 
     def _open_topic(self, subscription: Subscription, name: str) -> None:
-        """Open the queues of a topic, so that they hold what is published from now on."""
+        """Open the queues of a topic, so that they hold messages published from now on."""
         topic = self._dependencies.topics.get(name)
         if topic is None or self._closed:
             return

@@ -89,15 +89,11 @@ class InternTable:
 
 
 REVIVED_MAX: Final = 100_000
-
 """The number of revived messages that are remembered until their letters are closed."""
-
 
 _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
-
 Part = tuple[Window | Stragglers, int, int]
-
 """Columns, and a range of indexes in them."""
 
 
@@ -479,5 +475,4 @@ _APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
 }
 
 _APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
-
-"""The same indexed by number, since every event looks it up."""
+"""The same indexed by number, for a look-up on every event."""

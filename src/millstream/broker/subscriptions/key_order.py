@@ -48,12 +48,12 @@ class KeyOrder:
 
     @property
     def next_scan_offset(self) -> int:
-        """The offset from which the log has to be read."""
+        """Return the offset from which the log must be read."""
         return self._unread_holders[-1][0] if self._unread_holders else self.next_offset
 
     @property
     def has_unread_holders(self) -> bool:
-        """Whether holders have to be read first."""
+        """Return whether holders must be read first."""
         return bool(self._unread_holders)
 
     @property

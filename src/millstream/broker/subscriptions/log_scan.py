@@ -38,7 +38,7 @@ class ScannedRange(NamedTuple):
     scanned_bytes: int = 0
     """How many bytes were examined."""
     is_heavy: bool = False
-    """Whether the range ends with a batch that still has to be scanned elsewhere."""
+    """Whether the range ends with a batch that must be scanned elsewhere."""
     unreadable: tuple[tuple[int, int, str], ...] = ()
     """Unreadable batches, each as its first and last offset and the reason; their offsets are absent."""
     damage: DamagedRange | None = None

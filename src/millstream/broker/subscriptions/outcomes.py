@@ -63,13 +63,10 @@ class OutcomeBudget:
 
 
 FRAMES_BYTES_MAX: Final = 32 * 1024
-
 """How much is kept per queue."""
 
 WATCHERS_MAX: Final = 256
-
 """The maximum number of callers that wait for messages of one queue."""
-
 
 _FINAL_KINDS: Final = frozenset(
     {
@@ -165,7 +162,7 @@ def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
 
 def _concerns(delta: Delta, offset: int) -> bool:
     if delta.kind == DeltaKind.SOUGHT:
-        # The queue was moved: earlier deltas say nothing about what it does with the message now.
+        # The queue was moved: earlier deltas no longer apply to the message.
         return True
     if not delta.first <= offset <= delta.last:
         return False

@@ -42,7 +42,6 @@ from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, 
 from millstream.core.verb import Verb
 
 CLOCK_STEP_MS: Final = 1000
-
 """Smaller steps back of the clock are ignored: everything ends late by at most this."""
 
 
@@ -62,18 +61,14 @@ WINDOW_MAX: Final = 1_000_000
 PARKED_MAX: Final = 1_000_000
 
 DENSE_MAX: Final = 65_536
-
 """A larger window leaves behind messages that hold its start back."""
-
 
 ATTEMPTS_COUNTED_MAX: Final = 255
 
 REASON_LENGTH_MAX: Final = 500
 
 REASONS_MAX: Final = 1024
-
 """The number of different rejection reasons kept at a time; further ones are dropped."""
-
 
 _PENDING_MAX: Final = 1000
 
@@ -84,7 +79,6 @@ _NO_LIMIT: Final = 2**63 - 1
 _ACCEPT: Final = Verb.ACCEPT
 
 _ATTEMPTS_EXHAUSTED: Final = "all attempts have failed"
-
 
 _ACQUIRED: Final = DeltaKind.ACQUIRED
 
@@ -101,13 +95,11 @@ _DEFERRABLE: Final = (
     DeltaKind.LEFT_BEHIND,
     DeltaKind.LETTER_CLOSED,
 )
-
 """Deltas that a scan would find again after a crash, or that do not matter then; they wait for the next write."""
 
 _IS_MERGEABLE: Final = tuple(kind in _MERGEABLE for kind in range(max(DeltaKind) + 1))
 
 _IS_DEFERRABLE: Final = tuple(kind in _DEFERRABLE for kind in range(max(DeltaKind) + 1))
-
 """Both indexed by number, since every event looks them up."""
 
 
@@ -157,7 +149,7 @@ class Queue:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Rebuild what is not stored; also called when an empty window moves elsewhere."""
+        """Rebuild the state that is not stored; also called when an empty window moves elsewhere."""
         fold, start = self._fold, self._fold.window.start
         self._stragglers_checked_at = 0
         self._ticked_ms = 0
@@ -187,7 +179,6 @@ class Queue:
 
     @property
     def next_scan_offset(self) -> Offset:
-        """The offset to scan next."""
         window = self._fold.window
         return Offset(window.end if self._order is None else max(self._order.next_scan_offset, window.start))
 
@@ -262,7 +253,9 @@ class Queue:
         keys: npt.NDArray[np.int64] | None = None,
         delayed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Add what was scanned from `next_scan_offset` on; it may overlap known offsets, a gap before it is absent."""
+        """Add the messages scanned from `next_scan_offset` on; they may overlap known offsets, a gap before them is
+        absent.
+        """
         window = self._fold.window
         if self._order is None and matches is None and not absent and not delayed and first == window.end < next_offset:
             self._record(Delta(DeltaKind.SCANNED, first, next_offset - 1, 0, 0, "", now_ms))

@@ -1,4 +1,4 @@
-"""Receive messages from several queues at once: what is available now, or what comes first."""
+"""Receive messages from several queues at once: those that are available now, or the first to become available."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def receive(
         if not grants and wait_s > 0:
             grants = await _wait(deliveries, _WaitingWorker(demand, deliveries, share), wait_s, interrupt)
         elif not grants:
-            # A filter may be evaluating what is available.
+            # A filter may be evaluating the available messages.
             for delivery in deliveries:
                 await delivery.scan_settled(patience_s=FILTER_WAIT_S)
             grants = _receive_from_any(deliveries, demand, first, share)

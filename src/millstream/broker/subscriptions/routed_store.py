@@ -46,7 +46,6 @@ BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
 
 UNWRITTEN_BYTES_MAX: Final = 32 * 1024 * 1024
 
-
 TRANSIENT_ERRORS: Final = (
     BrokerUnreachable,
     CoordinatorUnavailable,
@@ -55,12 +54,9 @@ TRANSIENT_ERRORS: Final = (
     NotLeader,
     RequestTimedOut,
 )
-
 """Errors of a whole batch that may be gone at the next attempt."""
 
-
 Send = Callable[[Sequence[QueueWrite]], Awaitable[list[WriteResult]]]
-
 """Writes a batch: starts immediately, so that batches keep their order, and returns when they are durable."""
 
 
@@ -163,9 +159,7 @@ class StateLane:
         self._flush()
 
     def _apply_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
-        """Apply the results of a batch; return whether writes have to be sent again because earlier ones were not
-        stored.
-        """
+        """Apply the results of a batch; return whether writes must be resent because earlier ones were not stored."""
         resend = False
         for entry, result in zip(batch, results, strict=True):
             if isinstance(result, OutOfOrderSequence) and self._has_earlier_pending(entry):
@@ -206,7 +200,6 @@ class StateLane:
 
 
 T = TypeVar("T")
-
 
 LOAD_S: Final = 30.0
 

@@ -28,7 +28,6 @@ class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> QueueKey:
-        """The queue."""
         return _key(self.subscription_id, self.topic_id, self.partition)
 
 
@@ -78,7 +77,6 @@ def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
 
 
 def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
-    """Encode writes."""
     content = [
         QueueWriteMessage(
             write.key.subscription_id.bytes,

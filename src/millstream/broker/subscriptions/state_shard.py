@@ -19,7 +19,6 @@ SNAPSHOT: Final = 0
 
 DELTAS: Final = 1
 
-
 _KEY: Final = struct.Struct(">B16s16si")
 
 _HEAD: Final = struct.Struct(">iq")
@@ -61,7 +60,6 @@ def read_record(record: StateRecord) -> QueueRecord:
 
 
 NO_SEQUENCE = -1
-
 
 WriteResult = MillstreamError | None
 
@@ -110,7 +108,7 @@ class _LateSnapshot:
     def records(self) -> list[StateRecord]:
         queue = self._queues.get(self._key)
         if queue is None or queue.changes is not self._changes or self._snapshot is None:
-            # The queue was deleted; whatever replaced it is in the log.
+            # The queue was deleted; its replacement, if any, is in the log.
             return []
         queue.changes = None
         return [self._snapshot, *self._changes]
@@ -130,7 +128,6 @@ class StateShard:
         return iter(self._queues)
 
     def written(self) -> list[QueueKey]:
-        """Return the queues that have a state."""
         return [key for key, queue in self._queues.items() if queue.has_state]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:

@@ -20,15 +20,11 @@ from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 
 DueRuns = Callable[[int, int], Iterable[tuple[int, int, int]]]
-
 """Yields the messages of a range that wait for a time, as runs: first, last, due."""
-
 
 NEVER_MS: Final = 2**63 - 1
 
-
 _SHIFTS: Final = (0, 11, 17)
-
 """Buckets of 1 ms, 2 seconds and 2 minutes."""
 
 _NEAR_MS: Final = 1 << _SHIFTS[1]

@@ -1,11 +1,10 @@
-"""The batch commit: many writers, each with a transaction of its own, whose transactions are decided together.
+"""The batch commit: many writers, each with its own transaction, whose transactions are decided together.
 
 A transactional id of the form `spark/{query}/{batch}/{partition}/{random}` belongs to one attempt to write one part of
-one batch of a query. All of them are placed by the query, so one shard sees them all, and it keeps the last batch of
-each query that was committed.
-
-`{random}` may begin with the name of a run and a hyphen. A driver that gives up aborts its run: attempts of it that
-only begin then, in tasks which Spark has not stopped yet, are refused, while another run may try the batch again.
+one batch of a query. The query determines the partition of all of them, so one shard sees them all, and it stores the
+last committed batch of each query. `{random}` may begin with the name of a run and a hyphen. A driver that gives up
+aborts its run: attempts of the run that begin later, in tasks that Spark has not stopped yet, are refused, while
+another run may try the batch again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Attempt(NamedTuple):
 
 
 class LastBatch(NamedTuple):
-    """The last batch of a query that was committed, if there is one; when this was written; the last run given up."""
+    """The last committed batch of a query, if any; when it was written; the last run that was aborted."""
 
     batch: int
     updated_ms: int
@@ -46,7 +45,7 @@ class Member(NamedTuple):
 
 
 def attempt_of(transactional_id: str) -> Attempt | None:
-    """Take an id of this form apart; None for all others. The query itself may have slashes in it."""
+    """Parse a transactional id of this form; return None for all others. The query may contain slashes."""
     if not transactional_id.startswith(PREFIX):
         return None
     parts = transactional_id[len(PREFIX) :].rsplit("/", _PARTS - 1)
@@ -58,7 +57,7 @@ def attempt_of(transactional_id: str) -> Attempt | None:
 
 
 def placement_of(transactional_id: str) -> str:
-    """What decides about the partition of `__transaction_state`: the id itself, or the query it belongs to."""
+    """Return what determines the partition of `__transaction_state`: the id, or the query that it belongs to."""
     attempt = attempt_of(transactional_id)
     return transactional_id if attempt is None else attempt.query
 

@@ -1,4 +1,6 @@
-"""The transaction coordinator of this node: checks what can be checked without the state, and finds the shard."""
+"""The transaction coordinator of this node: checks requests as far as that is possible without the state, and finds the
+shard.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ RESERVED_IDS: Final = 4
 
 
 class ProducerIds(Protocol):
-    """Where producer ids come from: unique for ever, across restarts and crashes."""
+    """Allocates producer ids that are unique forever, across restarts and crashes."""
 
     async def next(self) -> ProducerId:
         """Allocate an id that was never used before."""
@@ -69,7 +71,6 @@ class ProducerIdReserve:
             self._error = None
 
     def take(self) -> ProducerId:
-        """Take one."""
         if not self._reserve:
             raise CoordinatorUnavailable(f"no producer id is available: {self._error or 'try again'}")
         return self._reserve.popleft()
@@ -77,17 +78,13 @@ class ProducerIdReserve:
 
 T = TypeVar("T")
 
-
 ID_CHARACTERS_MAX: Final = 4096
 
 ENDING_WAIT_S: Final = 0.5
-
-"""How long a producer waits for its previous transaction to end before it has to ask again."""
+"""How long a producer waits for its previous transaction to end before it must ask again."""
 
 MARKERS_WAIT_S: Final = 5.0
-
 """How long the commit of a batch waits for its markers, which may be on other nodes."""
-
 
 _TOPIC_SETTINGS: Final = {
     "cleanup.policy": "compact",
@@ -98,7 +95,7 @@ _TOPIC_SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionsStatus:
-    """The transactions of this node in numbers."""
+    """Counts of this node's transactions."""
 
     by_state: Mapping[str, int]
     shards: int
@@ -108,12 +105,11 @@ class TransactionsStatus:
 _FINAL_REFUSALS: Final = Confirmation(
     (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
 )
-
-"""What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
+"""Errors that end a producer or a batch: a coordinator that was replaced must not send them from its old state."""
 
 
 class TransactionCoordinator(Coordinator[TransactionShard]):
-    """Transactional ids, kept in `__transaction_state`."""
+    """Transactional ids, stored in `__transaction_state`."""
 
     def __init__(
         self,
@@ -142,15 +138,15 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
 
     @property
     def shards(self) -> list[Shard[TransactionShard]]:
-        """Every shard that this node runs."""
+        """Return every shard that this node runs."""
         return self._runtime.shards
 
     def on_transaction_ending(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when markers may have to be written."""
+        """Call `listener` when there may be markers to write."""
         self._on_ending = listener
 
     def partition_of(self, transactional_id: str) -> PartitionIndex:
-        """The partition of the topic that holds a transactional id."""
+        """Return the partition of the topic that stores a transactional id."""
         return self._runtime.partition_of(placement_of(transactional_id))
 
     def leader_of(self, transactional_id: str) -> NodeId | None:
@@ -158,7 +154,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return self._runtime.leader_of(placement_of(transactional_id))
 
     def latest_epoch(self) -> int:
-        """The latest epoch that a coordinator of the cluster has, as far as this node knows."""
+        """Return the latest epoch of any coordinator that this node knows of."""
         return self._runtime.latest_epoch()
 
     # Producers
@@ -174,7 +170,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run_after_ending(request.transactional_id, lambda shard: shard.init(request))
 
     async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition], *, version: int) -> None:
-        """Partitions become part of the producer's transaction."""
+        """Add partitions to the producer's transaction."""
         _check_id(who.transactional_id)
         await self._run_after_ending(
             who.transactional_id, lambda shard: shard.add_partitions(who, partitions, version=version)
@@ -183,7 +179,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     async def verify(
         self, who: ProducerRef, partitions: Collection[TopicPartition]
     ) -> Mapping[TopicPartition, MillstreamError | None]:
-        """Whether partitions are part of the producer's transaction."""
+        """Check which partitions are part of the producer's transaction."""
         _check_id(who.transactional_id)
         return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
 
@@ -196,19 +192,19 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     # The batch commit
 
     async def last_batch(self, query: str) -> int:
-        """Which batch of a query was committed last; -1 if none was."""
+        """Return the last committed batch of a query; -1 if there is none."""
         _check_id(query)
         return await self._runtime.run(query, lambda shard: shard.batches.last_batch(query), pure=True)
 
     async def prepare(self, who: ProducerRef) -> None:
-        """A writer has written all of its part of a batch."""
+        """Prepare the transaction of a writer that has written its part of a batch."""
         await self._run(who.transactional_id, lambda shard: shard.batches.prepare(who))
 
     async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
-        """Commit all members of a batch together; False if that was done before.
+        """Commit all members of a batch together; return False if that was done before.
 
-        Answered when the markers are there too, so that who reads after a job sees what it wrote; unless that takes
-        long, since the decision stands.
+        Answered when the markers are written, so that readers see the result of a finished job; if that takes long,
+        answered earlier, since the decision is final.
         """
         _check_id(query)
         await self._reserve.fill()
@@ -230,23 +226,22 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
     # For administrators
 
     async def abort(self, transactional_id: str) -> str:
-        """End a transaction that hangs; the answer is the state that it was in."""
+        """Abort a hanging transaction; return its previous state."""
         _check_id(transactional_id)
         await self._reserve.fill()
         return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
 
     async def describe(self, transactional_id: str) -> TransactionDescription:
-        """One transactional id."""
         _check_id(transactional_id)
         return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
 
     async def listing(self, wanted: TransactionFilter) -> list[TransactionDescription]:
-        """The transactional ids of this node."""
+        """List the transactional ids of this node."""
         answers = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
         return [one for listing in await asyncio.gather(*answers) for one in listing]
 
     def status(self) -> TransactionsStatus:
-        """The transactions of this node in numbers."""
+        """Count the transactions of this node."""
         states = [shard.state for shard in self.shards]
         counts: Counter[str] = Counter()
         for state in states:
@@ -260,7 +255,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._runtime.run(placement_of(transactional_id), operation, pure=True)
 
     async def _run_after_ending(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
-        """Wait a moment for the last transaction to be ended: sooner than the client would ask again."""
+        """Wait briefly until the previous transaction has ended: sooner than the client would retry."""
         try:
             return await self._run(transactional_id, operation)
         except ConcurrentTransactions as concurrent:

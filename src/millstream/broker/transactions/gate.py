@@ -41,7 +41,7 @@ _UNREACHABLE = (CoordinatorUnavailable, BrokerUnreachable, RequestTimedOut)
 
 
 class CoordinatorGate:
-    """The way from a partition to the coordinator of a transaction."""
+    """Asks coordinators on behalf of partitions."""
 
     def __init__(self, coordinator: TransactionCoordinator, peers: Peers, *, me: NodeId) -> None:
         self._coordinator = coordinator
@@ -57,7 +57,9 @@ class CoordinatorGate:
         *,
         add: bool,
     ) -> Answers:
-        """For each partition None if the transaction is open and holds it, else why nothing may be written to it."""
+        """Return for each partition None if the transaction is open and contains it, else why nothing may be written to
+        it.
+        """
         who = ProducerRef(transactional_id, ProducerId(producer_id), producer_epoch)
         try:
             answers = await self._ask(who, partitions, add=add)

@@ -1,6 +1,6 @@
-"""Where markers go: to partitions that this node leads directly, to all others through WriteTxnMarkers.
+"""Delivers markers: directly to partitions that this node leads, through WriteTxnMarkers to all others.
 
-Markers for one node that come while a request to it is under way are sent together with the next one.
+Markers for a node that arrive while a request to it is in flight are sent together in the next one.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class LocalMarkers(Protocol):
     """Writes markers to partitions that this node leads."""
 
     async def write(self, marker: Marker, partition: TopicPartition) -> None:
-        """Write one marker and wait until it is acknowledged; a `MillstreamError` when it is not."""
+        """Write one marker and wait until it is acknowledged; raise a `MillstreamError` if it is not."""
 
 
 class LedTopics(Protocol):
     """The leaders of partitions."""
 
     def get(self, name: str) -> Topic | None:
-        """The topic of this name, if there is one."""
+        """Return the topic with this name, if it exists."""
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         """Return the replicas and leader of a partition; None if they are not agreed on yet."""
@@ -56,7 +56,7 @@ class _MarkerBatch(NamedTuple):
 
 
 class MarkerRoutes:
-    """Finds the leaders of partitions and has markers written there."""
+    """Finds the leaders of partitions and writes markers there."""
 
     def __init__(self, topics: LedTopics, local: LocalMarkers, peers: Peers, *, me: NodeId) -> None:
         self._topics = topics
@@ -83,7 +83,7 @@ class MarkerRoutes:
         return answers
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all pending requests."""
         sending = list(self._sending.values())
         for task in sending:
             task.cancel()

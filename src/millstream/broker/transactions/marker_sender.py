@@ -1,10 +1,9 @@
-"""Writes the markers of what is decided, and says when all of them are there.
+"""Writes the markers of decided transactions, and reports when all of them are written.
 
-A decision is durable before the first marker is written, and every shard that is loaded has its undecided rest written
-again; so a crash at any point only means that a marker is written twice, which partitions recognise.
-
-Each transaction has a task of its own, so that a partition without a leader holds up no other transaction. Their number
-is bounded: what is beyond it waits in the state.
+A decision is durable before the first marker is written, and a shard that is loaded writes the missing markers again;
+so a crash at any point only means that a marker is written twice, which partitions recognise. Each transaction has its
+own task, so that a partition without a leader delays no other transaction. Their number is bounded: further
+transactions wait in the state.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 AT_ONCE_MAX: Final = 1000
 PAUSE_S: Final = 1.0
-"""How long a transaction is left alone that could not be ended for another reason than its partitions."""
+"""The pause before a transaction is retried that could not be ended for a reason other than its partitions."""
 _NOT_NEEDED: Final = (UnknownTopic, FencedProducer)
 """The topic was deleted, or the partition has seen a later epoch of this producer."""
 
@@ -44,12 +43,12 @@ MarkedShard = Shard[TransactionShard]
 
 
 class MarkerWriter(Protocol):
-    """Has markers written, on this node and on others."""
+    """Writes markers, on this node and on others."""
 
     async def write(
         self, marker: Marker, partitions: Iterable[TopicPartition]
     ) -> Mapping[TopicPartition, MillstreamError | None]:
-        """Write one marker to these partitions; None for each that has it durably, else why it has not."""
+        """Write one marker to these partitions; return for each None if it is durable there, else the error."""
 
 
 class MarkerSender:
@@ -79,7 +78,7 @@ class MarkerSender:
 
     @property
     def in_flight(self) -> int:
-        """How many transactions are being ended."""
+        """Count the transactions that are being ended."""
         return len(self._in_flight)
 
     def wake(self) -> None:
@@ -89,7 +88,7 @@ class MarkerSender:
             self._soon = asyncio.get_running_loop().call_soon(self._scan_shards)
 
     async def close(self) -> None:
-        """Stop; what is not done is done after the next start."""
+        """Stop; unfinished transactions are ended after the next start."""
         self._closed = True
         if self._soon is not None:
             self._soon.cancel()
@@ -138,7 +137,7 @@ class MarkerSender:
             self.wake()
 
     async def _try_to_finish(self, shard: MarkedShard, ending: Ending) -> str | None:
-        """Why it did not work, or None."""
+        """Return the error, or None on success."""
         try:
             if not await self._write_all(shard, ending):
                 return "this node no longer coordinates it"
@@ -151,11 +150,11 @@ class MarkerSender:
         return None
 
     async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
-        """Write every marker, however long it takes; False when this node does not coordinate any more.
+        """Write every marker, however long it takes; return False if this node is no longer the coordinator.
 
-        Coordinators have the epochs of their own partitions, and a request that was made up may have left the epoch of
-        another one. A coordinator that is fenced but can still write its decision was not replaced:
-        it goes on with the latest epoch that any coordinator has.
+        Coordinators use the epochs of their own partitions, and a forged request may have left a higher epoch in a
+        partition. A coordinator that is fenced but can still write its decision was not replaced: it continues with the
+        latest epoch of any coordinator.
         """
         left = set(ending.partitions)
         backoff = Backoff(self._random)

@@ -1,14 +1,13 @@
 """The records of `__transaction_state`, in Kafka's own format, so that tools which read that topic understand it.
 
     key 0      (transactional id)   value: the producer of that id and its transaction
-    key 7300   (query)              value: its last batch that was committed, and when; ours, see `batch.py`.
-                                    Tag 0: the last run of it that was given up
+    key 7300   (query)              value: its last committed batch, and when; not Kafka's, see `batch.py`.
+                                    Tag 0: the last run that was aborted
 
-Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written is
-version 1 of a transaction, which has tagged fields; 0 is read too. Beside Kafka's tags (0 previous producer id, 1 next
-producer id, 2 version of the protocol) there are two of ours: the last epoch, without which a producer that asks again
-after a change of coordinator would be fenced, and the mark of a prepared transaction, which Kafka's tools see as one
-that is ongoing.
+Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Transactions are
+written in version 1, which has tagged fields, and read in versions 0 and 1. Two tags are added to Kafka's (0 previous
+producer id, 1 next producer id, 2 version of the protocol): the last epoch, without which a producer that retries after
+a change of coordinator would be fenced, and the flag of a prepared transaction, which Kafka's tools show as ongoing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from millstream.broker.transactions.batch import LastBatch
 from millstream.broker.transactions.transaction import (
     FIRST_VERSION,
     NO_EPOCH,
-    NO_TIME_MS,
     Transaction,
     TransactionState,
 )
@@ -34,8 +32,7 @@ from millstream.protocol.messages.primitives import Reader, Writer
 _TRANSACTION_KEY: Final = 0
 _QUERY_KEY: Final = 7300
 _VERSION: Final = 1
-_QUERY_VERSION: Final = 1
-_FIRST_WITH_TIME: Final = 1
+_QUERY_VERSION: Final = 0
 
 _ENDED_RUN_TAG: Final = 0
 _PREVIOUS_TAG: Final = 0
@@ -58,20 +55,20 @@ _STATUS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TransactionKey:
-    """Names a transactional id."""
+    """Identifies a transactional id."""
 
     transactional_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class QueryKey:
-    """Names a query, whose batches are committed by many writers at once."""
+    """Identifies a query, whose batches are committed by many writers at once."""
 
     query: str
 
 
 def transaction_record(transaction: Transaction) -> StateRecord:
-    """The record of a transaction as it stands."""
+    """Build the record of a transaction."""
     is_prepared = transaction.state is TransactionState.PREPARED
     status = TransactionState.ONGOING if is_prepared else transaction.state
     writer = Writer(flexible=True)
@@ -100,7 +97,6 @@ def transaction_tombstone(transactional_id: str) -> StateRecord:
 
 
 def query_record(query: str, last: LastBatch) -> StateRecord:
-    """The record of the last batch of a query."""
     writer = Writer(flexible=True)
     writer.int16(_QUERY_VERSION)
     writer.int64(last.batch)
@@ -115,7 +111,7 @@ def query_tombstone(query: str) -> StateRecord:
 
 
 def read_key(key: bytes) -> TransactionKey | QueryKey | None:
-    """What a record is about; None for kinds that are not known."""
+    """Parse the key of a record; return None for unknown kinds."""
     reader = Reader(key, flexible=False)
     kind = reader.int16()
     if kind == _TRANSACTION_KEY:
@@ -124,12 +120,12 @@ def read_key(key: bytes) -> TransactionKey | QueryKey | None:
 
 
 def read_query(value: bytes) -> LastBatch:
-    """Decode the last batch of a query; version 0 has no time."""
+    """Decode the last batch of a query."""
     reader = Reader(value)
     version = reader.int16()
-    if not 0 <= version <= _QUERY_VERSION:
+    if version != _QUERY_VERSION:
         raise ProtocolViolation(f"version {version} of a query's record is unknown")
-    batch, updated_ms = reader.int64(), reader.int64() if version >= _FIRST_WITH_TIME else NO_TIME_MS
+    batch, updated_ms = reader.int64(), reader.int64()
     tags = {tag: bytes(content.rest()) for tag, content in reader.tags()}
     return LastBatch(batch, updated_ms, tags.get(_ENDED_RUN_TAG, b"").decode(errors="replace"))
 
@@ -165,7 +161,7 @@ def read_transaction(transactional_id: str, value: bytes) -> Transaction:
 
 
 def _write_partitions(writer: Writer, transaction: Transaction) -> None:
-    # Kafka writes null instead of an empty list, as long as nothing has begun.
+    # Kafka writes null instead of an empty list before the first transaction.
     if transaction.state is TransactionState.EMPTY:
         writer.array_length(-1)
         return

@@ -1,4 +1,4 @@
-"""What the coordinator is asked and what it answers."""
+"""Requests to the coordinator and its responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.topic import TopicPartition
 
 
 class ProducerRef(NamedTuple):
-    """A producer as it names itself."""
+    """A producer, as it identifies itself."""
 
     transactional_id: str
     producer_id: ProducerId
@@ -36,7 +36,7 @@ class Initialized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A transaction that is decided and whose markers have to be written."""
+    """A decided transaction whose markers are not written yet."""
 
     transactional_id: str
     producer_id: ProducerId
@@ -48,7 +48,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionDescription:
-    """One transactional id as administrators see it."""
+    """The description of one transactional id."""
 
     transactional_id: str
     state: str
@@ -62,7 +62,7 @@ class TransactionDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionFilter:
-    """Which transactions are listed; an empty filter lets everything through."""
+    """Selects the transactions to list; an empty filter selects all."""
 
     states: Collection[str] = ()
     producer_ids: Collection[int] = ()

@@ -1,8 +1,8 @@
-"""The state machine of one partition of `__transaction_state`: its transactional ids and what becomes of them.
+"""The state machine of one partition of `__transaction_state`: its transactional ids and their transactions.
 
 Every public operation is a plain function of the state that returns the records to append and the response, now or
-later. Nothing here reads a clock that was not given to it, waits, or does I/O. What is decided, and has markers to be
-written, is announced through `on_ending`; the writer of the markers confirms them with `complete`.
+later. Nothing here reads a clock that was not given to it, waits, or does I/O. Decided transactions that need markers
+are announced through `on_ending`; the writer of the markers confirms them with `complete`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MAY_PREPARE = frozenset({TransactionState.EMPTY, TransactionState.ONGOING})
 
 
 class Batches:
-    """Decides about the transactions of a shard that belong to batches."""
+    """Decides the transactions of a shard that belong to batches."""
 
     def __init__(
         self,
@@ -81,20 +81,20 @@ class Batches:
         self._abort = abort
         self._queries_max = queries_max
         self.queries: dict[str, LastBatch] = {}
-        """The last batch of every query that has one."""
+        """The last committed batch of every query that has one."""
         self._attempts: dict[str, dict[str, None]] = {}
 
     def last_batch_of(self, query: str) -> int:
-        """The last batch of a query that was committed; -1 if none was."""
+        """Return the last committed batch of a query; -1 if there is none."""
         last = self.queries.get(query)
         return NO_BATCH if last is None else last.batch
 
     def last_batch(self, query: str) -> Outcome[int]:
-        """Which batch of a query was committed last."""
+        """Return the last committed batch of a query."""
         return [], self.last_batch_of(query)
 
     def check_may_begin(self, attempt: Attempt) -> None:
-        """Raise if what this attempt writes could never be committed."""
+        """Raise if the transaction of this attempt could never be committed."""
         known = self.queries.get(attempt.query)
         if known is not None and attempt.batch <= known.batch:
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
@@ -104,7 +104,7 @@ class Batches:
             raise self._full()
 
     def prepare(self, who: ProducerRef) -> Outcome[None]:
-        """A writer has written all of its part: from here on only the batch decides."""
+        """Prepare the transaction of a writer: from now on only the batch decides it."""
         attempt = attempt_of(who.transactional_id)
         if attempt is None:
             raise InvalidRequest(f"{who.transactional_id!r} does not belong to a batch")
@@ -118,9 +118,10 @@ class Batches:
         return [transaction_record(transaction.prepared(now_ms=self._clock.now_ms()))], None
 
     def complete(self, query: str, batch: int, members: tuple[Member, ...]) -> Outcome[bool]:
-        """Commit all members together, and abort every other attempt up to this batch; False if that was done before.
+        """Commit all members together, and abort every other attempt up to this batch; return False if that was done
+        before.
 
-        A member that is not prepared fails the whole: nothing is decided then.
+        If one member is not prepared, nothing is decided.
         """
         check_members(query, batch, members)
         if batch <= self.last_batch_of(query):
@@ -138,10 +139,7 @@ class Batches:
         return records + self._abort_superseded(query, batch, but=named), True
 
     def abort(self, query: str, batch: int, run: str = "") -> Outcome[int]:
-        """Abort every attempt at one batch that is not decided; the answer is how many there were.
-
-        When a run is named, no further attempt of it may begin.
-        """
+        """Abort every undecided attempt at one batch; return their number. A named run may begin no further attempt."""
         if batch <= self.last_batch_of(query):
             raise InvalidTransactionState(f"batch {batch} of query {query!r} is already committed")
         undecided = [one for number, one in self._of(query) if number == batch and one.state not in ENDING]
@@ -151,33 +149,28 @@ class Batches:
         return records, len(undecided)
 
     def replay_query(self, query: str, last: LastBatch | None) -> None:
-        """Take over the last batch of a query; None when it is forgotten."""
+        """Apply the last batch of a query; None removes it."""
         if last is None:
             self.queries.pop(query, None)
         else:
             self.queries[query] = last
 
     def expired(self, *, before_ms: int, limit: int) -> list[StateRecord]:
-        """What forgets queries that have committed nothing since then and have no attempts under way."""
+        """Build the records that remove queries that have committed nothing since a time and have no open attempts."""
         found: list[StateRecord] = []
         for query, last in self.queries.items():
             if len(found) >= limit:
                 break
-            if last.updated_ms == NO_TIME_MS:
-                # An older release did not write down when it was; its time counts from now on.
-                found.append(query_record(query, last._replace(updated_ms=self._clock.now_ms())))
-            elif last.updated_ms <= before_ms and query not in self._attempts:
+            if last.updated_ms <= before_ms and query not in self._attempts:
                 found.append(query_tombstone(query))
         return found
 
     def note(self, transactional_id: str) -> None:
-        """A transactional id is there."""
         attempt = attempt_of(transactional_id)
         if attempt is not None:
             self._attempts.setdefault(attempt.query, {})[transactional_id] = None
 
     def forget(self, transactional_id: str) -> None:
-        """Forget a transactional id."""
         attempt = attempt_of(transactional_id)
         if attempt is not None and attempt.query in self._attempts:
             self._attempts[attempt.query].pop(transactional_id, None)
@@ -201,7 +194,7 @@ class Batches:
                 yield attempt.batch, self._transactions[transactional_id]
 
     def _abort_superseded(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
-        """What ends every attempt up to a batch that lost."""
+        """Build the records that abort every attempt up to a batch."""
         return [
             self._ended(one, f"batch {batch} is committed without it")
             for number, one in self._of(query)
@@ -227,23 +220,19 @@ class Batches:
 
 _logger = logging.getLogger(__name__)
 
-
 _SWEEP: Final = "sweep"
 
 _RETRY_MS: Final = 1000
 
 _WAITING_MAX: Final = 100
-
-"""The number of requests that wait for one transaction to end; more are not parked."""
+"""The maximum number of requests that wait for one transaction to end; further ones are refused."""
 
 _NO_PRODUCER: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
 
-
 TakeProducerId = Callable[[], ProducerId]
-
-"""Returns an unused producer id; raises `CoordinatorUnavailable` if there is none."""
+"""Returns an unused producer id; raises `CoordinatorUnavailable` if none is available."""
 
 
 class TransactionShard:
@@ -264,7 +253,7 @@ class TransactionShard:
         self._take_producer_id = take_producer_id
         self._on_ending = on_ending
         self._transactions: dict[str, Transaction] = {}
-        # In the order in which they were decided, so that the oldest is ended first.
+        # In the order of their decisions, so that the oldest is ended first.
         self._ending: dict[str, None] = {}
         self._ended_waiters: dict[str, list[Deferred[None]]] = {}
         self._loaded = False
@@ -272,7 +261,7 @@ class TransactionShard:
 
     @property
     def has_endings(self) -> bool:
-        """Whether something is decided and has markers to be written."""
+        """Return whether decided transactions need markers."""
         return bool(self._ending)
 
     # Producers
@@ -318,7 +307,7 @@ class TransactionShard:
     def verify(
         self, who: ProducerRef, partitions: Iterable[TopicPartition]
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
-        """Whether partitions are part of the producer's transaction."""
+        """Check which partitions are part of the producer's transaction."""
         transaction = self._known(who.transactional_id)
         # Only open transactions are verified, so the epoch is checked first, to detect late batches.
         _check_producer(transaction, who)
@@ -331,7 +320,7 @@ class TransactionShard:
         }
 
     def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[Initialized]:
-        """Commit or abort; the answer of the second version is the id and epoch for the next transaction."""
+        """Commit or abort; version 2 of the protocol is answered with the id and epoch for the next transaction."""
         transaction = self._known(who.transactional_id)
         if version < EPOCH_PER_TRANSACTION:
             _check_producer(transaction, who)
@@ -341,7 +330,7 @@ class TransactionShard:
         return self._end_second_version(transaction, who, commit=commit)
 
     def abort(self, transactional_id: str) -> Outcome[str]:
-        """An administrator ends a transaction that hangs; the answer is the state it was in."""
+        """Abort a hanging transaction on behalf of an administrator; return its previous state."""
         transaction = self._require_known(transactional_id)
         if transaction.state in IDLE:
             raise InvalidTransactionState(f"{transactional_id!r} has no transaction to abort")
@@ -355,7 +344,7 @@ class TransactionShard:
     # Markers
 
     def endings(self, known: Iterable[str] = (), *, limit: int = 1000) -> Outcome[list[Ending]]:
-        """What is decided and has markers to be written, without those that the caller knows of."""
+        """Return the decided transactions that need markers, without those that the caller knows of."""
         left_out = set(known)
         found: list[Ending] = []
         for transactional_id in self._ending:
@@ -366,7 +355,7 @@ class TransactionShard:
         return [], found
 
     def complete(self, ending: Ending) -> Outcome[None]:
-        """Every marker is written."""
+        """Complete a transaction whose markers are all written."""
         transaction = self._transactions.get(ending.transactional_id)
         if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
             return [], None
@@ -376,9 +365,8 @@ class TransactionShard:
         return [transaction_record(transaction.complete(now_ms=self._clock.now_ms()))], None
 
     def confirmed(self, ending: Ending) -> Outcome[bool]:
-        """Write down once more what was decided: who can do so durably is the coordinator, and no other has been since.
-
-        False when it is over by now.
+        """Write a decision again: a node that can do so durably is still the coordinator. Return False if the
+        transaction is complete.
         """
         transaction = self._transactions.get(ending.transactional_id)
         if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
@@ -386,7 +374,7 @@ class TransactionShard:
         return [transaction_record(transaction)], True
 
     def wait_ended(self, transactional_id: str) -> Outcome[None]:
-        """Wait until the transaction that is being ended has its markers; at once if none is."""
+        """Wait until the markers of an ending transaction are written; return at once if there are none."""
         if transactional_id not in self._ending:
             return [], None
         waiting = self._ended_waiters.setdefault(transactional_id, [])
@@ -399,16 +387,15 @@ class TransactionShard:
     # For administrators
 
     def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
-        """One transactional id."""
         return [], _description(self._require_known(transactional_id))
 
     def listing(self, wanted: TransactionFilter) -> Outcome[list[TransactionDescription]]:
-        """Every transactional id that the filter lets through."""
+        """List the transactional ids that a filter selects."""
         now_ms = self._clock.now_ms()
         return [], [_description(one) for one in self._transactions.values() if _matches(one, wanted, now_ms)]
 
     def counts(self) -> dict[str, int]:
-        """How many transactional ids are in which state; for looking only."""
+        """Count the transactional ids by state."""
         counted = {state.value: 0 for state in TransactionState}
         for transaction in self._transactions.values():
             counted[transaction.state.value] += 1
@@ -417,7 +404,7 @@ class TransactionShard:
     # The fold
 
     def replay(self, record: StateRecord) -> None:
-        """Take one record of the log in."""
+        """Apply one record of the log."""
         key = read_key(record.key)
         if isinstance(key, TransactionKey):
             self._replay_transaction(key.transactional_id, record.value)
@@ -425,7 +412,7 @@ class TransactionShard:
             self.batches.replay_query(key.query, None if record.value is None else read_query(record.value))
 
     def loaded(self) -> None:
-        """Set the timers of what is under way, and have markers written that a crash left out."""
+        """Set the timers of open transactions, and request the markers that a crash left unwritten."""
         self._loaded = True
         for transaction in self._transactions.values():
             self._set_timeout(transaction)
@@ -441,11 +428,11 @@ class TransactionShard:
                 later.refuse(NotCoordinator("the state of this transaction is read back from the log"))
 
     def durable_keys(self) -> list[Hashable]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         return [*map(TransactionKey, self._transactions), *map(QueryKey, self.batches.queries)]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
-        """The record of this name, as it stands now."""
+        """Return the current record of a key."""
         if isinstance(key, TransactionKey):
             transaction = self._transactions.get(key.transactional_id)
             return None if transaction is None else transaction_record(transaction)
@@ -454,7 +441,7 @@ class TransactionShard:
         return None
 
     def aborted(self, transaction: Transaction, reason: str) -> Transaction:
-        """The transaction as the coordinator itself ends it: the producer is fenced."""
+        """Return the transaction aborted by the coordinator itself: the producer is fenced."""
         ended = self._decided(transaction, commit=False)
         _log_fenced(transaction, ended, reason)
         return ended
@@ -556,7 +543,7 @@ class TransactionShard:
         transaction = self._transactions.get(transactional_id)
         if transaction is None or transaction.state is not TransactionState.ONGOING:
             return []
-        # Should the append be refused, this is tried again; otherwise the change of state cancels it.
+        # If the append is refused, this is retried; otherwise the change of state cancels it.
         self._timers.schedule(transactional_id, _RETRY_MS, lambda: self._time_out(transactional_id), pure=True)
         try:
             return [transaction_record(self.aborted(transaction, "its transaction timed out"))]
@@ -579,15 +566,15 @@ class TransactionShard:
         return expired
 
     def __iter__(self) -> Iterator[Transaction]:
-        """Every transaction; for looking only."""
+        """Yield every transaction; read-only."""
         return iter(self._transactions.values())
 
 
 def _check_not_ending(transaction: Transaction) -> None:
-    """Refuse for now what comes while markers are written.
+    """Refuse requests while markers are being written.
 
-    As in Kafka this precedes what is said of the epoch, and mostly of the id: the client may have been answered the id
-    and epoch that count only once the markers are there, so neither distinguishes a zombie from the producer itself.
+    As in Kafka, this precedes the checks of the epoch and mostly of the id: the client may learn the id and epoch that
+    apply only once the markers are written, so neither distinguishes a zombie from the producer itself.
     """
     if transaction.state in ENDING:
         raise _concurrent(transaction)
@@ -616,7 +603,7 @@ def _check_producer(transaction: Transaction, who: ProducerRef) -> None:
 
 
 def _is_retried_end(transaction: Transaction, who: ProducerRef) -> bool:
-    """Whether the client repeats the request that ended the transaction, after which the epoch rose."""
+    """Return whether the client repeats the request that ended the transaction, which incremented the epoch."""
     if transaction.producer_id == who.producer_id and transaction.epoch == who.epoch + 1:
         return True
     overflowed = who.epoch == EPOCH_MAX - 1 and transaction.epoch == 0

@@ -1,11 +1,11 @@
-"""What a coordinator knows of one transactional id: a value that is replaced as a whole, never changed.
+"""The state of one transactional id: a value that is replaced as a whole, never changed.
 
     Empty ─▶ Ongoing ─▶ PrepareCommit ─▶ CompleteCommit ─▶ Ongoing …
                 │  └──▶ PrepareAbort  ─▶ CompleteAbort
                 └─▶ Prepared            a member of a batch commit: durable and without a timeout, until all are decided
 
-The rules are Kafka's. Under the second version of the protocol (KIP-890) the epoch rises with each end of a
-transaction, and the marker carries the new epoch, so that whatever comes late of the old transaction is fenced.
+The rules are Kafka's. In the second version of the protocol (KIP-890) each end of a transaction increments the epoch,
+and the marker carries the new epoch, so that late requests of the old transaction are fenced.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ EPOCH_MAX: Final = 2**15 - 1
 NO_TIME_MS: Final = -1
 FIRST_VERSION: Final = 0
 EPOCH_PER_TRANSACTION: Final = 2
-"""The version of the protocol in which the epoch rises with each transaction."""
+"""The version of the protocol that increments the epoch with each transaction."""
 
 
 class TransactionState(Enum):
-    """Where a transaction stands; the values are the names that Kafka's tools show."""
+    """The state of a transaction; the values are the names that Kafka's tools show."""
 
     EMPTY = "Empty"
     ONGOING = "Ongoing"
@@ -42,14 +42,14 @@ class TransactionState(Enum):
 
 
 ENDING: Final = frozenset({TransactionState.PREPARE_COMMIT, TransactionState.PREPARE_ABORT})
-"""Decided, with markers still to be written."""
+"""Decided; markers are still to be written."""
 
 IDLE: Final = frozenset({TransactionState.EMPTY, TransactionState.COMPLETE_COMMIT, TransactionState.COMPLETE_ABORT})
-"""Nothing is under way."""
+"""No transaction is open."""
 
 
 def is_exhausted(epoch: int) -> bool:
-    """Whether the producer id needs a successor: the last epoch is kept for fencing."""
+    """Return whether the producer id needs a successor: the last epoch is reserved for fencing."""
     return epoch >= EPOCH_MAX - 1
 
 
@@ -61,10 +61,10 @@ class Transaction:
     producer_id: ProducerId
     epoch: int = NO_EPOCH
     last_epoch: int = NO_EPOCH
-    """The epoch before, as long as its owner may still ask again; -1 when a new producer has fenced it."""
+    """The previous epoch, while its owner may still retry; -1 once a new producer has fenced it."""
     previous_producer_id: ProducerId = NO_PRODUCER_ID
     next_producer_id: ProducerId = NO_PRODUCER_ID
-    """The producer id that follows when this transaction completes, since the epochs of this one are exhausted."""
+    """The successor of the producer id, whose epochs are exhausted; it applies when this transaction completes."""
     timeout_ms: int
     state: TransactionState = TransactionState.EMPTY
     partitions: frozenset[TopicPartition] = frozenset()
@@ -75,12 +75,12 @@ class Transaction:
 
     @property
     def is_committing(self) -> bool:
-        """Whether it has been decided to commit."""
+        """Return whether the transaction is decided to commit."""
         return self.state is TransactionState.PREPARE_COMMIT
 
     @property
     def deadline_ms(self) -> int | None:
-        """When the transaction is aborted, on the wall clock; None when it has no timeout."""
+        """Return when the transaction times out, on the wall clock; None if it does not."""
         return self.started_ms + self.timeout_ms if self.state is TransactionState.ONGOING else None
 
     def with_epoch_bumped(self, expected: int | None, *, timeout_ms: int, now_ms: int) -> Transaction:
@@ -91,7 +91,7 @@ class Transaction:
                 raise ProducerFenced(
                     f"producer {self.producer_id} of {self.transactional_id!r} is at epoch {self.epoch}, not {expected}"
                 )
-            # It asked before and did not get the answer; no other producer came in between.
+            # It asked before and did not get the response; no other producer has started since.
             epoch, last_epoch = self.epoch, self.last_epoch
         elif expected is not None:
             last_epoch = self.epoch
@@ -100,7 +100,7 @@ class Transaction:
     def with_new_producer(
         self, producer_id: ProducerId, *, keeps_last_epoch: bool, timeout_ms: int, now_ms: int
     ) -> Transaction:
-        """The epochs of the producer id are used up: go on with another one."""
+        """Continue with another producer id: the epochs of this one are exhausted."""
         last_epoch = self.epoch if keeps_last_epoch else NO_EPOCH
         return self._begun(producer_id=producer_id, epoch=0, last=last_epoch, timeout_ms=timeout_ms, at=now_ms)
 
@@ -118,14 +118,14 @@ class Transaction:
         )
 
     def prepared(self, *, now_ms: int) -> Transaction:
-        """Everything is written, and the batch that this is a member of decides."""
+        """Return the transaction as prepared: everything is written, and its batch decides it."""
         started_ms = now_ms if self.state in IDLE else self.started_ms
         return replace(self, state=TransactionState.PREPARED, started_ms=started_ms, updated_ms=now_ms)
 
     def ending(
         self, *, commit: bool, version: int, now_ms: int, next_producer_id: ProducerId = NO_PRODUCER_ID
     ) -> Transaction:
-        """It is decided; markers follow."""
+        """Return the transaction as decided; markers follow."""
         epoch, last_epoch = self.epoch, self.last_epoch
         if version >= EPOCH_PER_TRANSACTION:
             epoch, last_epoch = min(self.epoch + 1, EPOCH_MAX), self.epoch
@@ -136,14 +136,14 @@ class Transaction:
             last_epoch=last_epoch,
             previous_producer_id=self.producer_id,
             next_producer_id=next_producer_id,
-            # One that never wrote may be aborted too, and still has to have begun at some time.
+            # A transaction without writes may be aborted too, and still needs a start time.
             started_ms=now_ms if self.state in IDLE else self.started_ms,
             updated_ms=now_ms,
             version=version,
         )
 
     def complete(self, *, now_ms: int) -> Transaction:
-        """Every marker is written."""
+        """Return the transaction with all markers written."""
         done = TransactionState.COMPLETE_COMMIT if self.is_committing else TransactionState.COMPLETE_ABORT
         rotates = self.version >= EPOCH_PER_TRANSACTION and self.next_producer_id != NO_PRODUCER_ID
         return replace(

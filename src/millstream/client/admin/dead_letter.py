@@ -112,16 +112,12 @@ FIRST_PUBLISHED = "dlq-timestamp"
 BATCH = 500
 
 LEASE_MS = 60_000
-
 """Short, because letters of a killed command stay locked for this long."""
-
 
 EXTEND_S = 15.0
 
 RELEASE_S_MAX = 5.0
-
 """How long the end of a command waits for letters to be returned."""
-
 
 HELD_MAX = 100_000
 
@@ -130,9 +126,7 @@ NO_ORIGIN = "the letter does not say where it came from"
 _PAUSE_S = 0.25
 
 _PASSES = (*TRANSIENT, UnknownGroup)
-
 """Errors that pass: a failover, or a subscription that a node has not heard of yet."""
-
 
 T = TypeVar("T")
 

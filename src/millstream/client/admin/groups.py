@@ -92,11 +92,9 @@ DEAD = "Dead"
 CLASSIC = "classic"
 
 CONSUMER = "consumer"
-
 """A group of the newer protocol (KIP-848), in which the broker assigns partitions."""
 
 SHARE = "share"
-
 """A group whose members share the messages of a partition (KIP-932)."""
 
 _NO_GENERATION = -1
@@ -106,14 +104,11 @@ _GROUP_ID_NOT_FOUND = 69
 _UNKNOWN_MEMBER_ID = 25
 
 _GROUPS_ASKED_MAX = 100
-
 """The number of groups in one request."""
 
 _GROUPS_AT_ONCE_MAX = 16
 
-
 Committed = dict[TopicPartition, int]
-
 """The committed offset of each partition."""
 
 

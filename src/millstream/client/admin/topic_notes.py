@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
-from millstream.client.admin.topics import default_replication, replication_of
+from millstream.client.admin.topics import default_replication
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import PipelineKind
 from millstream.core.subscription import OWN_PREFIX
@@ -65,7 +65,7 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
     # This is only a note, so a broker that does not answer is no failure.
     with suppress(MillstreamError):
         usual = await default_replication(client, min((await client.metadata(())).nodes))
-        copies = replication_of(topic)
+        copies = topic.replication
         if usual is not None and copies < usual:
             has = "copy instead" if copies == 1 else "copies instead"
             reason = "because only that many nodes are running; replicas are not added when others join"

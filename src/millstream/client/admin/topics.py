@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
-
 """The descriptive fields of a topic, and the settings that hold them."""
-
-
-def replication_of(topic: TopicMetadata) -> int:
-    """Return a topic's number of replicas."""
-    return max((len(partition.replicas) for partition in topic.partitions.values()), default=0)
 
 
 async def describe_topic(client: Client, name: str, *, advice: str | None = None) -> dict[str, Any]:

@@ -157,7 +157,6 @@ class _LeasedBatch:
         self._by_offset = {offset: one for one in leases for offset in range(one.start, one.end)}
 
     def ranges(self, start: int) -> list[OffsetRange]:
-        """Return the leased offset ranges from an offset on."""
         return [OffsetRange(max(one.start, start), one.end) for one in self.leases if one.end > start]
 
     def message(self, record: Record) -> LeasedMessage:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import Annotated, Final, NamedTuple
-from uuid import UUID
+from collections.abc import Sequence
+from typing import Annotated, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
 
-from millstream.core.errors import InvalidRecordState, MillstreamError, UnknownGroup
-from millstream.core.ids import Offset
-from millstream.core.verb import Verb
+from millstream.client.lease import Lease as Delivery
+from millstream.client.settling import Settler
+from millstream.core.errors import MillstreamError, UnknownGroup
 from millstream.gateway.api.problem import Refused, invalid
-from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
-from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
-from millstream.protocol.records.record import Record
+from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import TRANSIENT
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +35,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def token_of(message: LeasedMessage, worker: str) -> str:
-    """Return the token of a leased message."""
     lease = Lease(message.topic, message.partition, message.record.offset, message.attempt, worker)
     return base64.urlsafe_b64encode(_encode(lease)).decode().rstrip("=")
 
@@ -59,10 +53,7 @@ def not_a_lease(text: str) -> Refused:
 
 
 SETTLE_S: Final = 10.0
-
-PAUSE_S: Final = 0.2
-
-_NO_ID: Final = UUID(int=0)
+"""How long settlements are retried while leaders move."""
 
 
 class Verdict(NamedTuple):
@@ -76,72 +67,42 @@ class Verdict(NamedTuple):
 
 async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict]) -> list[MillstreamError | None]:
     """Settle each lease, retrying at the new leader when one moves; return an error or None for each."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + SETTLE_S
-    outcomes: list[MillstreamError | None] = [None] * len(verdicts)
-    left = list(range(len(verdicts)))
-    repeated: set[int] = set()
-    while True:
-        await _settle_some(client, subscription, verdicts, left, outcomes)
-        left = [at for at in left if isinstance(outcomes[at], TRANSIENT)]
-        repeated.update(left)
-        if not left or loop.time() + PAUSE_S > deadline:
-            await _find_out(client, subscription, verdicts, repeated, outcomes)
-            return outcomes
-        await asyncio.sleep(PAUSE_S)
-        with suppress(MillstreamError):
-            # Refreshes the leaders. If no node answers, leases that were settled stay settled.
-            await client.metadata({verdicts[at].lease.topic for at in left})
+    deliveries: dict[tuple[str, int, int], Delivery | MillstreamError] = {}
+    for lease, *_ in verdicts:
+        if _delivery_key(lease) not in deliveries:
+            deliveries[_delivery_key(lease)] = await _find_delivery(client, lease)
+    settlers: dict[str, Settler] = {}
+    answers: list[MillstreamError | asyncio.Future[None]] = []
+    for lease, verb, delay_ms, reason in verdicts:
+        delivery = deliveries[_delivery_key(lease)]
+        if isinstance(delivery, MillstreamError):
+            answers.append(delivery)
+            continue
+        if lease.worker not in settlers:
+            settlers[lease.worker] = Settler(client, subscription, lease.worker)
+        settler = settlers[lease.worker]
+        answers.append(settler.settle(delivery, lease.offset, verb, delay_ms=delay_ms, reason=reason))
+    waiting = [answer for answer in answers if isinstance(answer, asyncio.Future)]
+    try:
+        if waiting:
+            await asyncio.wait(waiting, timeout=SETTLE_S)
+    finally:
+        for settler in settlers.values():
+            await settler.close()
+    outcomes = [answer.exception() if isinstance(answer, asyncio.Future) else answer for answer in answers]
+    for outcome in outcomes:
+        if outcome is not None and (isinstance(outcome, UnknownGroup) or not isinstance(outcome, MillstreamError)):
+            raise outcome
+    return cast("list[MillstreamError | None]", outcomes)
 
 
-async def _find_out(
-    client: Client,
-    subscription: str,
-    verdicts: Sequence[Verdict],
-    repeated: Iterable[int],
-    outcomes: list[MillstreamError | None],
-) -> None:
-    """Look up messages that were accepted more than once: the first request may have succeeded and its answer been
-    lost.
-
-    The message is then held by no worker, which is how the second request was answered.
-    """
-    with suppress(MillstreamError, TimeoutError):
-        async with asyncio.timeout(SETTLE_S):
-            for at in repeated:
-                lease, verb, *_ = verdicts[at]
-                if verb == Verb.ACCEPT and isinstance(outcomes[at], InvalidRecordState):
-                    results = await delivery_state(client, subscription, lease.topic, lease.partition, lease.offset)
-                    if results.state == ACCEPTED:
-                        outcomes[at] = None
+def _delivery_key(lease: Lease) -> tuple[str, int, int]:
+    return lease.topic, lease.partition, lease.attempt
 
 
-async def _settle_some(
-    client: Client,
-    subscription: str,
-    verdicts: Sequence[Verdict],
-    places: Iterable[int],
-    outcomes: list[MillstreamError | None],
-) -> None:
-    alike: dict[tuple[str, int, int | None, str], list[int]] = {}
-    for at in places:
-        one = verdicts[at]
-        alike.setdefault((one.lease.worker, one.verb, one.delay_ms, one.reason), []).append(at)
-    subscriptions = SubscriptionClient(client)
-    for (worker, verb, delay_ms, reason), some in alike.items():
-        some.sort(key=lambda at: (verdicts[at].lease.topic, verdicts[at].lease.partition, verdicts[at].lease.offset))
-        try:
-            messages = [await _held(client, verdicts[at].lease) for at in some]
-            results = await subscriptions.settle(subscription, worker, messages, verb, delay_ms=delay_ms, reason=reason)
-        except MillstreamError as error:
-            results = [error] * len(some)
-        for at, outcome in zip(some, results, strict=True):
-            if isinstance(outcome, UnknownGroup):
-                raise outcome
-            outcomes[at] = outcome
-
-
-async def _held(client: Client, lease: Lease) -> LeasedMessage:
-    leader = await client.leader_of(lease.topic, lease.partition)
-    record = Record(Offset(lease.offset), 0, None, None, ())
-    return LeasedMessage(leader, lease.topic, _NO_ID, lease.partition, lease.attempt, 0, record)
+async def _find_delivery(client: Client, lease: Lease) -> Delivery | MillstreamError:
+    try:
+        leader = await client.leader_of(lease.topic, lease.partition)
+    except MillstreamError as error:
+        return error
+    return Delivery(lease.topic, b"", lease.partition, node=leader, attempt=lease.attempt)

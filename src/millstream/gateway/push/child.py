@@ -71,7 +71,6 @@ class PushChild(SupervisedChild):
 
     @property
     def stop_s(self) -> float:
-        """How long stopping may take."""
         return STOP_S
 
     async def stop(self) -> None:

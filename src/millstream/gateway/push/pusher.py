@@ -57,7 +57,6 @@ class Statistics:
             self._last_error, self._last_error_ms = answer.reason, now_ms
 
     def report(self, endpoint: Endpoint, in_flight: int, now: float) -> PushReport:
-        """Return the current report."""
         counts, distribution = self._counts, self._seconds.distribution()
         accepted = counts[Verdict.ACCEPTED]
         failed = sum(counts.values()) - accepted
@@ -154,7 +153,6 @@ class Pusher:
         await before.close()
 
     def report(self) -> PushReport:
-        """Return the current report."""
         now = asyncio.get_running_loop().time()
         return self._statistics.report(self._endpoint, len(self._in_flight), now)
 

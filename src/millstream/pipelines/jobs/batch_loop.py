@@ -77,7 +77,6 @@ class Plan:
         return numbers_of(spark, self.ranges)
 
     def of(self, topic: str) -> list[Range]:
-        """Return the ranges of one topic."""
         return [one for one in self.ranges if one.topic == topic]
 
 
@@ -118,7 +117,6 @@ class BatchLoop:
         return writing_link(self.options)
 
     def options_for(self, topic: str) -> WriteOptions:
-        """Return the write options for one topic."""
         return replace(self.options, topic=topic)
 
     def survey(self, topics: Sequence[str]) -> OffsetResolver:

@@ -21,7 +21,6 @@ class LazyJobKind:
         self.module = f"millstream.pipelines.jobs.{kind}.job"
 
     def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
-        """Make a job for a pipeline."""
         kind: JobKind = import_module(self.module).JOB
         return kind(pipeline, context)
 

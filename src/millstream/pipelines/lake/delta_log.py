@@ -197,6 +197,5 @@ def schema_of(table: deltalake.DeltaTable) -> pa.Schema:
 
 
 def added(files: Iterable[Written], *, data_change: bool = True) -> list[AddAction]:
-    """Return files as `add` actions of a log."""
     now = int(time.time() * 1000)
     return [AddAction(file.path, file.bytes, file.partition_values, now, data_change, file.stats) for file in files]

@@ -235,7 +235,6 @@ def _key(partition: TopicPartition) -> str:
 
 
 def _next_offsets(table: deltalake.DeltaTable, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    """Return the next offsets of a table."""
     found = {partition: table.transaction_version(_key(partition)) for partition in partitions}
     return {partition: offset for partition, offset in found.items() if offset is not None}
 

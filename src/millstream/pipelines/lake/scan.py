@@ -26,7 +26,6 @@ class Rows(NamedTuple):
     end: int
 
     def may_be_in(self, file: ActiveFile) -> bool:
-        """Whether a file can have any of them."""
         if file.topic_id not in (self.topic_id, ""):
             return False
         if file.partitions is not None and not file.partitions[0] <= self.partition <= file.partitions[1]:
@@ -34,7 +33,6 @@ class Rows(NamedTuple):
         return file.offsets is None or (file.offsets[0] < self.end and self.start <= file.offsets[1])
 
     def may_be_of(self, group: RowGroup) -> bool:
-        """Whether a row group can have any of them."""
         if not group.low[0] <= self.partition <= group.high[0]:
             return False
         return group.low[1] < self.end and self.start <= group.high[1]

@@ -250,7 +250,6 @@ class OpenFile:
         return int(self._stream.tell())
 
     def write_group(self, rows: pa.Table) -> None:
-        """Write rows as one row group."""
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
 
     def close(self, values: dict[str, str]) -> Written:

@@ -117,7 +117,6 @@ class PipelineChild(SupervisedChild):
 
     @property
     def stop_s(self) -> float:
-        """How long stopping may take."""
         return STOP_S
 
     async def run(self) -> None:

@@ -77,7 +77,6 @@ class Claim:
         self._is_held = False
 
     def member(self) -> GroupMember:
-        """Return the current member."""
         return self._me
 
     @property

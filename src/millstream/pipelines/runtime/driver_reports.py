@@ -39,7 +39,6 @@ class DriverReports:
         """Since when drivers have died without one that reported in between."""
 
     def apply(self, event: DriverEvent) -> None:
-        """Apply an event of the driver."""
         if event.reports is not None:
             reports = {one.name: one for one in event.reports}
             for name, known in self._reports.items():

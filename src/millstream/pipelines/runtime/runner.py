@@ -112,7 +112,6 @@ BACKOFF_S_MIN: Final = 1.0
 
 BACKOFF_S_MAX: Final = 60.0
 
-
 OCCUPIED_S: Final = 3.0
 """How often to check whether another run still owns the pipeline, or its topic is still missing."""
 
@@ -197,7 +196,6 @@ class Runner:
 
     @property
     def declared(self) -> Pipeline:
-        """Return the pipeline."""
         return self._declared
 
     @property
@@ -241,7 +239,6 @@ class Runner:
         self._around.cancel()
 
     def report(self) -> PipelineReport:
-        """Return the current report."""
         return PipelineReport(
             name=self._declared.name,
             state=self._state,

@@ -175,13 +175,6 @@ class ReadOptions:
             return True
         return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
 
-    @property
-    def topics_text(self) -> str:
-        """Describe the topics in words."""
-        if self.pattern is not None:
-            return f"topics that match {self.pattern!r}"
-        return ", ".join(self.subscribe or sorted(self.assign or ()))
-
 
 @dataclass(frozen=True, slots=True)
 class SourceOffsets:

@@ -145,7 +145,6 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Commit the batch."""
         from millstream.pipelines.source.batch_commit import commit_parts
 
         commit_parts(self._options, messages)

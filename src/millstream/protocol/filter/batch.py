@@ -293,7 +293,6 @@ def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
 
 
 def last_header(headers: Sequence[tuple[str, bytes | None]], name: str) -> str | None:
-    """Return the last header of a name."""
     for key, value in reversed(headers):
         if key == name:
             return text(value)

@@ -78,19 +78,13 @@ class Choices:
 
 _HASHED = frozenset({str, int, float, bool})
 
-
 Source = Column | Header | Payload
-
 """What a filter reads of a message."""
 
-
 OF_BATCH = ("topic", "partition")
-
 """Columns with one value for a whole batch."""
 
-
 NEGATED = {"=": "<>", "<>": "=", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
-
 
 _COMPARE: dict[str, Callable[[], ast.cmpop]] = {
     "=": ast.Eq,
@@ -123,7 +117,6 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 _JUNCTIONS = {"AND": operation.conjunction, "OR": operation.disjunction}
-
 
 Run = Callable[..., Any]
 

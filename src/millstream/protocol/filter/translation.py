@@ -58,9 +58,7 @@ def refusal(text: str, start: int, end: int, reason: str) -> FilterError:
 TEXT_BYTES_MAX = 8 * 1024
 
 DEPTH_MAX = 32
-
 """The maximum nesting of parentheses, brackets and operators."""
-
 
 _OPENING = frozenset({TokenType.L_PAREN, TokenType.L_BRACKET})
 
@@ -76,14 +74,10 @@ _ALLOWED = _OPENING | _CLOSING | {
 }  # fmt: skip
 
 _BEFORE_ANY_NAME = frozenset({TokenType.DOT, TokenType.ALIAS, TokenType.DCOLON})
-
 """After these follows the name of a field or of a type, whatever it means elsewhere."""
 
-
 FIELD_MARK = "."
-
 """The prefix of every name after a dot in the tree."""
-
 
 _QUOTES = "'\"`"
 
@@ -193,19 +187,13 @@ def _syntax_error(text: str, found: list[Token], error: ParseError) -> FilterErr
 
 
 NODES_MAX = 256
-
 """The maximum number of operators, functions and operands; literals of IN are not counted."""
 
-
 DIGITS_MAX = 38
-
 """The maximum number of digits of an integer, as in Spark."""
 
-
 STEPS_MAX = 16
-
 """The maximum length of a path to a payload field."""
-
 
 _COMPARISONS: dict[type[exp.Expression], str] = {
     exp.EQ: "=",
@@ -233,9 +221,7 @@ _NUMBER_CASTS: dict[str, Callable[[object], Value]] = {
     "INT": value.as_int,
     "DOUBLE": value.as_double,
 }
-
 """Casts that are evaluated at once, since `5L` and `1.5D` are casts to the parser."""
-
 
 _PREDICATES = (*_COMPARISONS, exp.Between, exp.In, exp.Like, exp.Escape, exp.Is, exp.Not)
 
@@ -248,9 +234,7 @@ _ARGUMENTS: dict[type[exp.Expression], frozenset[str]] = {
     exp.Cast: frozenset({"this", "to"}),
     exp.TryCast: frozenset({"this", "to", "safe"}),
 }
-
 """The arguments that a node of the parser may have; others may have `this`, `expression` and `expressions`."""
-
 
 _PLAIN_ARGUMENTS = frozenset({"this", "expression", "expressions"})
 

@@ -25,7 +25,6 @@ _FLOAT64: Final = struct.Struct(">d")
 
 UVARINT_MAX: Final = 2**32 - 1
 _UVARINT_BYTES_MAX: Final = 5
-_VARLONG_BYTES_MAX: Final = 10
 
 NULL: Final = -1
 """The length that a null string, array or block of bytes is read as."""
@@ -102,18 +101,6 @@ class Reader:
         if value > UVARINT_MAX:
             raise ProtocolViolation(f"a varint of {value} is beyond 32 bits")
         return value
-
-    def varint(self) -> int:
-        """Read a signed (zigzag) integer of at most 32 bits."""
-        value = self.uvarint()
-        return (value >> 1) ^ -(value & 1)
-
-    def varlong(self) -> int:
-        """Read a signed (zigzag) integer of at most 64 bits."""
-        value = self._base128(_VARLONG_BYTES_MAX)
-        if value > 2**64 - 1:
-            raise ProtocolViolation("a varint is beyond 64 bits")
-        return (value >> 1) ^ -(value & 1)
 
     def string(self) -> str:
         """Read a string that cannot be null."""
@@ -263,14 +250,6 @@ class Writer:
             self.buffer.append((value & 0x7F) | 0x80)
             value >>= 7
         self.buffer.append(value)
-
-    def varint(self, value: int) -> None:
-        """Append a signed (zigzag) integer of at most 32 bits."""
-        self.uvarint(((value << 1) ^ (value >> 31)) & UVARINT_MAX)
-
-    def varlong(self, value: int) -> None:
-        """Append a signed (zigzag) integer of at most 64 bits."""
-        self.uvarint(((value << 1) ^ (value >> 63)) & (2**64 - 1))
 
     def string(self, value: str | None) -> None:
         """Append a string or null."""

@@ -21,16 +21,13 @@ from millstream.protocol.records.decoder import FIELDS, OFFSET_MAX, ROWS_MAX, Ba
 from millstream.protocol.records.layout import Bytes, Int32s, Int64s
 
 NAMES: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
-
 """In their order; kept apart from what turns records into columns, since planning a query needs no more than this."""
-
 
 _HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
 
 _HEADERS = pa.list_(pa.field("element", _HEADER))
 
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
-
 
 SCHEMA = pa.schema(
     [
@@ -44,9 +41,7 @@ SCHEMA = pa.schema(
         pa.field("headers", _HEADERS),
     ]
 )
-
 """Everything a record has, as Spark's Kafka source shows it."""
-
 
 _MILLISECONDS_MAX = (2**63 - 1) // 1000
 

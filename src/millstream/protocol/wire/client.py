@@ -59,7 +59,6 @@ _BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
 
 _GROUP_COORDINATOR: Final = 0
 
-
 _GIVEN_AS: Final = "with --brokers HOST:PORT"
 
 

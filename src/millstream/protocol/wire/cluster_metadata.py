@@ -30,6 +30,11 @@ class TopicMetadata:
     is_internal: bool
     partitions: Mapping[PartitionIndex, PartitionMetadata]
 
+    @property
+    def replication(self) -> int:
+        """Return the number of replicas."""
+        return max((len(partition.replicas) for partition in self.partitions.values()), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMetadata:

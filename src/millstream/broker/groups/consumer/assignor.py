@@ -22,7 +22,7 @@ from millstream.broker.groups.consumer.topic_view import Partitions, TopicView, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberSubscription:
-    """What one member wants, and what it was given last time."""
+    """The topics that a member subscribes to, and its previous assignment."""
 
     member_id: str
     instance_id: str | None = None
@@ -31,8 +31,7 @@ class MemberSubscription:
 
 
 Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assignment]]
-
-"""Shares out; the answer has an entry for every member."""
+"""Assigns partitions; the result has an entry for every member."""
 
 
 def members_by_topic(members: Sequence[MemberSubscription]) -> dict[UUID, list[MemberSubscription]]:
@@ -45,7 +44,7 @@ def members_by_topic(members: Sequence[MemberSubscription]) -> dict[UUID, list[M
 
 
 def assign_ranges(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
-    """Share out each topic by itself."""
+    """Assign each topic separately, in contiguous ranges."""
     given: dict[str, dict[UUID, frozenset[int]]] = {member.member_id: {} for member in members}
     for topic_id, subscribers in members_by_topic(sorted(members, key=_sort_key)).items():
         share, extra = divmod(partitions[topic_id], len(subscribers))
@@ -63,17 +62,12 @@ def _sort_key(member: MemberSubscription) -> tuple[bool, str, str]:
 
 
 PASSES_MAX = 16
-
-"""How often members with different topics are levelled at most; two passes are nearly always enough."""
-
+"""The maximum number of passes that balance members with different topics; two are nearly always enough."""
 
 Allocation = dict[UUID, set[int]]
-
 """The partitions of a member while they are being assigned."""
 
-
 Free = dict[UUID, list[int]]
-
 """Unassigned partitions by topic."""
 
 
@@ -91,7 +85,7 @@ class _Allocations:
         self.sizes[member_id] = size_of(kept)
 
     def open(self, member_id: str) -> Allocation:
-        """The hand of a member that gives or gets."""
+        """Return the partitions of a member for modification."""
         allocation = self._opened.get(member_id)
         if allocation is None:
             kept = self._kept[member_id].items()
@@ -101,12 +95,11 @@ class _Allocations:
         return allocation
 
     def take(self, member_id: str, topic_id: UUID, partition: int) -> None:
-        """Give a partition to a member."""
         self.open(member_id).setdefault(topic_id, set()).add(partition)
         self.sizes[member_id] += 1
 
     def result(self, member_id: str) -> Assignment:
-        """What a member holds in the end; the very assignment that it had if nothing has changed."""
+        """Return the new assignment of a member; the same object if nothing has changed."""
         allocation = self._opened.get(member_id)
         if allocation is None:
             return self._kept[member_id]
@@ -118,7 +111,7 @@ class _Allocations:
 
 
 def assign_uniformly(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
-    """Share out evenly."""
+    """Assign partitions evenly."""
     if not members:
         return {}
     allocations, free = _keep_previous(members, partitions)
@@ -207,7 +200,7 @@ def _balance_by_topic(
     subscribers = {
         topic_id: [member.member_id for member in found] for topic_id, found in members_by_topic(members).items()
     }
-    # Topics with few members for their partitions come first: the others can still even out what these cause.
+    # Topics with few members for their partitions come first: the others can still balance the result.
     order = sorted(subscribers, key=lambda topic_id: (-partitions[topic_id] / len(subscribers[topic_id]), topic_id))
     for topic_id in order:
         if topic_id in free:
@@ -262,7 +255,7 @@ def _balance_topic(topic_id: UUID, subscribers: list[str], allocations: _Allocat
 
 
 def _current(heap: list[tuple[int, str]], sizes: dict[str, int], *, sign: int) -> tuple[int, str]:
-    """The first entry of a heap whose sizes may have changed since they were put in."""
+    """Return the first entry of a heap whose sizes may have changed since they were added."""
     while (now := sign * sizes[heap[0][1]]) != heap[0][0]:
         heapq.heapreplace(heap, (now, heap[0][1]))
     return heap[0]
@@ -273,7 +266,7 @@ ASSIGNORS: Final[Mapping[str, Assignor]] = {DEFAULT_ASSIGNOR: assign_uniformly, 
 
 
 def preferred_assignor(votes: Counter[str]) -> str:
-    """The assignor with the most votes; the first by name wins a tie, and without votes it is the default."""
+    """Return the assignor with the most votes; the first by name wins a tie, and without votes it is the default."""
     return min(votes, key=lambda name: (-votes[name], name), default=DEFAULT_ASSIGNOR)
 
 
@@ -285,7 +278,7 @@ def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]
 
 
 def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:
-    """The same, of topics that there are, by id."""
+    """Return the ids of the topics of a subscription that exist."""
     return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
 
 

@@ -2,7 +2,7 @@
 
 A generation is an epoch. JoinGroup corresponds to a full heartbeat and is answered immediately; no member leads, since
 the coordinator assigns partitions. SyncGroup returns the current assignment. Heartbeats ask a member to rejoin when it
-has to revoke partitions or can get new ones.
+must revoke partitions or can get new ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClassicMembers:
         self._departure = departure
 
     def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[Joined]:
-        """A classic member joins, or joins again."""
+        """Add a classic member, or let it rejoin."""
         if not group.supports_classic(request.protocol_type, [name for name, _ in request.protocols]):
             raise InconsistentProtocol(f"the members of group {group.group_id!r} know none of these protocols")
         member_id = request.member_id or f"{request.instance_id or request.client_id}-{self._context.new_suffix()}"
@@ -81,7 +81,7 @@ class ClassicMembers:
         return [], Synced(request.protocol_type, request.protocol_name, encode_assignment(partitions, version=version))
 
     def heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
-        """Renew a classic member's session; ask it to rejoin if its assignment has to change."""
+        """Renew a classic member's session; ask it to rejoin if its assignment changes."""
         member, _ = self._find_member(group, who)
         self._context.sessions.keep_alive(group.group_id, member)
         state = member.position.state

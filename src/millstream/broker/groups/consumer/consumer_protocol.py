@@ -1,7 +1,7 @@
-"""The messages that classic consumers wrap into their group's: what they subscribe to, and what they are assigned.
+"""The messages that classic consumers embed in group requests: their subscription and their assignment.
 
 These are the schemas ConsumerProtocolSubscription and ConsumerProtocolAssignment, versions 0 to 3. A later version
-begins with the fields of the earlier ones, so a newer one is read as far as it is known here.
+begins with the fields of the earlier ones, so the known part of a newer version is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from millstream.protocol.messages.primitives import Reader, Writer
 NEWEST_VERSION = 3
 
 TopicPartitions = Sequence[tuple[str, Sequence[int]]]
-"""Partitions by the name of their topic."""
+"""Partitions by topic name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ProtocolSubscription:
 
 
 def parse_subscription(metadata: bytes) -> ProtocolSubscription:
-    """Read it, or raise `ProtocolViolation`."""
+    """Parse a subscription, or raise `ProtocolViolation`."""
     reader = Reader(metadata, flexible=False)
     version = _version(reader)
     topics = frozenset([reader.string() for _ in range(max(0, reader.array_length(item_bytes_min=2)))])
@@ -42,7 +42,7 @@ def parse_subscription(metadata: bytes) -> ProtocolSubscription:
 
 
 def parse_assignment(assignment: bytes) -> tuple[TopicPartitions, bool]:
-    """The partitions of an assignment, and whether it carries something that only its assignor understands."""
+    """Return the partitions of an assignment, and whether it has user data for its assignor."""
     if not assignment:
         return (), False
     reader = Reader(assignment, flexible=False)
@@ -51,7 +51,7 @@ def parse_assignment(assignment: bytes) -> tuple[TopicPartitions, bool]:
 
 
 def encode_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, version: int) -> bytes:
-    """An assignment in the version in which the member subscribed."""
+    """Encode an assignment in the version of the member's subscription."""
     writer = Writer(flexible=False)
     writer.int16(min(version, NEWEST_VERSION))
     listed = sorted((topic, sorted(numbers)) for topic, numbers in partitions)

@@ -1,4 +1,4 @@
-"""How members go: for good, for a while, or because a deadline has passed."""
+"""Removing members: because they leave, leave temporarily, or miss a deadline."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from millstream.broker.groups.consumer.topic_view import metadata_hash
 _logger = logging.getLogger(__name__)
 
 Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
-"""Returns the records that downgrade a group without these members; none if the others are not all classic."""
+"""Returns the records that downgrade a group without these members; none if some of the others are not classic."""
 
 
 class Departure:
-    """Lets members go."""
+    """Removes members."""
 
     def __init__(self, context: GroupContext, downgrade: Downgrade) -> None:
         self._context = context
@@ -43,7 +43,7 @@ class Departure:
         answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
             return self.remove(group, [member], "left"), answer
-        # What it has stays its own until its session ends; what it had to give up, it has given up.
+        # It owns its partitions until its session ends, except those that it was asked to revoke.
         position = dataclasses.replace(member.position, epoch=AWAY_EPOCH, pending=NOTHING)
         return [position_record(group.group_id, member.member_id, position)], answer
 

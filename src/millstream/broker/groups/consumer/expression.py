@@ -1,6 +1,6 @@
 """Regular expressions that members subscribe with, and the topics that they match.
 
-An expression has to match the whole name. Internal topics are never matched; they have to be subscribed to by name.
+An expression must match the whole name. Internal topics are never matched; subscribe to them by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEPT_MAX: Final = 256
 
 
 class _Known:
-    """One expression, and the names that it was held against so far."""
+    """One expression, and the names that it was matched against."""
 
     __slots__ = ("compiled", "matched", "position")
 
@@ -27,22 +27,22 @@ class _Known:
 
 
 class Expressions:
-    """The expressions of all groups. A name is held against an expression once, not each time topics change."""
+    """The expressions of all groups. A name is matched against an expression once, not each time topics change."""
 
     def __init__(self, topics: TopicView) -> None:
         self._topics = topics
         self._version: int | None = None
-        # Every name ever seen, in the order of coming; the position of an expression is how far it got.
+        # Every name ever seen, in order; the position of an expression says how many it was matched against.
         self._names: list[str] = []
         self._seen: set[str] = set()
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def check(self, expression: str) -> None:
-        """Raise `InvalidRegex` when it cannot be used."""
+        """Raise `InvalidRegex` for an invalid expression."""
         self._find(expression)
 
     def matches(self, expression: str) -> frozenset[str]:
-        """The topics that an expression matches now."""
+        """Return the topics that an expression matches now."""
         self._catch_up()
         known = self._find(expression)
         for name in self._names[known.position :]:

@@ -1,7 +1,7 @@
-"""One consumer group: its members, what they shall have and what they have. No time, no log, no timers.
+"""One consumer group: its members, their target assignments and the partitions that they own. No time, no log, no
+timers.
 
-Everything here that has to survive is changed only by replaying records; what carries the mark "soft" may be lost
-with the process.
+Durable state changes only by replaying records; state marked "soft" may be lost with the process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from millstream.core.errors import FencedInstance, UnknownMember
 K = TypeVar("K")
 
 Choice = tuple[frozenset[str], str]
-"""What is subscribed to: topics by name, and an expression or nothing."""
+"""A subscription: topics by name, and an expression or nothing."""
 
 
 class ConsumerGroupState(StrEnum):
-    """Where a group is in its life; the texts are Kafka's."""
+    """The state of a group; the texts are Kafka's."""
 
     EMPTY = "Empty"
     ASSIGNING = "Assigning"
@@ -63,7 +63,7 @@ class ConsumerGroup:
     # The fold
 
     def put(self, member: ConsumerMember) -> None:
-        """Take a member in, or its newer self."""
+        """Add a member, or replace it by a newer version of itself."""
         old = self.members.get(member.member_id)
         self.members[member.member_id] = member
         if old is not None:
@@ -74,7 +74,7 @@ class ConsumerGroup:
             self._own(member)
 
     def remove(self, member_id: str) -> None:
-        """Forget a member and all that it has."""
+        """Remove a member and its assignments."""
         member = self.members.pop(member_id, None)
         self.targets.pop(member_id, None)
         if member is not None:
@@ -98,7 +98,7 @@ class ConsumerGroup:
 
     @property
     def state(self) -> ConsumerGroupState:
-        """Where the group is in its life."""
+        """Return the state of the group."""
         if not self.members:
             return ConsumerGroupState.EMPTY
         if self.epoch > self.target_epoch:
@@ -109,18 +109,17 @@ class ConsumerGroup:
 
     @property
     def protocol_type(self) -> str:
-        """What the members of the group do together."""
+        """Return the protocol type of the group."""
         return CONSUMER_PROTOCOL_TYPE
 
     def find(self, member_id: str) -> ConsumerMember:
-        """The member of this id, or raise `UnknownMember`."""
+        """Return the member with this id, or raise `UnknownMember`."""
         member = self.members.get(member_id)
         if member is None:
             raise UnknownMember(f"group {self.group_id!r} has no member {member_id!r}")
         return member
 
     def find_static(self, instance_id: str) -> ConsumerMember | None:
-        """The member of this instance id, if there is one."""
         member_id = self.static_members.get(instance_id)
         return None if member_id is None else self.members.get(member_id)
 
@@ -143,7 +142,7 @@ class ConsumerGroup:
         return NOTHING if known is None else known
 
     def is_owned(self, topic_id: UUID, partition: int, *, by_other_than: str) -> bool:
-        """Whether another member has a partition."""
+        """Return whether another member owns a partition."""
         return self._owners.get((topic_id, partition), by_other_than) != by_other_than
 
     def awaits_release(self, member: ConsumerMember) -> bool:
@@ -156,11 +155,11 @@ class ConsumerGroup:
         )
 
     def expressions(self) -> Iterator[str]:
-        """Every expression that a member uses."""
+        """Return every expression that a member uses."""
         return iter({expression for _, expression in self.choices if expression})
 
     def users_of(self, expression: str) -> int:
-        """How many members use an expression."""
+        """Count the members that use an expression."""
         return sum(count for choice, count in self.choices.items() if choice[1] == expression)
 
     def supports_classic(self, protocol_type: str, names: Iterable[str]) -> bool:
@@ -170,15 +169,15 @@ class ConsumerGroup:
         return any(self._classic_support[name] == self.classic_members for name in names)
 
     def consumes(self, topic: str) -> bool:
-        """Whether some member wants a topic."""
+        """Return whether a member subscribes to a topic."""
         return any(topic in names or self._matches(expression, topic) for names, expression in self.choices)
 
     def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
-        """From when on the retention of an offset counts."""
+        """Return the time from which the retention of an offset counts."""
         return committed.commit_ms
 
     def keys(self) -> Iterator[ConsumerKey]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         yield ConsumerKey(Kind.GROUP, self.group_id)
         yield ConsumerKey(Kind.TARGET_EPOCH, self.group_id)
         for member_id in self.members:

@@ -15,18 +15,18 @@ from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, Heartb
 from millstream.core.errors import FencedMemberEpoch, GroupFull, UnreleasedInstance
 
 FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
-"""Returns the group of an id and the records that create it, which it does only if the flag is set."""
+"""Returns the group with an id and the records that create it; it is created only if the flag is set."""
 
 
 class Heartbeats:
-    """Carries out heartbeats."""
+    """Handles heartbeats."""
 
     def __init__(self, context: GroupContext, find_group: FindGroup) -> None:
         self._context = context
         self._find_group = find_group
 
     def run(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
-        """Take a heartbeat in; everything it changes is in the records."""
+        """Handle a heartbeat; the records contain everything that it changes."""
         joins = request.epoch == 0
         group, records = self._find_group(request.group_id, joins)
         member_id = request.member_id or self._context.new_suffix()
@@ -70,7 +70,7 @@ class Heartbeats:
 def replace_static_member(
     group: ConsumerGroup, static: ConsumerMember, member_id: str, records: list[StateRecord]
 ) -> ConsumerMember:
-    """A new process takes the place of a static member, with all that this has."""
+    """Replace a static member by a new process, which inherits its assignment."""
     records += member_tombstones(group.group_id, static.member_id)
     records.append(target_record(group.group_id, member_id, group.target_of(static)))
     position = dataclasses.replace(static.position, epoch=0, previous_epoch=0)
@@ -113,7 +113,7 @@ def _check_epoch(member: ConsumerMember, epoch: int, owned: Assignment | None) -
     known = member.position
     if epoch == known.epoch:
         return
-    # The answer with the newer epoch may have been lost on its way; then the member has nothing that is not its own.
+    # The response with the newer epoch may have been lost; the member then has no partition of another member.
     missed = epoch == known.previous_epoch and owned is not None and is_within(owned, known.assigned)
     if epoch > known.epoch or not missed:
         raise FencedMemberEpoch(

@@ -1,10 +1,9 @@
-"""A member of a consumer group: what it wants, and how far it has come towards what it shall have.
+"""A member of a consumer group: its subscription, and its progress towards its target assignment.
 
-A member is never changed in place. What it has moves from one assignment to the next like this; each step is taken
-on a heartbeat of the member:
+A member is never changed in place. It moves from one assignment to the next like this, each step on a heartbeat:
 
-    STABLE ──a new target──▶ UNREVOKED ──it has given up what it must──▶ UNRELEASED ──others have given up──▶ STABLE
-                             old epoch                                   new epoch
+    STABLE ──new target──▶ UNREVOKED ──has revoked its partitions──▶ UNRELEASED ──others have revoked theirs──▶ STABLE
+                           old epoch                                 new epoch
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ MEMBER_BYTES = 256
 
 
 class MemberState(IntEnum):
-    """Where a member is on its way to its target; the numbers are Kafka's."""
+    """How far a member is from its target; the numbers are Kafka's."""
 
     STABLE = 0
     UNREVOKED = 1
-    """It has to give up partitions before it can reach the next epoch."""
+    """It must revoke partitions before it can reach the next epoch."""
     UNRELEASED = 2
-    """It is in the newest epoch, and waits for partitions that others have to give up."""
+    """It is in the newest epoch, and waits for partitions that others must revoke."""
     UNKNOWN = 127
     """Written by a newer version of the software."""
 
@@ -45,7 +44,7 @@ class ClassicSide:
 
     session_timeout_ms: int
     protocols: tuple[tuple[str, bytes], ...]
-    """Names and metadata, the most wanted first."""
+    """Names and metadata, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Subscription:
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory and log it takes."""
+        """Estimate the memory and log space that it takes."""
         named = (self.instance_id, self.rack_id, self.client_id, self.client_host, self.expression, self.assignor)
         protocols = () if self.classic is None else self.classic.protocols
         return (
@@ -77,29 +76,30 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """What a member has, and in which epoch."""
+    """The partitions that a member owns, and in which epoch."""
 
     epoch: int = 0
     previous_epoch: int = -1
-    """The last epoch before; a member whose answer was lost comes back with it."""
+    """The previous epoch; a member whose response was lost sends it again."""
     state: MemberState = MemberState.STABLE
     assigned: Assignment = field(default_factory=nothing)
     pending: Assignment = field(default_factory=nothing)
     """Partitions to revoke, owned until the member confirms that."""
     since: Mapping[UUID, Mapping[int, int]] = field(default_factory=dict, compare=False)
-    """The epoch in which it got each partition that it has; the newest for those that are not in here. It follows from
-    how the member got here, so two positions that have the same are the same.
+    """The epoch in which each partition was assigned; the newest for those that are not listed.
+
+    It does not count for equality: positions with the same partitions are equal.
     """
 
     def has_since(self, topic_id: UUID, partition: int) -> int | None:
-        """The epoch in which the member got a partition; None if it does not have it."""
+        """Return the epoch in which a partition was assigned to the member; None if the member does not own it."""
         held = (self.assigned, self.pending)
         if not any(partition in assignment.get(topic_id, NO_PARTITIONS) for assignment in held):
             return None
         return self.since.get(topic_id, {}).get(partition, self.epoch)
 
     def at(self, epoch: int) -> Position:
-        """The same in another epoch."""
+        """Return the position in another epoch."""
         if epoch == self.epoch:
             return self
         return dataclasses.replace(self, epoch=epoch, previous_epoch=self.epoch)
@@ -119,12 +119,12 @@ class ConsumerMember:
 
     @property
     def instance_id(self) -> str | None:
-        """The name of a static member."""
+        """Return the name of a static member."""
         return self.subscription.instance_id
 
     @property
     def epoch(self) -> int:
-        """The epoch that the member has reached."""
+        """Return the epoch that the member has reached."""
         return self.position.epoch
 
     @property
@@ -137,5 +137,5 @@ class ConsumerMember:
         return dataclasses.replace(self, subscription=subscription)
 
     def at(self, position: Position) -> ConsumerMember:
-        """The member at another position."""
+        """Return the member at another position."""
         return dataclasses.replace(self, position=position)

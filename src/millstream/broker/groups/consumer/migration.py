@@ -1,8 +1,8 @@
-"""Moving a group between the two protocols while its members live.
+"""Converts a group between the two protocols while it has members.
 
-A classic group becomes a consumer group when a member of the newer protocol joins it: its members stay, and are served
-in their own words until they leave. A consumer group becomes a classic one when its last member of the newer protocol
-goes and classic members are left. A group without members is not converted but recreated.
+A classic group becomes a consumer group when a member of the newer protocol joins: its members stay, and are served
+with the classic protocol until they leave. A consumer group becomes a classic one when its last member of the newer
+protocol leaves and classic members remain. A group without members is not converted but recreated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[Consu
 
 
 def _upgraded_member(group: Group, member: Member, into: ConsumerGroup, topics: TopicView) -> ConsumerMember:
-    # A group in its first rebalance has not chosen a protocol yet; what members want is the same in each.
+    # A group in its first rebalance has not chosen a protocol yet; subscriptions are the same in each.
     chosen = group.protocol_name or member.protocols[0][0]
     subscription = parse_subscription(member.metadata(chosen))
     partitions, has_more = parse_assignment(member.assignment)
@@ -109,9 +109,10 @@ def can_downgrade(group: ConsumerGroup, without: Collection[str], *, members_max
 
 
 def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView, *, now_ms: int) -> list[StateRecord]:
-    """The records that make a classic group of a consumer group whose members, but these, all speak that protocol.
+    """Build the records that turn a consumer group into a classic one, without the given members; all others are
+    classic.
 
-    Members keep what they have, not what they were to get: others may have that still.
+    Members keep the partitions that they own, not their targets: others may still own those.
     """
     classic = Group(group.group_id, now_ms=now_ms)
     classic.generation = group.epoch
@@ -167,7 +168,7 @@ def _version_of(metadata: bytes) -> int:
 
 
 def partitions_by_id(partitions: TopicPartitions, topics: TopicView) -> Assignment:
-    """Partitions by the id of their topic; those of topics that are not there are left out."""
+    """Return partitions by the id of their topic, without those of deleted topics."""
     found: list[tuple[UUID, Iterable[int]]] = []
     for name, numbers in partitions:
         topic = topics.get(name)

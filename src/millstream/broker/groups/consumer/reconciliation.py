@@ -1,11 +1,11 @@
-"""One turn of one member: its request is taken in, and everything that follows from it is worked out and written down.
+"""Handles one request of one member: computes everything that it changes, and the records of these changes.
 
-The group itself is left alone; it changes when the records are replayed. In order, as in Kafka:
+The group itself changes only when the records are replayed. In order, as in Kafka:
 
-    what the member says of itself     → its subscription; the topics of its expression
-    a subscription or topics changed   → the group's epoch goes up
-    the epoch is beyond the target's   → a new target for all members
-    the member is not where it shall be → its next step there
+    the member sends its metadata        → its subscription; the topics of its expression
+    a subscription or topics changed     → the group's epoch is incremented
+    the epoch is newer than the target's → a new target for all members
+    the member has not reached its target → its next step towards it
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from millstream.core.errors import FencedMemberEpoch, InvalidRegex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContext:
-    """The topics, the clock, and the bounds that groups live by."""
+    """The topics, the clock and the limits of groups."""
 
     topics: TopicView
     expressions: Expressions
@@ -57,23 +57,23 @@ class GroupContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """Where a member has to get to."""
+    """The target of a member."""
 
     epoch: int
     target: Assignment
     topics: Set[UUID]
     """The subscribed topics; others are not assigned, whatever the target contains."""
     is_taken: Callable[[UUID, int], bool]
-    """Whether another member has this partition."""
+    """Returns whether another member owns a partition."""
 
 
 def next_position(
     position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool = False
 ) -> Position:
-    """The position after a heartbeat in which the member reports what it owns, or None if that has not changed.
+    """Return the position after a heartbeat in which the member reports what it owns; None if it is unchanged.
 
-    `topics_changed` says that the member changed its topics just now: those it does not want any more go at once, even
-    if the target is not new.
+    With `topics_changed`, the member has just changed its topics: partitions of topics that it left are revoked at
+    once, even if the target is not new.
     """
     reached = _next_position(position, goal, owned, topics_changed=topics_changed)
     return (
@@ -82,7 +82,7 @@ def next_position(
 
 
 def _assignment_epochs(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
-    """From which epoch on the member has each partition: it keeps what it had, and gets the rest in the newest."""
+    """Return the epoch in which each partition was assigned: the recorded one, and the newest for new partitions."""
     found: dict[UUID, dict[int, int]] = {}
     for topic_id, numbers in union(after.assigned, after.pending).items():
         known = before.since.get(topic_id, {})
@@ -110,7 +110,7 @@ def _next_position(position: Position, goal: Goal, owned: Assignment | None, *, 
 
 
 def _may_hold(owned: Assignment | None, pending: Assignment) -> bool:
-    """Whether the member may still have some of these partitions; if it does not say, it may."""
+    """Return whether the member may still own some of these partitions; it may if it does not report what it owns."""
     return bool(pending) and (owned is None or overlaps(pending, owned))
 
 
@@ -158,33 +158,25 @@ def _put_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: froze
 
 _logger = logging.getLogger(__name__)
 
-
 REFRESH_MS = 1000
-
-"""New topics are held against a group's expressions this often at most, so that many new ones cause one change."""
-
+"""The minimum interval at which new topics are matched against a group's expressions, so that many new topics cause one
+change."""
 
 EXPRESSIONS_AT_ONCE_MAX = 8
-
 """The number of expressions refreshed per heartbeat; later heartbeats of any member refresh the rest."""
 
-
 EXPRESSIONS_MAX = 100
-
 """The number of different expressions per group, whose matches are all stored."""
-
 
 TARGET_AT_ONCE_MEMBERS_MAX = 50
 
 TARGET_PAUSE_MS_MAX = 1000
-
-"""A target is worked out at once in a small group. In a large one, whose members may all come together, it is worked
-out at most once in as many milliseconds as there are members, up to this.
-"""
+"""A small group computes its target at once. A large group, whose members may all join together, computes it at most
+once in as many milliseconds as it has members, up to this."""
 
 
 class Reconciliation:
-    """What one request does to a group."""
+    """What one request changes in a group."""
 
     def __init__(
         self,
@@ -195,7 +187,7 @@ class Reconciliation:
         context: GroupContext,
         records: list[StateRecord],
     ) -> None:
-        """`before` is the member as it was, or as it takes over from the static member whose place it takes."""
+        """`before` is the member as it was, or the static member that it replaces."""
         self.group = group
         self.member = after
         self.records = records
@@ -213,7 +205,7 @@ class Reconciliation:
         self._topics_changed = False
 
     def run(self, owned: Assignment | None) -> ConsumerMember:
-        """Work everything out; returns the member as it will be."""
+        """Compute all changes; return the new version of the member."""
         names_changed = self._record_subscription()
         choice_changed = self._record_expression() or names_changed
         self._topics_changed = choice_changed
@@ -247,7 +239,7 @@ class Reconciliation:
         return True
 
     def _refresh_expressions(self) -> bool:
-        """Hold topics that are new against the group's expressions; whether some match now that did not."""
+        """Match new topics against the group's expressions; return whether some match that did not before."""
         group, version = self.group, self._context.topics.version
         used = [expression for _, expression in self._current_choices() if expression]
         stale = [one for one in dict.fromkeys(used) if group.checked_expressions.get(one) != version]
@@ -272,7 +264,7 @@ class Reconciliation:
         return True
 
     def _current_choices(self) -> Counter[Choice]:
-        """What the members of the group want, this one's newest wish included."""
+        """Return the subscriptions of all members, including the new one of this member."""
         choices = Counter(self.group.choices)
         counted = self._replaced or self.group.members.get(self.member.member_id)
         if counted is not None:
@@ -280,7 +272,7 @@ class Reconciliation:
         choices[self.member.subscription.topics, self.member.subscription.expression] += 1
         return +choices
 
-    # What follows from it for the group
+    # Consequences for the group
 
     def _raise_epoch(self, *, must: bool) -> None:
         group, version = self.group, self._context.topics.version
@@ -328,7 +320,7 @@ class Reconciliation:
             votes[self.member.subscription.assignor] += 1
         return preferred_assignor(+votes)
 
-    # What follows from it for the member
+    # Consequences for the member
 
     def _next_position(self, owned: Assignment | None) -> None:
         group, member = self.group, self.member

@@ -1,11 +1,11 @@
 """The records of consumer groups in `__consumer_offsets`, in Kafka's own formats.
 
-    key 3   (group)               value: the epoch of the group, and a hash of the topics that it rests on
-    key 4   (group)               from Kafka 4.0, which kept the topics themselves; read over, and never written
-    key 5   (group, member)       value: what a member says of itself
+    key 3   (group)               value: the epoch of the group, and a hash of its topics
+    key 4   (group)               the topics themselves, from Kafka 4.0; skipped when read, and never written
+    key 5   (group, member)       value: the metadata and subscription of a member
     key 6   (group)               value: the epoch of the target assignment
-    key 7   (group, member)       value: what a member shall have
-    key 8   (group, member)       value: what a member has, and in which epoch
+    key 7   (group, member)       value: the target of a member
+    key 8   (group, member)       value: the partitions that a member owns, and in which epoch
     key 16  (group, expression)   value: the topics that a regular expression matches
 
 Values are of version 0, written as Kafka 4.3 writes them. `broker/groups/records.py` has the other kinds.
@@ -36,7 +36,7 @@ Since = Mapping[UUID, Mapping[int, int]]
 
 
 class Kind(IntEnum):
-    """What a record is about."""
+    """The kind of a record."""
 
     GROUP = 3
     OLD_TOPICS = 4
@@ -53,7 +53,7 @@ _KINDS: Final = frozenset(Kind)
 
 @dataclass(frozen=True, slots=True)
 class ConsumerKey:
-    """Names a record: the group, and the member or expression where there is one."""
+    """Identifies a record: the group, and the member or expression, if any."""
 
     kind: Kind
     group_id: str
@@ -70,7 +70,7 @@ class Resolved:
 
 
 def read_consumer_key(key: bytes) -> ConsumerKey | None:
-    """What a record is about; None for kinds that do not belong to consumer groups."""
+    """Parse the key of a record; return None for kinds that do not belong to consumer groups."""
     reader = Reader(key, flexible=False)
     number = reader.int16()
     if number not in _KINDS:
@@ -99,7 +99,6 @@ def group_tombstones(group_id: str) -> list[StateRecord]:
 
 
 def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
-    """The epoch of a group."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     if metadata_hash:
@@ -113,7 +112,7 @@ def group_epoch_record(group_id: str, epoch: int, metadata_hash: int) -> StateRe
 
 
 def read_group_epoch(record: StateRecord) -> tuple[int, int]:
-    """The epoch of a group, and the hash of its topics."""
+    """Read the epoch of a group and the hash of its topics."""
     reader = open_flexible_value(record)
     epoch, metadata_hash = reader.int32(), 0
     for tag, content in reader.tags():
@@ -123,7 +122,7 @@ def read_group_epoch(record: StateRecord) -> tuple[int, int]:
 
 
 def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
-    """The epoch of the target assignment."""
+    """Build the record of the target assignment's epoch."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     writer.no_tags()
@@ -131,7 +130,7 @@ def target_epoch_record(group_id: str, epoch: int) -> StateRecord:
 
 
 def read_target_epoch(record: StateRecord) -> int:
-    """Read it back."""
+    """Read the epoch of the target assignment."""
     return open_flexible_value(record).int32()
 
 
@@ -144,12 +143,11 @@ def target_record(group_id: str, member_id: str, target: Assignment) -> StateRec
 
 
 def read_target(record: StateRecord) -> Assignment:
-    """Read it back."""
+    """Read a member's target."""
     return _read_assignment(open_flexible_value(record))
 
 
 def position_record(group_id: str, member_id: str, position: Position) -> StateRecord:
-    """What a member has."""
     writer = begin_flexible_value()
     writer.int32(position.epoch)
     writer.int32(position.previous_epoch)
@@ -161,7 +159,7 @@ def position_record(group_id: str, member_id: str, position: Position) -> StateR
 
 
 def read_position(record: StateRecord) -> Position:
-    """Read it back; a state that is not known here is kept as such."""
+    """Read a member's position; a state of a newer version is preserved."""
     reader = open_flexible_value(record)
     epoch, previous_epoch, state = reader.int32(), reader.int32(), reader.int8()
     since: dict[UUID, dict[int, int]] = {}
@@ -176,7 +174,7 @@ def read_position(record: StateRecord) -> Position:
 
 
 def expression_record(group_id: str, expression: str, resolved: Resolved) -> StateRecord:
-    """The topics that an expression matches."""
+    """Build the record of the topics that an expression matches."""
     writer = begin_flexible_value()
     _write_strings(writer, sorted(resolved.topics))
     writer.int64(resolved.version)
@@ -186,7 +184,7 @@ def expression_record(group_id: str, expression: str, resolved: Resolved) -> Sta
 
 
 def read_expression(record: StateRecord) -> Resolved:
-    """Read it back."""
+    """Read the topics that an expression matches."""
     reader = open_flexible_value(record)
     return Resolved(frozenset(_read_strings(reader)), reader.int64(), reader.int64())
 
@@ -214,7 +212,7 @@ def subscription_record(group_id: str, member_id: str, subscription: Subscriptio
 
 
 def read_subscription(record: StateRecord) -> Subscription:
-    """Read it back."""
+    """Read a member's subscription."""
     reader = open_flexible_value(record)
     instance_id, rack_id = reader.nullable_string(), reader.nullable_string()
     client_id, client_host = reader.string(), reader.string()
@@ -261,7 +259,7 @@ def _read_classic(reader: Reader) -> ClassicSide:
 
 
 def _write_assignment(writer: Writer, assignment: Assignment, since: Since | None = None) -> None:
-    """Partitions by topic; with the epochs in which the member got them where they are known, as Kafka 4.3 has it."""
+    """Write partitions by topic, with the epochs in which they were assigned if these are known, as Kafka 4.3 does."""
     writer.array_length(len(assignment))
     for topic_id, partitions in sorted(assignment.items()):
         ordered = sorted(partitions)

@@ -28,7 +28,7 @@ class ConsumerHeartbeat:
 
     @property
     def is_full(self) -> bool:
-        """Whether the member sends everything, as it does when it does not know the coordinator's state."""
+        """Return whether the member sends all fields, as it does when it does not know the coordinator's state."""
         subscribed = self.topics is not None or self.expression is not None
         return self.rebalance_timeout_ms is not None and subscribed and self.owned is not None
 

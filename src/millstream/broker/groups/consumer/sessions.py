@@ -1,7 +1,8 @@
-"""The deadlines of members: to be heard of, to give up partitions, and for classic ones to join and to sync.
+"""The deadlines of members: for the next heartbeat, for revoking partitions, and for classic members to join and to
+sync.
 
-A deadline that has passed puts the member out. If the log does not take that, as with a full disk, the same deadline is
-set once more, so that no member stays forever because of one refused append.
+A member that misses a deadline is removed. If the log refuses the record, as with a full disk, the deadline is set
+again, so that no member stays forever because of one refused append.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
 
 Late = Callable[[ConsumerMember], bool]
-"""Whether a member has still not done what its deadline is for."""
+"""Returns whether a member has still not met its deadline."""
 
 Expire = Callable[[str, str, str, Late], list[StateRecord]]
-"""Put a member of a group out if it is late, for a reason; returns the records that do it."""
+"""Removes a member of a group that missed a deadline, for a reason; returns the records."""
 
 _KINDS = ("consumer-session", "consumer-rebalance", "consumer-join", "consumer-sync")
 _SESSION, _REBALANCE, _JOIN, _SYNC = _KINDS
@@ -32,7 +33,7 @@ class Sessions:
         self._expire: Expire = lambda group_id, member_id, reason, late: []
 
     def on_expiry(self, expire: Expire) -> None:
-        """Say what to do about a member that missed a deadline."""
+        """Set the function that removes a member that missed a deadline."""
         self._expire = expire
 
     def keep_alive(self, group_id: str, member: ConsumerMember) -> None:
@@ -42,7 +43,7 @@ class Sessions:
         self._schedule(_SESSION, group_id, member.member_id, delay_ms, "sent no heartbeat in time")
 
     def await_revocation(self, group_id: str, member: ConsumerMember) -> None:
-        """Give the member its rebalance timeout to give up what it must."""
+        """Start the rebalance timeout of a member that must revoke partitions."""
         epoch = member.epoch
         reason = "did not revoke its partitions in time"
         delay_ms = max(0, member.subscription.rebalance_timeout_ms)
@@ -59,13 +60,13 @@ class Sessions:
             self._schedule(_JOIN, group_id, member.member_id, delay_ms, "did not join in time")
 
     def await_sync(self, group_id: str, member: ConsumerMember) -> None:
-        """A classic member has joined; now it has to ask for its assignment."""
+        """Start the timeout in which a classic member that has joined must send SyncGroup."""
         self._timers.cancel((_JOIN, group_id, member.member_id))
         delay_ms = max(0, member.subscription.rebalance_timeout_ms)
         self._schedule(_SYNC, group_id, member.member_id, delay_ms, "did not sync in time")
 
     def synced(self, group_id: str, member_id: str) -> None:
-        """A classic member has asked for its assignment."""
+        """Cancel that timeout: the member has sent SyncGroup."""
         self._timers.cancel((_SYNC, group_id, member_id))
 
     def forget(self, group_id: str, member_id: str) -> None:

@@ -1,8 +1,8 @@
-"""The consumer groups of one partition of `__consumer_offsets`: groups whose partitions the coordinator shares out.
+"""The consumer groups of one partition of `__consumer_offsets`, whose partitions the coordinator assigns.
 
-`broker/groups/shard.py` owns the partition, the offsets and the classic groups, and hands over here what concerns a
-consumer group. Operations only produce records; groups change when these are replayed, so a refused append has nothing
-to undo. What an operation changes directly is soft: timers, and which version of the topics it has seen.
+`broker/groups/shard.py` owns the partition, the offsets and the classic groups, and calls this module for consumer
+groups. Operations only produce records; groups change when these are replayed, so a refused append has nothing to undo.
+State that an operation changes directly is soft: timers, and which version of the topics it has seen.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _GONE: Final = Position(epoch=LEFT_EPOCH, previous_epoch=LEFT_EPOCH)
 def apply(group: ConsumerGroup, key: ConsumerKey, record: StateRecord) -> None:
     """Apply one record, except the one that deletes the group.
 
-    Records of a member may come in any order, since compaction removes older ones of the same key.
+    Records of a member may arrive in any order, since compaction removes older ones of the same key.
     """
     _APPLY[key.kind](group, key.name, record)
 
@@ -171,7 +171,6 @@ class ConsumerTopics:
 
     @classmethod
     def of(cls, topics: TopicView) -> ConsumerTopics:
-        """For these topics."""
         return cls(topics=topics, expressions=Expressions(topics))
 
 
@@ -214,11 +213,10 @@ class ConsumerShard:
         return iter(self._registry.consumers)
 
     def get(self, group_id: str) -> ConsumerGroup | None:
-        """The consumer group of this id, if there is one."""
         return self._registry.get_consumer(group_id)
 
     def get_with_members(self, group_id: str) -> ConsumerGroup | None:
-        """The consumer group of this id, if there is one and it is not empty."""
+        """Return the consumer group with this id; None if it does not exist or is empty."""
         group = self.get(group_id)
         return None if group is None or group.is_empty else group
 
@@ -231,7 +229,7 @@ class ConsumerShard:
         return self._heartbeats.run(request)
 
     def describe(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
-        """One group with its members."""
+        """Describe one group with its members."""
         group = self._existing(group_id)
         return [], ConsumerGroupDescription(
             group_id=group_id,
@@ -243,7 +241,7 @@ class ConsumerShard:
         )
 
     def listings(self) -> Iterator[GroupListing]:
-        """Every group in one line each."""
+        """List every group."""
         for group in self:
             yield GroupListing(
                 group_id=group.group_id,
@@ -255,11 +253,11 @@ class ConsumerShard:
     # The classic protocol, on a group of this kind
 
     def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[Joined]:
-        """A classic member joins."""
+        """Add a classic member."""
         outcome = self._classic.join(group, request)
         others = [member for member in group.members.values() if member.instance_id != request.instance_id]
         if request.instance_id is not None and all(member.speaks_classic for member in others):
-            # It may have taken the place of the last member that spoke the newer protocol.
+            # It may have replaced the last member of the newer protocol.
             self._downgrade_soon(group.group_id)
         return outcome
 
@@ -272,7 +270,7 @@ class ConsumerShard:
         return self._classic.heartbeat(group, who)
 
     def leave(self, group: ConsumerGroup, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
-        """Members go."""
+        """Remove members."""
         return self._classic.leave(group, list(leavers))
 
     def delete_if_empty(self, group_id: str) -> Records:
@@ -283,10 +281,10 @@ class ConsumerShard:
     # Offsets
 
     def check_commit(self, group: ConsumerGroup, request: CommitRequest) -> None:
-        """Raise when this member cannot commit these offsets now.
+        """Raise if this member cannot commit these offsets now.
 
-        A member that has not heard of its newest epoch yet may commit what it has had since the one it knows, if all
-        that it commits is of that kind; one of the classic protocol joins again first, as it always did.
+        A member that does not know its newest epoch yet may commit offsets of partitions that it has owned since the
+        epoch it knows; a classic member must rejoin first.
         """
         who = request.member
         if who.generation < 0 and group.is_empty:
@@ -318,7 +316,7 @@ class ConsumerShard:
     # The fold
 
     def replay(self, key: ConsumerKey, record: StateRecord) -> None:
-        """Take one record of the log in."""
+        """Apply one record of the log."""
         group = self.get(key.group_id)
         if record.value is None:
             if group is not None:
@@ -330,7 +328,7 @@ class ConsumerShard:
         apply(group, key, record)
 
     def restored(self) -> None:
-        """Restart the sessions of all members, and the deadlines of those that have to revoke partitions."""
+        """Restart the sessions of all members, and the deadlines of those that must revoke partitions."""
         for group in self:
             for member in group.members.values():
                 self._sessions.keep_alive(group.group_id, member)
@@ -340,12 +338,12 @@ class ConsumerShard:
                 self._downgrade_soon(group.group_id)
 
     def durable_keys(self) -> Iterator[ConsumerKey]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         for group in self:
             yield from group.keys()
 
     def durable_record(self, key: ConsumerKey) -> StateRecord | None:
-        """The record of this name, as it stands now."""
+        """Return the current record of a key."""
         group = self.get(key.group_id)
         return None if group is None else record_of(group, key)
 
@@ -402,7 +400,7 @@ class ConsumerShard:
         if not can_downgrade(group, without, members_max=self._limits.members_max):
             return []
         group_id = group.group_id
-        # The classic group is there once the records are replayed.
+        # The classic group exists once the records are replayed.
         self._timers.schedule((_DOWNGRADE, group_id), 0, lambda: self._rebalance_classic(group_id))
         return downgrade(group, without, self._topics, now_ms=self._clock.now_ms())
 

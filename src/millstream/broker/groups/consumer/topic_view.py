@@ -1,4 +1,4 @@
-"""What groups see of the topics: which there are, and whether that has changed."""
+"""The topics that groups see, and a version that changes with them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TopicView(Protocol):
         """A number that changes whenever a topic is created, grows or is deleted."""
 
     def get(self, name: str) -> Topic | None:
-        """The topic of this name, if there is one."""
+        """Return the topic with this name, if it exists."""
 
     def by_id(self, topic_id: UUID) -> Topic | None:
-        """The topic with this id, if there is one."""
+        """Return the topic with this id, if it exists."""
 
     def all(self) -> Sequence[Topic]:
-        """Every topic."""
+        """Return every topic."""
 
 
 class NoTopics:
@@ -36,25 +36,22 @@ class NoTopics:
     version = 0
 
     def get(self, name: str) -> Topic | None:
-        """There is none."""
         return None
 
     def by_id(self, topic_id: UUID) -> Topic | None:
-        """There is none."""
         return None
 
     def all(self) -> Sequence[Topic]:
-        """There are none."""
+        """Return none."""
         return ()
 
 
 def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
-    """Those of these topics that there are."""
     return [topic for name in names if (topic := view.get(name)) is not None]
 
 
 def partitions_of(topics: Iterable[Topic]) -> Partitions:
-    """How many partitions each topic has."""
+    """Return the number of partitions of each topic."""
     return {topic.topic_id: topic.partitions for topic in topics}
 
 

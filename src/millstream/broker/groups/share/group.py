@@ -1,7 +1,8 @@
-"""One share group: its members and what each of them shall fetch. No time, no log, no timers.
+"""One share group: its members and their assignments. No time, no log, no timers.
 
-Members of a share group may have the same partition: the queue on it gives each message to one of them. So nothing is
-given up before others get it, and what a member shall have follows from who is there; it is not stored.
+Several members of a share group may be assigned the same partition: its queue delivers each message to one of them. So
+partitions are never revoked before others get them, and assignments follow from the current members; they are not
+stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Assignment = Mapping[UUID, frozenset[int]]
 
 
 def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
-    """What each member gets of the topics that it wants."""
+    """Assign the partitions of subscribed topics to members."""
     shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in wanted}
     # Each topic starts with another member, so that single-partition topics are not all assigned to the first one.
     turn = 0
@@ -46,7 +47,7 @@ NO_EPOCH = -1
 
 
 class ShareGroupState(StrEnum):
-    """Where a group is in its life; the texts are Kafka's."""
+    """The state of a group; the texts are Kafka's."""
 
     EMPTY = "Empty"
     STABLE = "Stable"
@@ -80,7 +81,7 @@ class ShareGroup:
         self.epoch = 0
         self.metadata_hash = 0
         self.members: dict[str, ShareMember] = {}
-        # Soft, all of it.
+        # All of this is soft.
         self.checked_version: int | None = None
         self._target: dict[str, Assignment] = {}
         self._target_for: tuple[int, int] | None = None
@@ -92,12 +93,12 @@ class ShareGroup:
 
     @property
     def state(self) -> ShareGroupState:
-        """Where the group is in its life."""
+        """Return the state of the group."""
         return ShareGroupState.EMPTY if self.is_empty else ShareGroupState.STABLE
 
     @property
     def protocol_type(self) -> str:
-        """What ListGroups calls it."""
+        """Return the type that ListGroups shows."""
         return GROUP_TYPE
 
     def consumes(self, topic: str) -> bool:
@@ -105,11 +106,10 @@ class ShareGroup:
         return any(topic in member.topics for member in self.members.values())
 
     def topics(self) -> frozenset[str]:
-        """What the members subscribe to, together."""
+        """Return the topics that the members subscribe to."""
         return frozenset().union(*(member.topics for member in self.members.values()))
 
     def target(self, view: TopicView) -> dict[str, Assignment]:
-        """Return the current target assignment."""
         current = (self.epoch, view.version)
         if self._target_for != current:
             self._target = target_of(self.members, view)
@@ -130,5 +130,5 @@ def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Ass
 
 
 def hash_of(members: dict[str, ShareMember], view: TopicView) -> int:
-    """A number that changes with everything about the topics that an assignment rests on."""
+    """Hash everything about the topics that an assignment depends on."""
     return metadata_hash(view, frozenset().union(*(member.topics for member in members.values())))

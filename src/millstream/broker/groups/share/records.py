@@ -1,10 +1,10 @@
 """The records of share groups in `__consumer_offsets`, in Kafka's own formats.
 
-    key 10   (group, member)   value: what a member says of itself
-    key 11   (group)           value: the epoch of the group, and a hash of the topics that it rests on
+    key 10   (group, member)   value: the metadata and subscription of a member
+    key 11   (group)           value: the epoch of the group, and a hash of its topics
 
-Kafka also keeps what members shall have (12 to 14) and which partitions' states were made (15); here the one follows
-from the members, and the other is kept with the states.
+Kafka also stores target assignments (12 to 14) and which partitions have a state (15); here the first follow from the
+members, and the second is stored with the states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millstream.protocol.messages.primitives import Reader, Writer
 
 
 class ShareKind(IntEnum):
-    """What a record is about."""
+    """The kind of a record."""
 
     MEMBER = 10
     GROUP = 11
@@ -31,7 +31,7 @@ _KINDS: Final = frozenset(ShareKind)
 
 @dataclass(frozen=True, slots=True)
 class ShareKey:
-    """Names a record: the group, and the member where there is one."""
+    """Identifies a record: the group, and the member, if any."""
 
     kind: ShareKind
     group_id: str
@@ -39,7 +39,7 @@ class ShareKey:
 
 
 def read_share_key(key: bytes) -> ShareKey | None:
-    """What a record is about; None for kinds that do not belong to share groups."""
+    """Parse the key of a record; return None for kinds that do not belong to share groups."""
     reader = Reader(key, flexible=False)
     number = reader.int16()
     if number not in _KINDS:
@@ -54,7 +54,6 @@ def tombstone(key: ShareKey) -> StateRecord:
 
 
 def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
-    """The epoch of a group."""
     writer = begin_flexible_value()
     writer.int32(epoch)
     writer.int64(metadata_hash)
@@ -63,7 +62,7 @@ def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
 
 
 def read_group(record: StateRecord) -> tuple[int, int]:
-    """The epoch of a group, and the hash of its topics."""
+    """Read the epoch of a group and the hash of its topics."""
     reader = open_flexible_value(record)
     return reader.int32(), reader.int64()
 
@@ -82,7 +81,7 @@ def member_record(group_id: str, member: ShareMember) -> StateRecord:
 
 
 def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
-    """Read it back."""
+    """Read a member."""
     reader = open_flexible_value(record)
     return ShareMember(
         member_id=key.member_id,

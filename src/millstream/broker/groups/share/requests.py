@@ -1,4 +1,4 @@
-"""What is asked of share groups and what comes back, apart from any wire format."""
+"""Requests of share group members, their responses, and descriptions of groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ShareAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareMemberDescription:
-    """A member, for people and tools."""
+    """The description of a member."""
 
     member_id: str
     rack_id: str | None
@@ -52,7 +52,7 @@ class ShareMemberDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGroupDescription:
-    """A group, for people and tools."""
+    """The description of a group."""
 
     group_id: str
     state: str

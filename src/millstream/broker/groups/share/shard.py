@@ -1,7 +1,7 @@
-"""Share groups of one partition of `__consumer_offsets`: who is in them, and which partitions they fetch (KIP-932).
+"""Share groups of one partition of `__consumer_offsets`: their members, and the partitions that these fetch (KIP-932).
 
-Operations only work out records; the groups change when these are replayed. What an operation changes itself is soft:
-timers, and the last responses of members.
+Operations only produce records; groups change when these are replayed. State that an operation changes directly is
+soft: timers, and the last responses of members.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShareShard:
         self._is_taken = is_taken
         self._check_room = check_room
         self._groups: dict[str, ShareGroup] = {}
-        # Not stored, and kept apart from the groups: the first member is answered before its group exists.
+        # Not stored, and separate from the groups: the first member is answered before its group exists.
         self._reported: dict[tuple[str, str], ReportedState] = {}
 
     def __iter__(self) -> Iterator[ShareGroup]:
@@ -80,7 +80,6 @@ class ShareShard:
         return len(self._groups)
 
     def get(self, group_id: str) -> ShareGroup | None:
-        """The share group of this id, if there is one."""
         return self._groups.get(group_id)
 
     def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
@@ -110,7 +109,7 @@ class ShareShard:
         return records, answer
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
-        """One group with its members."""
+        """Describe one group with its members."""
         group = self._existing(group_id)
         target = group.target(self._topics)
         members = tuple(
@@ -137,7 +136,7 @@ class ShareShard:
         return [group_record(group_id, made.epoch, hash_of({}, self._topics))], described
 
     def listings(self) -> Iterator[GroupListing]:
-        """Every group in one line each."""
+        """List every group."""
         for group in self:
             yield GroupListing(
                 group_id=group.group_id,
@@ -153,7 +152,7 @@ class ShareShard:
     # The fold
 
     def replay(self, key: ShareKey, record: StateRecord) -> None:
-        """Take one record of the log in."""
+        """Apply one record of the log."""
         group = self._groups.get(key.group_id)
         if record.value is None:
             if group is not None:
@@ -173,14 +172,14 @@ class ShareShard:
                 self._keep_alive(group.group_id, member_id, self._limits.consumer_session_ms)
 
     def durable_keys(self) -> Iterator[ShareKey]:
-        """A name for every record that the log has to hold."""
+        """Return the key of every record that the log must hold."""
         for group in self:
             yield ShareKey(ShareKind.GROUP, group.group_id)
             for member_id in group.members:
                 yield ShareKey(ShareKind.MEMBER, group.group_id, member_id)
 
     def durable_record(self, key: ShareKey) -> StateRecord | None:
-        """The record of this name, as it stands now."""
+        """Return the current record of a key."""
         group = self._groups.get(key.group_id)
         if group is None:
             return None
@@ -289,7 +288,7 @@ class ShareShard:
             # The member was answered, but the append was refused.
             self._reported.pop((group_id, member_id), None)
             return []
-        # Set once more, in case that the log does not take it now.
+        # Set again, in case the log refuses the record.
         self._keep_alive(group_id, member_id, _RETRY_MS)
         return self._removed(group, member_id)
 

@@ -46,7 +46,6 @@ class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
         return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> AddOffsetsToTxnResponse:
-        """Add the partition that holds the group."""
         message = request.message
         who = ProducerRef(message.transactional_id, ProducerId(message.producer_id), message.producer_epoch)
         await self._groups.ensure()
@@ -55,6 +54,5 @@ class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
         return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none)
 
     def failure(self, error: MillstreamError, request: Call) -> AddOffsetsToTxnResponse:
-        """The coordinator refused."""
         code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
         return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=code)

@@ -89,7 +89,6 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         return reshape(older, load_response_class(self.key, version))
 
     async def handle(self, request: AddPartitionsCall, client: ClientInfo) -> AddPartitionsToTxnResponse:
-        """Answer for every transaction."""
         results = await asyncio.gather(*(self._answer(request.version, one, client) for one in request.transactions))
         return AddPartitionsToTxnResponse(
             throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results_by_transaction=tuple(results)

@@ -33,7 +33,6 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
         self._quotas = quotas
 
     async def handle(self, request: AlterClientQuotasRequest, client: ClientInfo) -> AlterClientQuotasResponse:
-        """Answer each entity on its own."""
         named = Counter(frozenset(_parts(entry)) for entry in request.entries)
         entries = []
         for entry in request.entries:

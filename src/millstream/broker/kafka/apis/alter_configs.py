@@ -35,7 +35,6 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
         self._topics = topics
 
     async def handle(self, request: AlterConfigsRequest, client: ClientInfo) -> AlterConfigsResponse:
-        """Answer each resource on its own."""
         named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
         responses = []
         for resource in request.resources:

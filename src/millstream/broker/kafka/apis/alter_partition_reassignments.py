@@ -43,7 +43,6 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
     async def handle(
         self, request: AlterPartitionReassignmentsRequest, client: ClientInfo
     ) -> AlterPartitionReassignmentsResponse:
-        """Answer each partition on its own."""
         responses = []
         for topic in request.topics:
             answers = [

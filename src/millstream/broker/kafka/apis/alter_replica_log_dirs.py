@@ -32,7 +32,6 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
         self._folder = folder
 
     async def handle(self, request: AlterReplicaLogDirsRequest, client: ClientInfo) -> AlterReplicaLogDirsResponse:
-        """Answer for every partition."""
         results: dict[TopicName, list[AlterReplicaLogDirPartitionResult]] = {}
         for wanted in request.dirs:
             for topic in wanted.topics:

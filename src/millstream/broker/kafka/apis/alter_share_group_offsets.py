@@ -41,7 +41,6 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
     async def handle(
         self, request: AlterShareGroupOffsetsRequest, client: ClientInfo
     ) -> AlterShareGroupOffsetsResponse:
-        """Move each partition on its own."""
         group = await self._groups.open_share_group(request.group_id)
         if group.members:
             raise GroupNotEmpty(f"share group {request.group_id!r} has members")
@@ -53,7 +52,6 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         )
 
     def failure(self, error: MillstreamError, request: AlterShareGroupOffsetsRequest) -> AlterShareGroupOffsetsResponse:
-        """Report why nothing was moved."""
         return AlterShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
         )

@@ -42,7 +42,6 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
     async def handle(
         self, request: AlterUserScramCredentialsRequest, client: ClientInfo
     ) -> AlterUserScramCredentialsResponse:
-        """Change each user on its own, all that can be changed in one step."""
         named = [(one.name, int(one.mechanism)) for one in request.deletions]
         named += [(one.name, int(one.mechanism)) for one in request.upsertions]
         results: dict[str, Refusal] = {}
@@ -67,7 +66,6 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
     def failure(
         self, error: MillstreamError, request: AlterUserScramCredentialsRequest
     ) -> AlterUserScramCredentialsResponse:
-        """Give the error to every user."""
         users = {one.name for one in request.deletions} | {one.name for one in request.upsertions}
         return _response(dict.fromkeys(users, (error_code(error), error_message(error))))
 

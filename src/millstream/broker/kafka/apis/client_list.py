@@ -9,8 +9,6 @@
 Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
 is not a wall clock. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of them, so that it
 never holds up the loop; `left_out` says how many more there are.
-
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations

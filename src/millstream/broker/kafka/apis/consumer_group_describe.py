@@ -45,7 +45,6 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
         self._groups = groups
 
     async def handle(self, request: ConsumerGroupDescribeRequest, client: ClientInfo) -> ConsumerGroupDescribeResponse:
-        """Describe each group."""
         operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
         described = await asyncio.gather(*(self._describe(group_id, operations) for group_id in request.group_ids))
         return ConsumerGroupDescribeResponse(throttle_time=NO_THROTTLE, groups=tuple(described))

@@ -58,7 +58,6 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
     async def handle(
         self, request: Versioned[ConsumerGroupHeartbeatRequest], client: ClientInfo
     ) -> ConsumerGroupHeartbeatResponse:
-        """Check the request and hand it to the group."""
         version, message = request
         _check(message, version)
         return _accepted(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
@@ -71,7 +70,6 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
     def failure(
         self, error: MillstreamError, request: Versioned[ConsumerGroupHeartbeatRequest]
     ) -> ConsumerGroupHeartbeatResponse:
-        """Report why the member is refused."""
         return ConsumerGroupHeartbeatResponse(
             throttle_time=NO_THROTTLE,
             error_code=error_code(error),

@@ -29,7 +29,6 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
         self._security = security
 
     async def handle(self, request: CreateAclsRequest, client: ClientInfo) -> CreateAclsResponse:
-        """Add those that are valid."""
         if self._security is None:
             return _response([(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.creations))
         results: list[tuple[ErrorCode, str | None]] = []
@@ -44,7 +43,6 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
         return _response(results)
 
     def failure(self, error: MillstreamError, request: CreateAclsRequest) -> CreateAclsResponse:
-        """Give the error to every rule."""
         return _response([(error_code(error), error_message(error))] * len(request.creations))
 
 

@@ -40,7 +40,6 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         self._membership = membership
 
     async def handle(self, request: CreatePartitionsRequest, client: ClientInfo) -> CreatePartitionsResponse:
-        """Grow the topics one after the other."""
         named = Counter(topic.name for topic in request.topics)
         results: dict[str, CreatePartitionsTopicResult] = {}
         for wanted in request.topics:

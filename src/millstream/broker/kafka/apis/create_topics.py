@@ -51,7 +51,6 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         self._membership = membership
 
     async def handle(self, request: CreateTopicsRequest, client: ClientInfo) -> CreateTopicsResponse:
-        """Create the topics one after the other."""
         named = Counter(topic.name for topic in request.topics)
         results: dict[str, CreatableTopicResult] = {}
         for wanted in request.topics:

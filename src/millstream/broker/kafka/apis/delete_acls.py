@@ -30,13 +30,11 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
         self._security = security
 
     async def handle(self, request: DeleteAclsRequest, client: ClientInfo) -> DeleteAclsResponse:
-        """Remove what each filter selects."""
         if self._security is None:
             return _response([_refused(ErrorCode.security_disabled, SECURITY_DISABLED)] * len(request.filters))
         return _response([await self._delete(self._security, wanted) for wanted in request.filters])
 
     def failure(self, error: MillstreamError, request: DeleteAclsRequest) -> DeleteAclsResponse:
-        """Give the error to every filter."""
         return _response([_refused(error_code(error), error_message(error))] * len(request.filters))
 
     async def _delete(self, security: SecurityState, wanted: DeleteAclsFilter) -> DeleteAclsFilterResult:

@@ -35,7 +35,6 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
         self._service = service
 
     async def handle(self, request: DeleteGroupsRequest, client: ClientInfo) -> DeleteGroupsResponse:
-        """Delete each group."""
         names = tuple(dict.fromkeys(request.groups_names))
         codes = await asyncio.gather(*(self._delete(name) for name in names))
         return DeleteGroupsResponse(

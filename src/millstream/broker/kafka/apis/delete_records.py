@@ -39,7 +39,6 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
         self._topics = topics
 
     async def handle(self, request: DeleteRecordsRequest, client: ClientInfo) -> DeleteRecordsResponse:
-        """Answer each partition on its own."""
         topics = tuple(
             DeleteRecordsTopicResult(
                 name=topic.name, partitions=tuple(self._answer(topic.name, wanted) for wanted in topic.partitions)

@@ -36,7 +36,6 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
     async def handle(
         self, request: DeleteShareGroupOffsetsRequest, client: ClientInfo
     ) -> DeleteShareGroupOffsetsResponse:
-        """Forget each topic on its own."""
         group = await self._groups.describe_share_group(request.group_id)
         if group.members:
             raise GroupNotEmpty(f"share group {request.group_id!r} has members")
@@ -48,7 +47,6 @@ class DeleteShareGroupOffsets(Api[DeleteShareGroupOffsetsRequest, DeleteShareGro
     def failure(
         self, error: MillstreamError, request: DeleteShareGroupOffsetsRequest
     ) -> DeleteShareGroupOffsetsResponse:
-        """Say why nothing was forgotten."""
         return DeleteShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
         )

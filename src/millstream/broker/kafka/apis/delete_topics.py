@@ -39,7 +39,6 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         self._service = service
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
-        """Delete the topics one after the other."""
         # A topic may be given by name and by id, so they are counted by what they resolve to.
         named = Counter(self._identity(wanted) for wanted in request.topics)
         results: dict[Any, DeletableTopicResult] = {}

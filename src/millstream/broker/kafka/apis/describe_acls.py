@@ -33,7 +33,6 @@ class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
         self._security = security
 
     async def handle(self, request: DescribeAclsRequest, client: ClientInfo) -> DescribeAclsResponse:
-        """List those that the filter selects, together where they are about the same resource."""
         if self._security is None:
             return _response(ErrorCode.security_disabled, SECURITY_DISABLED)
         selected = read_filter(request)
@@ -45,7 +44,6 @@ class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
         )
 
     def failure(self, error: MillstreamError, request: DescribeAclsRequest) -> DescribeAclsResponse:
-        """Say why nothing is listed."""
         return _response(error_code(error), error_message(error))
 
 

@@ -47,7 +47,6 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
         self._quotas = quotas
 
     async def handle(self, request: DescribeClientQuotasRequest, client: ClientInfo) -> DescribeClientQuotasResponse:
-        """List the quotas that match the filter."""
         try:
             wanted = _filter(request)
         except _Refused as refused:

@@ -69,7 +69,6 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         self._config = config
 
     async def handle(self, request: DescribeConfigsRequest, client: ClientInfo) -> DescribeConfigsResponse:
-        """Answer each resource on its own."""
         results = tuple(self._answer(resource, request) for resource in request.resources)
         return DescribeConfigsResponse(throttle_time=NO_THROTTLE, results=results)
 

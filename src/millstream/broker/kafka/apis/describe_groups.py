@@ -36,7 +36,6 @@ class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsRespons
         self._groups = groups
 
     async def handle(self, request: Versioned[DescribeGroupsRequest], client: ClientInfo) -> DescribeGroupsResponse:
-        """Describe each group."""
         operations = GROUP_OPERATIONS if request.message.include_authorized_operations else NOT_ASKED
         described = await asyncio.gather(
             *(self._describe(group_id, request.version, operations) for group_id in request.message.groups)

@@ -39,7 +39,6 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
         self._folder = folder
 
     async def handle(self, request: DescribeLogDirsRequest, client: ClientInfo) -> DescribeLogDirsResponse:
-        """Describe the one folder."""
         try:
             # A disk that hangs must not hold up the loop.
             usage = await asyncio.to_thread(shutil.disk_usage, self._folder)

@@ -54,7 +54,6 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
         self._groups = groups
 
     async def handle(self, request: DescribeProducersRequest, client: ClientInfo) -> DescribeProducersResponse:
-        """Answer each partition on its own."""
         topics = [
             TopicResponse(
                 name=topic.name,

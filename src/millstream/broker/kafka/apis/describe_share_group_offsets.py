@@ -47,7 +47,6 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
     async def handle(
         self, request: DescribeShareGroupOffsetsRequest, client: ClientInfo
     ) -> DescribeShareGroupOffsetsResponse:
-        """Describe each group."""
         groups = await asyncio.gather(*(self._group(group) for group in request.groups))
         return DescribeShareGroupOffsetsResponse(throttle_time=NO_THROTTLE, groups=tuple(groups))
 

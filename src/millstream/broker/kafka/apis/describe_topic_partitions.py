@@ -52,7 +52,6 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     async def handle(
         self, request: DescribeTopicPartitionsRequest, client: ClientInfo
     ) -> DescribeTopicPartitionsResponse:
-        """Fill one page."""
         names = self._names(request)
         left = max(1, min(request.response_partition_limit, PARTITIONS_MAX))
         described: list[DescribeTopicPartitionsResponseTopic] = []
@@ -76,7 +75,6 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
     def failure(
         self, error: MillstreamError, request: DescribeTopicPartitionsRequest
     ) -> DescribeTopicPartitionsResponse:
-        """Give the error to every topic that is named."""
         return _response([_refused(topic.name, error, NOT_ASKED) for topic in request.topics], None)
 
     def _names(self, request: DescribeTopicPartitionsRequest) -> list[str]:

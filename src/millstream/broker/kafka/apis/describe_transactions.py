@@ -39,7 +39,6 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         self._transactions = transactions
 
     async def handle(self, request: DescribeTransactionsRequest, client: ClientInfo) -> DescribeTransactionsResponse:
-        """Describe each id."""
         states = await asyncio.gather(*(self._describe(one) for one in request.transactional_ids))
         return DescribeTransactionsResponse(throttle_time=NO_THROTTLE, transaction_states=tuple(states))
 

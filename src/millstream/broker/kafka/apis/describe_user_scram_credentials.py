@@ -35,7 +35,6 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
     async def handle(
         self, request: DescribeUserScramCredentialsRequest, client: ClientInfo
     ) -> DescribeUserScramCredentialsResponse:
-        """Describe some users, or all."""
         if request.users:
             asked = Counter(user.name for user in request.users)
         else:
@@ -45,7 +44,6 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
     def failure(
         self, error: MillstreamError, request: DescribeUserScramCredentialsRequest
     ) -> DescribeUserScramCredentialsResponse:
-        """Say why nothing is described."""
         return DescribeUserScramCredentialsResponse(
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), results=()
         )

@@ -43,7 +43,6 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         self._topics = topics
 
     async def handle(self, request: ElectLeadersRequest, client: ClientInfo) -> ElectLeadersResponse:
-        """Answer each partition on its own."""
         if request.election_type not in (_PREFERRED, _UNCLEAN):
             return _response(ErrorCode.invalid_request, ())
         named = request.topic_partitions is not None

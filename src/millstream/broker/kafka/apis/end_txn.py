@@ -49,7 +49,6 @@ class EndTxn(Api[Call, EndTxnResponse]):
         return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> EndTxnResponse:
-        """Commit or abort."""
         message = request.message
         who = ProducerRef(message.transactional_id, ProducerId(message.producer_id), message.producer_epoch)
         version = EPOCH_PER_TRANSACTION if request.version >= _FIRST_WITH_EPOCHS else FIRST_VERSION
@@ -62,6 +61,5 @@ class EndTxn(Api[Call, EndTxnResponse]):
         )
 
     def failure(self, error: MillstreamError, request: Call) -> EndTxnResponse:
-        """The coordinator refused."""
         code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
         return EndTxnResponse(throttle_time=NO_THROTTLE, error_code=code)

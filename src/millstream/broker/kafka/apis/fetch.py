@@ -53,9 +53,7 @@ _EPOCH_MAX = 2**31 - 1
 SESSIONS_MAX = 2000
 
 PARTITIONS_MAX = 200_000
-
 """Partitions remembered in all sessions together."""
-
 
 PartitionKey = tuple[str | UUID, int]
 
@@ -167,14 +165,10 @@ FIRST_WITHOUT_REPLICA_ID = 15
 MAX_WAIT_S_MAX = 300.0
 
 READ_BYTES_MAX = 64 * 1024
-
 """Records of a partition up to this size are read at once; more are read while the answer is being sent."""
 
-
 READ_ALL_BYTES_MAX = 1024 * 1024
-
 """In an answer of this size, everything else is."""
-
 
 READ_COMMITTED = 1
 

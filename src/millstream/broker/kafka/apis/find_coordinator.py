@@ -53,7 +53,6 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         self._membership = membership
 
     async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
-        """Name the coordinator of every key."""
         placement = self._placements.get(request.key_type)
         if placement is None:
             return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
@@ -102,7 +101,6 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         return reshape(single, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
-        """Give the error to every key."""
         return _refused(request, error_code(error), error_message(error))
 
 

@@ -28,7 +28,6 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
         self._groups = groups
 
     async def handle(self, request: HeartbeatRequest, client: ClientInfo) -> HeartbeatResponse:
-        """Renew the member's session."""
         await self._groups.heartbeat(
             MemberRef(
                 group_id=request.group_id,

@@ -68,7 +68,6 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
     async def handle(
         self, request: IncrementalAlterConfigsRequest, client: ClientInfo
     ) -> IncrementalAlterConfigsResponse:
-        """Answer each resource on its own."""
         named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
         responses = []
         for resource in request.resources:

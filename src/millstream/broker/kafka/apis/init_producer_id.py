@@ -53,7 +53,6 @@ class InitProducerId(Api[Call, InitProducerIdResponse]):
         return Versioned(version, newest)
 
     async def handle(self, request: Call, client: ClientInfo) -> InitProducerIdResponse:
-        """Give a producer its id and epoch."""
         message = request.message
         if (message.producer_id < 0) != (message.producer_epoch < 0):
             return _response(ErrorCode.invalid_request)
@@ -72,7 +71,6 @@ class InitProducerId(Api[Call, InitProducerIdResponse]):
         return _response(ErrorCode.none, begun.producer_id, epoch=begun.epoch)
 
     def failure(self, error: MillstreamError, request: Call) -> InitProducerIdResponse:
-        """No id could be allocated, or the coordinator refused."""
         return _response(fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED))
 
 

@@ -38,7 +38,6 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
         self._groups = groups
 
     async def handle(self, request: Versioned[JoinGroupRequest], client: ClientInfo) -> JoinGroupResponse:
-        """Join, and wait for the generation."""
         return _accepted(await self._groups.join(_as_join(request, client)))
 
     def upgrade(self, version: int, request: Any) -> Versioned[JoinGroupRequest]:

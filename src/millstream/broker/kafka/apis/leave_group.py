@@ -35,7 +35,6 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         self._groups = groups
 
     async def handle(self, request: LeaveGroupRequest, client: ClientInfo) -> LeaveGroupResponse:
-        """Take the members out."""
         leavers = [Leaver(member.member_id, member.group_instance_id, member.reason) for member in request.members]
         results = await self._groups.leave(request.group_id, leavers)
         return LeaveGroupResponse(
@@ -61,7 +60,6 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         return reshape(single, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: LeaveGroupRequest) -> LeaveGroupResponse:
-        """Refuse all of them."""
         return LeaveGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), members=())
 
 

@@ -54,7 +54,6 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
         return super().upgrade(version, request)
 
     async def handle(self, request: ListConfigResourcesRequest, client: ClientInfo) -> ListConfigResourcesResponse:
-        """List all resources of the requested types."""
         wanted = set(request.resource_types) or _KNOWN
         if not wanted <= _KNOWN:
             return ListConfigResourcesResponse(

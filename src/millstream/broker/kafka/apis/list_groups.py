@@ -27,7 +27,6 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
         self._groups = groups
 
     async def handle(self, request: ListGroupsRequest, client: ClientInfo) -> ListGroupsResponse:
-        """List the groups that pass both filters."""
         states = {state.lower() for state in request.states_filter}
         types = {kind.lower() for kind in request.types_filter}
         listings = await self._groups.list_groups()
@@ -48,5 +47,4 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
         )
 
     def failure(self, error: MillstreamError, request: ListGroupsRequest) -> ListGroupsResponse:
-        """Report why there is no list."""
         return ListGroupsResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), groups=())

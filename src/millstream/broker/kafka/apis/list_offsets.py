@@ -80,7 +80,6 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         self._topics = topics
 
     async def handle(self, request: ListOffsetsRequest, client: ClientInfo) -> ListOffsetsResponse:
-        """Answer each partition on its own."""
         named = Counter((topic.name, one.partition_index) for topic in request.topics for one in topic.partitions)
         answers: dict[TopicName, dict[int, ListOffsetsPartitionResponse]] = {}
         for topic in request.topics:

@@ -35,7 +35,6 @@ class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPart
     async def handle(
         self, request: ListPartitionReassignmentsRequest, client: ClientInfo
     ) -> ListPartitionReassignmentsResponse:
-        """List the reassignments of the requested topics."""
         wanted = None
         if request.topics is not None:
             wanted = {(str(one.name), int(index)) for one in request.topics for index in one.partition_indexes}

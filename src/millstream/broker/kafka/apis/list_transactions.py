@@ -35,7 +35,6 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
         self._transactions = transactions
 
     async def handle(self, request: ListTransactionsRequest, client: ClientInfo) -> ListTransactionsResponse:
-        """List the transactions that match the filters."""
         known = [state for state in request.state_filters if state in _STATES]
         unknown = tuple(state for state in request.state_filters if state not in _STATES)
         pattern = request.transactional_id_pattern
@@ -65,7 +64,6 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
         )
 
     def failure(self, error: MillstreamError, request: ListTransactionsRequest) -> ListTransactionsResponse:
-        """The list cannot be had now."""
         return ListTransactionsResponse(
             throttle_time=NO_THROTTLE, error_code=error_code(error), unknown_state_filters=(), transaction_states=()
         )

@@ -61,7 +61,6 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         self._membership = membership
 
     async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
-        """Describe the cluster and the requested topics."""
         operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
         if request.topics is None:
             alive = self._alive()

@@ -16,8 +16,6 @@ whether a range is being fetched from other replicas. `behind` names replicas on
 this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
 "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
 answers as quickly as any; `left_out` says whether there are more.
-
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations

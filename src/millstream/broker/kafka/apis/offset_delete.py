@@ -32,7 +32,6 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         self._topics = topics
 
     async def handle(self, request: OffsetDeleteRequest, client: ClientInfo) -> OffsetDeleteResponse:
-        """Delete the offsets of partitions that exist."""
         unwanted: dict[str, list[int]] = {}
         for topic in request.topics:
             indexes = [partition.partition_index for partition in topic.partitions]
@@ -51,7 +50,6 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
         )
 
     def failure(self, error: MillstreamError, request: OffsetDeleteRequest) -> OffsetDeleteResponse:
-        """Refuse all of them."""
         return OffsetDeleteResponse(error_code=error_code(error), throttle_time=NO_THROTTLE, topics=())
 
     def _exists(self, name: str, partition: int) -> bool:

@@ -89,7 +89,6 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         self._topics = topics
 
     async def handle(self, request: tuple[GroupQuery, ...], client: ClientInfo) -> tuple[GroupAnswer, ...]:
-        """Answer for every group."""
         if len(request) == 1:
             return (await self._fetch(request[0]),)
         return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))

@@ -35,7 +35,6 @@ class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpoch
         self._topics = topics
 
     async def handle(self, request: OffsetForLeaderEpochRequest, client: ClientInfo) -> OffsetForLeaderEpochResponse:
-        """Answer each partition on its own."""
         topics = tuple(
             OffsetForLeaderTopicResult(
                 topic=topic.topic, partitions=tuple(self._answer(topic.topic, wanted) for wanted in topic.partitions)

@@ -9,8 +9,6 @@ stored again: the response holds its position. The batch is no producer's and no
 of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a client
 sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is how
 long it has to wait.
-
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
         )
 
     async def needs(self, request: PublishOnceRequest) -> Sequence[Need]:
-        """WRITE on the topic."""
         return [(Operation.WRITE, ResourceType.TOPIC, request.topic)]
 
     async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:

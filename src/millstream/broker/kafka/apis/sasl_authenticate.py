@@ -28,7 +28,6 @@ class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
     versions = (0, 2)
 
     async def handle(self, request: SaslAuthenticateRequest, client: ClientInfo) -> SaslAuthenticateResponse:
-        """Answer one message."""
         session = client.session
         if session is None or not session.has_begun:
             return _response(ErrorCode.illegal_sasl_state, _NO_HANDSHAKE)

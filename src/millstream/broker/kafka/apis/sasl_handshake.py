@@ -24,7 +24,6 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
     versions = (0, 1)
 
     async def handle(self, request: Versioned[SaslHandshakeRequest], client: ClientInfo) -> SaslHandshakeResponse:
-        """Begin, or name the mechanisms that there are."""
         session = client.session
         if session is None or not session.mechanisms or (session.is_known and request.version == 0):
             return SaslHandshakeResponse(error_code=ErrorCode.illegal_sasl_state, mechanisms=())

@@ -52,7 +52,6 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         self._consumers = consumers
 
     async def handle(self, request: ShareAcknowledgeRequest, client: ClientInfo) -> ShareAcknowledgeResponse:
-        """Settle each partition on its own."""
         member_id = check_member_id(request.member_id)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
@@ -71,7 +70,6 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms, client)
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
-        """Report why nothing is settled."""
         return _refused(error_code(error), error_message(error))
 
     def _answer(

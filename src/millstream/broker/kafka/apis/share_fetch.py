@@ -104,7 +104,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         self._bytes_max = bytes_max
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
-        """Acknowledge, then acquire."""
         member_id = check_member_id(request.member_id)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         acknowledged = _acknowledgements(request)
@@ -142,7 +141,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         return response
 
     def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
-        """Report why nothing is delivered."""
         return _refused(error_code(error), error_message(error))
 
     async def _acquire(

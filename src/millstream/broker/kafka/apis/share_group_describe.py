@@ -39,7 +39,6 @@ class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeRespon
         self._groups = groups
 
     async def handle(self, request: ShareGroupDescribeRequest, client: ClientInfo) -> ShareGroupDescribeResponse:
-        """Describe each group."""
         operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
         described = await asyncio.gather(*(self._describe(group_id, operations) for group_id in request.group_ids))
         return ShareGroupDescribeResponse(throttle_time=NO_THROTTLE, groups=tuple(described))

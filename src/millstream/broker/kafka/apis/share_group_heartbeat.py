@@ -44,7 +44,6 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         self._subscriptions = subscriptions
 
     async def handle(self, request: ShareGroupHeartbeatRequest, client: ClientInfo) -> ShareGroupHeartbeatResponse:
-        """Check the request and hand it to the group."""
         _check(request)
         settings = self._settings(request.group_id)
         names = request.subscribed_topic_names
@@ -66,7 +65,6 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         return _accepted(answer)
 
     def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
-        """Report why the member is refused."""
         return ShareGroupHeartbeatResponse(
             throttle_time=NO_THROTTLE,
             error_code=error_code(error),

@@ -10,8 +10,6 @@ says how long the request waited before they were leased. Leases of an answer th
 returned at once. The batches hold the leased messages, and others that are not this worker's. Without any, the answer
 waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets no messages before that is paid; if the
 wait is over before, `throttle ms` is the time that remains.
-
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
 `delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
 that has expired, is another worker's, or is of another attempt than the one that is named, is INVALID_RECORD_STATE.
-
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
@@ -55,11 +53,9 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
         self._topics = service.topics
 
     async def needs(self, request: SettleRequest) -> Sequence[Need]:
-        """READ on the subscription."""
         return [(Operation.READ, ResourceType.GROUP, request.subscription)]
 
     async def handle(self, request: SettleRequest) -> SettleAnswer:
-        """Settle each partition on its own."""
         return await self._settle_all(request, Origin())
 
     async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleAnswer:

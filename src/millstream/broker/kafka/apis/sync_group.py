@@ -32,7 +32,6 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
         self._groups = groups
 
     async def handle(self, request: Versioned[SyncGroupRequest], client: ClientInfo) -> SyncGroupResponse:
-        """Wait for the member's share."""
         version, message = request
         if version >= _FIRST_WITH_PROTOCOL and (message.protocol_type is None or message.protocol_name is None):
             raise InconsistentProtocol("protocol type and name have to be given")
@@ -63,5 +62,4 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
         return Versioned(version, newest)
 
     def failure(self, error: MillstreamError, request: Versioned[SyncGroupRequest]) -> SyncGroupResponse:
-        """Refuse."""
         return SyncGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), assignment=b"")

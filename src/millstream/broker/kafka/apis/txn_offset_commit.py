@@ -63,7 +63,6 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         return TxnOffsetCommitCall(version, reshape(request, TxnOffsetCommitRequest))
 
     async def handle(self, request: TxnOffsetCommitCall, client: ClientInfo) -> TxnOffsetCommitResponse:
-        """Keep the offsets of partitions that exist."""
         version, message = request
         valid: dict[str, list[PartitionCommit]] = {}
         codes: Codes = {}

@@ -47,7 +47,6 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
         return Versioned(version, newest)
 
     async def handle(self, request: Versioned[UpdateFeaturesRequest], client: ClientInfo) -> Any:
-        """Answer all features together."""
         version, message = request
         features = {feature.name: feature for feature in features_of({api.key for api in self._served})}
         named = Counter(update.feature for update in message.feature_updates)
@@ -59,7 +58,6 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
         return _with_results(version, code, text, accepted)
 
     def failure(self, error: MillstreamError, request: Versioned[UpdateFeaturesRequest]) -> Any:
-        """Refuse all features together."""
         code, text = error_code(error), error_message(error)
         if request.version >= _FIRST_WITHOUT_RESULTS:
             return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=code, error_message=text)

@@ -50,7 +50,6 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
         self._markers = markers
 
     async def handle(self, request: WriteTxnMarkersRequest, client: ClientInfo) -> WriteTxnMarkersResponse:
-        """Write every marker to every partition named."""
         results = await asyncio.gather(*(self._write_all(one) for one in request.markers))
         return WriteTxnMarkersResponse(markers=tuple(results))
 

@@ -20,7 +20,6 @@ from millstream.client.admin.topics import (
     describe_topic,
     find_topic,
     grow_topic,
-    replication_of,
 )
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.route import NoFields, Request, Route, TopicName
@@ -231,9 +230,7 @@ def _card(body: NewTopic | TopicChanges) -> dict[str, str]:
 
 
 def _summary(topic: TopicMetadata) -> TopicSummary:
-    return TopicSummary(
-        topic.name, str(topic.topic_id), len(topic.partitions), replication_of(topic), topic.is_internal
-    )
+    return TopicSummary(topic.name, str(topic.topic_id), len(topic.partitions), topic.replication, topic.is_internal)
 
 
 _SHARED: Final[dict[str, Any]] = {"tag": "topics"}

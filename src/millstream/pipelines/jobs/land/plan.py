@@ -52,7 +52,6 @@ def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
 
 
 def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[Range]:
-    """Return the ranges of a topic."""
     return [Range(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
 
 

@@ -145,7 +145,6 @@ class TopicBatch:
         return self.table.commit(files, self.moves(), schema=table_schema(self.fields), quarantined=quarantined)
 
     def counts(self) -> dict[str, int]:
-        """Return the counts of the batch."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
         return {

@@ -1,0 +1,156 @@
+"""Private requests about transactions: the parts of a batch that are committed together, and hanging transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.transactions.batch import Member
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.requests import ProducerRef
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.ids import ProducerId
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.transaction_messages import (
+    ABORT_BATCH_KEY,
+    ABORT_KEY,
+    COMPLETE_BATCH_KEY,
+    LAST_BATCH_KEY,
+    PREPARE_KEY,
+    AbortBatchRequest,
+    AbortBatchResponse,
+    AbortTransactionRequest,
+    AbortTransactionResponse,
+    BatchMember,
+    CompleteBatchRequest,
+    CompleteBatchResponse,
+    LastBatchRequest,
+    LastBatchResponse,
+)
+
+
+class PrepareTransaction(PrivateApi[BatchMember, Response]):
+    """Prepares the transaction of a writer that has written its part of a batch.
+
+        {"transactional_id": "spark/…", "producer_id": 7, "producer_epoch": 0}   answer: {"error": 0, "message": null}
+
+    From here on the transaction has no timeout, nothing can be added to it, and only CompleteBatch, AbortBatch or
+    AbortTransaction end it. May be repeated. A writer whose batch is committed already, by others, is PRODUCER_FENCED.
+    """
+
+    key = PREPARE_KEY
+    request_type = BatchMember
+    response_type = Response
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def needs(self, request: BatchMember) -> Sequence[Need]:
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
+
+    async def handle(self, request: BatchMember) -> Response:
+        who = ProducerRef(request.transactional_id, ProducerId(request.producer_id), request.producer_epoch)
+        await self._transactions.prepare(who)
+        return Response()
+
+
+class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
+    """Commits all parts of a batch atomically.
+
+        {"query": "q", "batch": 3,
+         "members": [{"transactional_id": "spark/q/3/0/…", "producer_id": 7, "producer_epoch": 0}, …]}
+        answer: {"error": 0, "message": null, "done_now": true}
+
+    The decision, the last batch of the query and the end of every other attempt up to this batch are one append to
+    `__transaction_state`; markers follow, and are written again after a crash. A member that is not prepared fails the
+    whole (INVALID_TXN_STATE), as does one that was fenced. A batch that is committed already is a success, with
+    `done_now` false: nothing is committed then.
+    """
+
+    key = COMPLETE_BATCH_KEY
+    request_type = CompleteBatchRequest
+    response_type = CompleteBatchResponse
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def needs(self, request: CompleteBatchRequest) -> Sequence[Need]:
+        ids = (request.query, *(member.transactional_id for member in request.members))
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, name) for name in ids]
+
+    async def handle(self, request: CompleteBatchRequest) -> CompleteBatchResponse:
+        members = tuple(
+            Member(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch) for one in request.members
+        )
+        done_now = await self._transactions.complete_batch(request.query, request.batch, members)
+        return CompleteBatchResponse(done_now=done_now)
+
+
+class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
+    """Aborts every attempt at a batch.
+
+        {"query": "q", "batch": 3, "run": "4f2a"}   answer: {"error": 0, "message": null, "aborted": 2}
+
+    A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but
+    not by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced
+    from here on, so that a task that is still running cannot open a transaction that would never end.
+    """
+
+    key = ABORT_BATCH_KEY
+    request_type = AbortBatchRequest
+    response_type = AbortBatchResponse
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def needs(self, request: AbortBatchRequest) -> Sequence[Need]:
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.query)]
+
+    async def handle(self, request: AbortBatchRequest) -> AbortBatchResponse:
+        aborted = await self._transactions.abort_batch(request.query, request.batch, request.run)
+        return AbortBatchResponse(aborted=aborted)
+
+
+class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
+    """Returns the last committed batch of a query.
+
+        {"query": "q"}   answer: {"error": 0, "message": null, "batch": 3}
+
+    -1 means that none was. Writers ask first: what is committed already is not written again.
+    """
+
+    key = LAST_BATCH_KEY
+    request_type = LastBatchRequest
+    response_type = LastBatchResponse
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def needs(self, request: LastBatchRequest) -> Sequence[Need]:
+        return [(Operation.DESCRIBE, ResourceType.TRANSACTIONAL_ID, request.query)]
+
+    async def handle(self, request: LastBatchRequest) -> LastBatchResponse:
+        return LastBatchResponse(batch=await self._transactions.last_batch(request.query))
+
+
+class AbortTransaction(PrivateApi[AbortTransactionRequest, AbortTransactionResponse]):
+    """Aborts a hanging transaction.
+
+        {"transactional_id": "tx"}   answer: {"error": 0, "message": null, "state": "Ongoing"}
+
+    The producer is fenced, as after a timeout; prepared transactions of a batch are aborted too. `state` is the one
+    before. An id without an open transaction, and one that is being committed, get INVALID_TXN_STATE.
+    """
+
+    key = ABORT_KEY
+    request_type = AbortTransactionRequest
+    response_type = AbortTransactionResponse
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def needs(self, request: AbortTransactionRequest) -> Sequence[Need]:
+        return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
+
+    async def handle(self, request: AbortTransactionRequest) -> AbortTransactionResponse:
+        return AbortTransactionResponse(state=await self._transactions.abort(request.transactional_id))

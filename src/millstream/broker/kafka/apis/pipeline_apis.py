@@ -1,0 +1,295 @@
+"""Private requests about pipelines and the rules of routing pipelines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.landed_board import LandedBoard
+from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.errors import FilterError, InvalidPipeline
+from millstream.core.pipeline import DECODE, GROUP_PREFIX, NO_DECODING, Pipeline, Rule, kind_of
+from millstream.core.subscription import FILTER
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.pipeline_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    LANDED_KEY,
+    LIST_KEY,
+    RULES_KEY,
+    AlterPipelineResponse,
+    CreatePipelineResponse,
+    DeletePipelineRequest,
+    Landed,
+    ListPipelinesResponse,
+    NewPipeline,
+    PipelineChanges,
+    PipelineNames,
+    RuleChangeResponse,
+    RuleChanges,
+    RuleMessage,
+)
+
+
+class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
+    """Creates a pipeline.
+
+        {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
+        "validate_only": false}
+        answer: {"error": 0, "message": null, "pipeline_id": "…", "notes": ["There is no topic 'orders' yet; …"]}
+
+    A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md; rules are written as in
+    RuleChange. Notes are what its owner should know, and no reason to refuse it.
+    """
+
+    key = CREATE_KEY
+    request_type = NewPipeline
+    response_type = CreatePipelineResponse
+
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+        self._notes = notes
+
+    async def needs(self, request: NewPipeline) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
+        group = f"{GROUP_PREFIX}{request.name}"
+        if self._subscriptions.get(group) is not None:
+            raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
+        rules = [rule.rule() for rule in request.rules]
+        await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
+        made = await self._pipelines.create(
+            request.name,
+            kind_of(request.kind),
+            request.settings,
+            rules=rules,
+            is_wanted=request.wanted,
+            validate_only=request.validate_only,
+        )
+        return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))
+
+
+class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
+    """Changes, starts, stops or parks a pipeline.
+
+        {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
+        answer: {"error": 0, "message": null, "notes": []}
+
+    A setting of null goes back to its default. `wanted` starts or stops it, null leaves that as it is. `parked` is the
+    reason why it is not tried any more, null leaves that as it is. A pipeline that is parked is tried again when it is
+    started, or when its settings or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in
+    PipelineCreate, about settings that are changed.
+    """
+
+    key = ALTER_KEY
+    request_type = PipelineChanges
+    response_type = AlterPipelineResponse
+
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+        self._notes = notes
+
+    async def needs(self, request: PipelineChanges) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: PipelineChanges) -> AlterPipelineResponse:
+        notes: list[str] = []
+        if request.settings or request.validate_only:
+            notes = await self._change_settings(request)
+        if request.validate_only:
+            return AlterPipelineResponse(notes=notes)
+        if request.wanted is not None:
+            await (self._pipelines.start if request.wanted else self._pipelines.stop)(request.name)
+        if request.parked:
+            await self._pipelines.park(await self._pipelines.find(request.name), request.parked)
+        return AlterPipelineResponse(notes=notes)
+
+    async def _change_settings(self, request: PipelineChanges) -> list[str]:
+        if request.settings.get(DECODE) == NO_DECODING:
+            now = await self._pipelines.find(request.name)
+            await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
+        changed = await self._pipelines.alter(request.name, request.settings, validate_only=request.validate_only)
+        return self._notes.notes_for(changed)
+
+
+class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
+    """Deletes a pipeline.
+
+        {"name": "land-orders"}     answer: {"error": 0, "message": null}
+
+    Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
+    """
+
+    key = DELETE_KEY
+    request_type = DeletePipelineRequest
+    response_type = Response
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self._pipelines = pipelines
+
+    async def needs(self, request: DeletePipelineRequest) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: DeletePipelineRequest) -> Response:
+        await self._pipelines.delete(request.name)
+        return Response()
+
+
+class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
+    """Lists pipelines and their progress.
+
+        {"names": ["land-orders"]}, or null for all
+        answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
+        "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …, "rules": [{…}],
+        "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
+        "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
+
+    Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a
+    client asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which
+    there may be many, are only returned for pipelines that are named.
+    """
+
+    key = LIST_KEY
+    request_type = PipelineNames
+    response_type = ListPipelinesResponse
+
+    def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
+        self._pipelines = pipelines
+        self._board = board
+
+    async def needs(self, request: PipelineNames) -> Sequence[Need]:
+        """Nothing: the list contains the pipelines whose group the client may describe."""
+        return ()
+
+    def redact(self, response: ListPipelinesResponse, rights: Rights) -> ListPipelinesResponse:
+        """Leave out the pipelines that the client may not describe."""
+        visible = [one for one in response.pipelines if rights.group(Operation.DESCRIBE, one["group"])]
+        return msgspec.structs.replace(response, pipelines=visible)
+
+    async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
+        if request.names is None:
+            return ListPipelinesResponse(pipelines=[self._describe(one, ()) for one in self._pipelines.all()])
+        wanted = [await self._pipelines.find(name) for name in request.names]
+        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in wanted])
+
+    def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
+        return {
+            "name": pipeline.name,
+            "pipeline_id": str(pipeline.pipeline_id),
+            "kind": pipeline.kind,
+            "group": pipeline.group,
+            "settings": pipeline.settings.as_strings(),
+            "overrides": pipeline.overrides,
+            "wanted": pipeline.is_wanted,
+            "parked": pipeline.parked,
+            "created_ms": pipeline.created_ms,
+            "version": pipeline.version,
+            "rules": [RuleMessage.of(rule) for rule in rules],
+            "lag": self._board.lag(pipeline.name),
+            "report": self._board.describe(pipeline.name),
+        }
+
+
+class PipelineLanded(PrivateApi[Landed, Response]):
+    """Reports how far topics are landed.
+
+        {"pipeline_id": "…", "lake": "", "format": "delta",
+         "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
+        answer: {"error": 0, "message": null}
+
+    The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with.
+    A topic with `retention.until.landed` keeps what lies beyond.
+    """
+
+    key = LANDED_KEY
+    request_type = Landed
+    response_type = Response
+
+    def __init__(self, board: LandedBoard) -> None:
+        self._board = board
+
+    async def needs(self, request: Landed) -> Sequence[Need]:
+        """CLUSTER_ACTION: only processes of nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: Landed) -> Response:
+        for topic in request.topics:
+            self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
+        return Response()
+
+
+class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
+    """Changes the rules of a route pipeline.
+
+        {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
+        "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
+        answer: {"error": 0, "message": null, "rules": 17, "notes": []}
+
+    Rules are put in the place of those that have their names. All of it is done, or nothing. A rule that takes the
+    filter of a subscription names it instead of a condition. A condition that is wrong is refused with the place. What
+    is to be deleted and is not there is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
+    """
+
+    key = RULES_KEY
+    request_type = RuleChanges
+    response_type = RuleChangeResponse
+
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+        self._notes = notes
+
+    async def needs(self, request: RuleChanges) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: RuleChanges) -> RuleChangeResponse:
+        rules = [rule.rule() for rule in request.put]
+        now = await self._pipelines.find(request.name)
+        await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
+        changed = await self._pipelines.change_rules(
+            request.name, rules, gone=request.delete, validate_only=request.validate_only
+        )
+        return RuleChangeResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
+
+
+async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:
+    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there.
+
+    Raise `InvalidPipeline` for a condition that is wrong, or looks at what is not decoded: the pipeline could route
+    nothing at all with it.
+    """
+    conditions = {rule.name: rule.condition for rule in rules if rule.condition}
+    for rule in rules:
+        if rule.subscription:
+            conditions[rule.name] = (await subscriptions.find(rule.subscription)).overrides.get(FILTER, "")
+    if any(conditions.values()):
+        # Thousands of them take seconds.
+        await asyncio.to_thread(_check_conditions, conditions, decode)
+
+
+def _check_conditions(conditions: Mapping[str, str], decode: str) -> None:
+    from millstream.protocol.filter.filter import compile_filter
+
+    for name, condition in conditions.items():
+        try:
+            if condition and compile_filter(condition).uses.payload and decode == NO_DECODING:
+                raise InvalidPipeline(f"rule {name!r} reads payloads, which decode={NO_DECODING} does not decode")
+        except FilterError as error:
+            raise InvalidPipeline(f"rule {name!r}: {error}") from error

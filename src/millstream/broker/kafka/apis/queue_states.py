@@ -1,0 +1,71 @@
+"""Private requests between nodes that read and write the stored states of queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_messages import (
+    LOAD_KEY,
+    WRITE_KEY,
+    LoadQueue,
+    QueueLoaded,
+    QueuesWritten,
+    WriteQueues,
+)
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.ids import Epoch, PartitionIndex
+
+
+class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
+    """Returns the stored state of a queue to the queue's leader.
+
+        [subscription id, topic id, partition, leader epoch]   answer: [error, message, snapshot or nil, last sequence]
+
+    Once it is answered, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
+    """
+
+    key = LOAD_KEY
+    request_type = LoadQueue
+    response_type = QueueLoaded
+
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def needs(self, request: LoadQueue) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: LoadQueue) -> QueueLoaded:
+        stored = await self._states.load(request.key, Epoch(request.leader_epoch))
+        return QueueLoaded(0, None, stored.snapshot, stored.sequence)
+
+
+class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
+    """Stores the changes of queues, for the node that leads them.
+
+        [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
+        answer, when all of it is durable: [error, message, [[error, message], …]]
+
+    Writes of one queue are numbered without gaps; one that is repeated counts once, one that leaves a gap is
+    OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.
+    """
+
+    key = WRITE_KEY
+    request_type = WriteQueues
+    response_type = QueuesWritten
+
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def needs(self, request: WriteQueues) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: WriteQueues) -> QueuesWritten:
+        writes = [write.read() for write in request.writes]
+        results = await self._states.write(PartitionIndex(request.state_partition), writes)
+        outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
+        return QueuesWritten(0, None, outcomes)

@@ -1,0 +1,509 @@
+"""Private requests that administer subscriptions; receiving and settling have files of their own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.replication.partition import Partition
+from millstream.broker.security.rights import Rights
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.lease import HeldRange
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
+from millstream.core.ids import Offset
+from millstream.core.subscription import READ_COMMITTED, Subscription, check_subscription, shown
+from millstream.protocol.private.delivery_state import (
+    DELIVERY_STATE_KEY,
+    WAIT_MS_MAX,
+    DeliveryStateAnswer,
+    DeliveryStateRequest,
+)
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.subscription_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    FORGET_KEY,
+    LIST_KEY,
+    REVIVE_KEY,
+    SEEK_KEY,
+    AlterSubscriptionRequest,
+    CreateSubscriptionRequest,
+    CreateSubscriptionResponse,
+    DeleteSubscriptionRequest,
+    ForgetSubscriptionRequest,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+    ReviveMessagesRequest,
+    ReviveMessagesResponse,
+    SeekSubscriptionRequest,
+    SeekSubscriptionResponse,
+)
+
+
+class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
+    """Creates a subscription.
+
+        {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
+        answer: {"error": 0, "message": null, "subscription_id": "…"}
+
+    A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
+    docs/configuration.md.
+    """
+
+    key = CREATE_KEY
+    request_type = CreateSubscriptionRequest
+    response_type = CreateSubscriptionResponse
+
+    def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
+        self._service = service
+        self._pipelines = pipelines
+        self._subscriptions = service.declared
+
+    async def needs(self, request: CreateSubscriptionRequest) -> Sequence[Need]:
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in request.topics),
+            *letter_needs(request.settings),
+        ]
+
+    async def handle(self, request: CreateSubscriptionRequest) -> CreateSubscriptionResponse:
+        settings = check_subscription(request.name, request.topics, request.settings)
+        pipeline = self._pipelines.of_group(request.name)
+        if pipeline is not None:
+            raise InvalidSubscription(f"{request.name!r} is the group of pipeline {pipeline!r}; choose another name")
+        made = await self._subscriptions.create(
+            request.name,
+            request.topics,
+            request.settings,
+            starts=await self._service.starts(request.topics, settings),
+            validate_only=request.validate_only,
+        )
+        return CreateSubscriptionResponse(subscription_id=str(made.subscription_id))
+
+
+class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
+    """Changes a subscription.
+
+        {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
+        answer: {"error": 0, "message": null}
+
+    A setting of null goes back to its default; topics of null stay as they are.
+    """
+
+    key = ALTER_KEY
+    request_type = AlterSubscriptionRequest
+    response_type = Response
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+
+    async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
+        """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
+        topics = {*await self._service.topics_of(request.name), *(request.topics or ())}
+        return [
+            (Operation.ALTER_CONFIGS, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in sorted(topics)),
+            *letter_needs(request.settings),
+        ]
+
+    async def handle(self, request: AlterSubscriptionRequest) -> Response:
+        found = await self._subscriptions.find(request.name)
+        further = [topic for topic in request.topics or () if topic not in found.topics]
+        await self._subscriptions.alter(
+            request.name,
+            request.settings,
+            topics=request.topics,
+            starts=await self._service.starts(further, found.settings) if further else None,
+            validate_only=request.validate_only,
+        )
+        return Response()
+
+
+class SubscriptionDelete(PrivateApi[DeleteSubscriptionRequest, Response]):
+    """Deletes a subscription.
+
+        {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
+
+    What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
+    with open dead letters is NON_EMPTY_GROUP unless it is forced; the letters stay in their topic then.
+    """
+
+    key = DELETE_KEY
+    request_type = DeleteSubscriptionRequest
+    response_type = Response
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def needs(self, request: DeleteSubscriptionRequest) -> Sequence[Need]:
+        return [(Operation.DELETE, ResourceType.GROUP, request.name)]
+
+    async def handle(self, request: DeleteSubscriptionRequest) -> Response:
+        await self._service.delete(request.name, force=request.force)
+        return Response()
+
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.delivery import Delivery
+
+LEASES_MAX = 10_000
+
+_COUNTERS = {
+    "accepted": DeltaKind.ACCEPTED,
+    "released": DeltaKind.RELEASED,
+    "expired": DeltaKind.EXPIRED,
+    "rejected": DeltaKind.REJECTING,
+    "dead_lettered": DeltaKind.DEAD_LETTERED,
+    "dropped": DeltaKind.DROPPED,
+    "filtered": DeltaKind.FILTERED,
+}
+
+
+class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
+    """Lists subscriptions and their queues.
+
+        {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
+        answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
+        "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
+        "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}],
+        "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
+        "worker": …, "client_id": …, "address": …}]}]}
+
+    Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all
+    nodes. `kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and
+    lists the ones that it leads. The topics of a share group for which none are declared are those of `kept`, and those
+    that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
+    subscription's endpoint, if its messages are pushed. `leases` holds the oldest ranges that workers hold, at most as
+    many as requested; client id and address are those of the last connection that acted for the worker, empty if the
+    node has not heard of it since it began to lead the queue. Values of secret settings are never returned.
+    """
+
+    key = LIST_KEY
+    request_type = ListSubscriptionsRequest
+    response_type = ListSubscriptionsResponse
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+
+    async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
+        """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
+        return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names or ()]
+
+    def redact(self, response: ListSubscriptionsResponse, rights: Rights) -> ListSubscriptionsResponse:
+        """Leave out the subscriptions that the client may not describe."""
+        visible = [one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one["name"])]
+        return msgspec.structs.replace(response, subscriptions=visible)
+
+    async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
+        if request.names is None:
+            wanted = self._subscriptions.all()
+        else:
+            wanted = [await self._subscriptions.find(name) for name in request.names]
+            await self._open(wanted, request.open)
+        begun = self._service.share_topics.kept()
+        queues: dict[UUID, list[Delivery]] = {}
+        engine = self._service.loaded
+        for delivery in () if engine is None else engine.deliveries:
+            queues.setdefault(delivery.key.subscription_id, []).append(delivery)
+        described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
+        if request.names is None:
+            described = [{**one, "kept": []} for one in described]
+        if leases_max := max(0, min(request.leases, LEASES_MAX)):
+            for one, document in zip(wanted, described, strict=True):
+                document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
+        return ListSubscriptionsResponse(subscriptions=described)
+
+    async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
+        for topic, index in places:
+            # A node without a replica has no such partition, and leadership may move meanwhile.
+            with suppress(NotLeader):
+                partition = self._service.topics.partition(topic, index)
+                if partition.is_leader:
+                    engine = await self._service.engine()
+                    for subscription in subscriptions:
+                        await engine.delivery(subscription, partition)
+
+    def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
+        """Return the push status on this node; a client combines those of all nodes."""
+        status = self._service.push.describe(subscription.name)
+        return [] if status is None else [{"node": self._service.node_id, **status}]
+
+    def _leases(self, queues: Iterable[Delivery], leases_max: int) -> list[dict[str, Any]]:
+        now_ms = self._service.clock.now_ms()
+        listed: list[dict[str, Any]] = []
+        for delivery in queues:
+            listed += [_lease(delivery, held, now_ms) for held in delivery.held_ranges()[:leases_max]]
+        return sorted(listed, key=lambda lease: (lease["topic"], lease["partition"], lease["start"]))[:leases_max]
+
+    def _describe(
+        self,
+        subscription: Subscription,
+        queues: Mapping[UUID, Iterable[Delivery]],
+        kept: Sequence[tuple[str, int]],
+    ) -> dict[str, Any]:
+        known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in kept}
+        return {
+            "name": subscription.name,
+            "subscription_id": str(subscription.subscription_id),
+            "topics": subscription.topics or sorted(known),
+            "settings": self._subscriptions.settings_of(subscription).as_strings(),
+            "overrides": shown(subscription.overrides),
+            "created_ms": subscription.created_ms,
+            "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
+            "kept": kept,
+            "push": self._push_status(subscription),
+        }
+
+
+def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
+    return {
+        "topic": delivery.partition.topic.name,
+        "partition": delivery.partition.index,
+        "start": held.first,
+        "end": held.last + 1,
+        "attempt": held.attempt,
+        "deadline_ms": held.deadline_ms,
+        "left_ms": max(0, held.deadline_ms - now_ms),
+        "worker": held.worker,
+        **held.origin._asdict(),
+    }
+
+
+def _queue(delivery: Delivery) -> dict[str, Any]:
+    queue = delivery.queue
+    return {
+        "topic": delivery.partition.topic.name,
+        "partition": delivery.partition.index,
+        "oldest": queue.oldest,
+        "backlog": delivery.backlog,
+        "waiting_workers": delivery.waiting,
+        **queue.counts._asdict(),
+        **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
+        "redelivered": queue.redelivered,
+        "refused_letters": len(delivery.refused_letters),
+        "letter_refusal": delivery.letter_refusal if delivery.refused_letters else "",
+    }
+
+
+AT_OFFSET = "offset:"
+AT_TIME = "at:"
+_DIGITS_MAX = 18
+
+
+class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionResponse]):
+    """Moves a subscription to another position.
+
+        {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
+        answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
+
+    It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
+    Outstanding leases become void; what was delivered before is delivered again where the new place lies before it.
+    """
+
+    key = SEEK_KEY
+    request_type = SeekSubscriptionRequest
+    response_type = SeekSubscriptionResponse
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
+
+    async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
+        topics = await self._service.topics_of(request.name)
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+        ]
+
+    async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
+        """Move each queue; return once that is durable."""
+        subscription = await self._subscriptions.find(request.name)
+        _check(request.to)
+        engine = await self._service.engine()
+        moved = []
+        topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
+        for partition in self._partitions(topics, request.partition):
+            delivery = await engine.delivery(subscription, partition)
+            offset = await _place(partition, delivery.settings.isolation, request.to)
+            delivery.seek(offset)
+            await delivery.durable()
+            moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
+        return SeekSubscriptionResponse(queues=moved)
+
+    def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
+        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
+        return [
+            one
+            for topic in found
+            for one in self._topics.partitions_of(topic)
+            if one.is_leader and index in (None, one.index)
+        ]
+
+
+def _check(to: str) -> None:
+    number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
+    is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
+    if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
+        raise InvalidRequest(f"a position is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
+
+
+async def _place(partition: Partition, isolation: str, to: str) -> Offset:
+    end = partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
+    if to == "earliest":
+        return partition.log_start
+    if to == "latest":
+        return end
+    if to.startswith(AT_OFFSET):
+        return Offset(max(partition.log_start, min(end, int(to.removeprefix(AT_OFFSET)))))
+    found = await partition.log.find_time(int(to.removeprefix(AT_TIME)), up_to=end)
+    return end if found is None else Offset(max(partition.log_start, found[0]))
+
+
+_PLACE: Final = struct.Struct(">iq")
+
+
+class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesResponse]):
+    """Redelivers the messages of dead letters.
+
+        {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
+        "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
+        answer, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
+
+    The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
+    the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with
+    the same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no
+    longer has; they are all that are asked for when the topic is another one by now. The leader of the partition
+    answers. While the queue does not know yet that one of the letters is written, the answer is
+    COORDINATOR_NOT_AVAILABLE, nothing is revived, and the client asks again.
+    """
+
+    key = REVIVE_KEY
+    request_type = ReviveMessagesRequest
+    response_type = ReviveMessagesResponse
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            (Operation.READ, ResourceType.TOPIC, request.topic),
+        ]
+
+    async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
+        """Revive all that can be; answered once it is durable."""
+        subscription = await self._service.declared.find(request.name)
+        if request.topic not in await self._service.share_topics.of(subscription):
+            raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
+        partition = self._service.topics.partition(request.topic, request.partition)
+        if partition.topic.topic_id != request.topic_id:
+            return ReviveMessagesResponse(missing=[offset for offset, _, _ in request.letters])
+        engine = await self._service.engine()
+        delivery = await engine.delivery(subscription, partition)
+        letters, closed = (
+            {Offset(offset): request.letter_topic_id.bytes + _PLACE.pack(*place) for offset, *place in listed}
+            for listed in (request.letters, request.closed)
+        )
+        return ReviveMessagesResponse(missing=await delivery.revive(letters, closed))
+
+
+class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
+    """Discards the delivery state of a topic.
+
+        {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
+
+    Sent to every node twice: with `only_close` the queues of the topic are closed, and without it their states go. When
+    they are next used they begin where the subscription's `share.auto.offset.reset` says.
+    """
+
+    key = FORGET_KEY
+    request_type = ForgetSubscriptionRequest
+    response_type = Response
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
+        return [
+            (Operation.READ, ResourceType.GROUP, request.name),
+            (Operation.READ, ResourceType.TOPIC, request.topic),
+        ]
+
+    async def handle(self, request: ForgetSubscriptionRequest) -> Response:
+        subscription = await self._service.declared.find(request.name)
+        topic = self._service.topics.get(request.topic)
+        if topic is None:
+            raise UnknownTopic(f"there is no topic {request.topic!r}")
+        if request.only_close:
+            engine = self._service.loaded
+            if engine is not None:
+                engine.close_queues(subscription.subscription_id, topic.topic_id)
+        else:
+            await self._service.states.forget(
+                lambda key: key.subscription_id == subscription.subscription_id and key.topic_id == topic.topic_id
+            )
+        return Response()
+
+
+class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
+    """Returns the delivery state of a message.
+
+        [subscription, topic, partition, offset, wait ms]
+        answer: [error, message, state, attempt, next ms, is final]
+
+    With a wait, it is answered when the state is final: accepted, dead-lettered, dropped, filtered, skipped, absent, or
+    done where it is not remembered how. Before that it is waiting, blocked, delayed, leased or rejected, and `next ms`
+    is the time that it waits for. A queue has 256 such waits at most; more are POLICY_VIOLATION.
+    """
+
+    key = DELIVERY_STATE_KEY
+    request_type = DeliveryStateRequest
+    response_type = DeliveryStateAnswer
+    waits_for_others = True
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def needs(self, request: DeliveryStateRequest) -> Sequence[Need]:
+        return [
+            (Operation.DESCRIBE, ResourceType.GROUP, request.subscription),
+            (Operation.DESCRIBE, ResourceType.TOPIC, request.topic),
+        ]
+
+    async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
+        """Look up the state, waiting until it is final."""
+        subscription = await self._service.declared.find(request.subscription)
+        if subscription.topics and request.topic not in subscription.topics:
+            raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
+        if request.wait_ms < 0:
+            raise InvalidRequest("the wait must not be negative")
+        partition = self._service.topics.partition(request.topic, request.partition)
+        engine = await self._service.engine()
+        delivery = await engine.delivery(subscription, partition)
+        end = partition.log.end_offset
+        if not 0 <= request.offset < end:
+            raise OffsetOutOfRange(
+                f"{partition.log.partition} ends at {end}, there is no message at {request.offset}",
+                start=partition.log_start,
+                end=end,
+            )
+        # Imported on first use, together with the queues.
+        from millstream.broker.subscriptions.outcomes import message_state
+
+        start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
+        wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
+        current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
+        return DeliveryStateAnswer(0, None, current.state, current.attempt, current.next_ms, current.is_final)
