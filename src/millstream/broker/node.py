@@ -256,7 +256,9 @@ class Broker:
             listener.connections_max = core.topics.broker_settings.connections_max
 
         core.topics.broker_settings.on_change(follow_settings)
-        self._revoked = await self._listeners.start(listener, dispatch, limits, core.security, self._supervise)
+        self._revoked = await self._listeners.start(
+            listener, dispatch, limits, core.security, core.membership, self._supervise
+        )
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
@@ -476,7 +478,7 @@ class Broker:
             cluster_id=core.membership.cluster_id,
             started_ms=clock.now_ms(),
             kafka=self.kafka_address,
-            http=self.http_address,
+            http=self.http_url,
             data=self._data,
         )
         parts = module.ApiDependencies(
@@ -490,6 +492,7 @@ class Broker:
             subscriptions=core.subscriptions,
             pipelines=core.pipelines,
             security=core.security,
+            knowledge=self._listeners.knowledge,
             budget=budget,
             connections=listener.connections,
             sources=[
@@ -598,6 +601,7 @@ class Broker:
             port=port,
             rack=rack,
             endpoints=self._listeners.endpoints(),
+            assertion_key=self._listeners.assertion_key,
         )
 
     # -- addresses ------------------------------------------------------------------------------------------
@@ -613,6 +617,11 @@ class Broker:
     def http_address(self) -> str:
         """Where HTTP is served, with the real port; empty without a gateway."""
         return self._http_at
+
+    @property
+    def http_url(self) -> str:
+        """The same with its scheme."""
+        return self._http_at and f"{'http' if self._config.http_tls is None else 'https'}://{self._http_at}"
 
 
 def _import_served() -> Any:
