@@ -16,7 +16,8 @@ def _gateway(listening: socket.socket, kafka_address: str, config: Config) -> Ht
         listening,
         kafka_address,
         hosts=[config.http, config.advertise, *config.http_hosts.split(",")],
-        is_closed=config.authorizes and not config.insecure,
+        authenticates=config.auth if config.authorizes else None,
+        tls=config.http_tls,
         log_level=config.log_level,
         log_format=config.log_format,
     )

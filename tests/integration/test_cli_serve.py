@@ -211,16 +211,24 @@ def test_an_address_that_no_one_can_connect_to_is_not_advertised(tmp_path: Path,
     assert (refused.code, "--advertise" in refused.err) == (2, True)
 
 
-@pytest.mark.parametrize("flag", ["--kafka", "--http"])
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (["--kafka", "0.0.0.0:0"], "--auth required"),
+        (["--http", "0.0.0.0:0"], "--auth required"),
+        (["--http", "0.0.0.0:0", "--auth", "required"], "--http-tls-cert"),
+    ],
+)
 @pytest.mark.parametrize("insecure", [False, True])
-def test_an_open_address_is_warned_about_unless_that_is_accepted(tmp_path: Path, flag: str, insecure: bool) -> None:
+def test_an_open_address_is_refused_unless_that_is_accepted(
+    tmp_path: Path, flags: list[str], advice: str, insecure: bool
+) -> None:
     given = ["--insecure"] if insecure else []
-    # Refused after the warning, so that no node is left running.
-    ended = call_command(
-        ["serve", "--data", str(tmp_path), *FREE, flag, "0.0.0.0:0", *given, "--advertise", "0.0.0.0:1"]
-    )
+    # With --insecure, it is the address that cannot be advertised that is refused, so that no node is left running.
+    ended = call_command(["serve", "--data", str(tmp_path), *FREE, *flags, *given, "--advertise", "0.0.0.0:1"])
     assert ended.code == 2
-    assert ("--auth required" in ended.err and "pass --insecure" in ended.err) is not insecure
+    assert (advice in ended.err and "pass --insecure" in ended.err) is not insecure
+    assert ("--advertise" in ended.err) is insecure
 
 
 def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.abc import AbstractTokenProvider
@@ -361,15 +360,6 @@ async def test_who_is_not_known_gets_nothing(locked: Locked, credentials: Callab
     with pytest.raises(MillstreamError):
         async with Client.connect(locked.server.kafka, timeout_s=10, credentials=credentials(locked)) as client:
             await client.metadata()
-
-
-def test_http_tells_how_the_node_is_and_nothing_else(locked: Locked) -> None:
-    base = f"http://{locked.server.http}"
-    deadline = time.monotonic() + WAIT_S
-    while httpx.get(f"{base}/readyz", timeout=WAIT_S).status_code != 200:
-        assert time.monotonic() < deadline
-    for path in ("/v1/topics", "/metrics", "/openapi.json", "/v1/../metrics"):
-        assert httpx.get(base + path, timeout=WAIT_S).status_code == 401
 
 
 # -- on the wire ----------------------------------------------------------------------------------------------------

@@ -8,19 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import millstream
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.sasl import Verified
+from millstream.broker.security.state import SecurityState
 from millstream.cli import certs
 from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
-from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
+from millstream.protocol.private.authenticate import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.credentials import Credentials, client_tls, node_by_certificate
+from millstream.protocol.wire.credentials import ASSERTION, Credentials, client_tls, node_by_certificate
 from millstream.protocol.wire.replica_fetch import FETCH_KEY, VERSION, ReplicaFetch, write_replica_fetch
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -137,6 +145,97 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
             return not await publishes()
 
         await until(is_out)
+
+
+def open_with(locked: Locked, node: Server, assertion: str) -> Any:
+    """Connect to a node as a gateway does that acts for a caller."""
+    host, port = node.kafka.rsplit(":", 1)
+    credentials = Credentials(tls=client_tls(locked.ca), token=lambda: assertion, mechanism=ASSERTION)
+    return Channel.open(host, int(port), client_id="x", timeout_s=10, credentials=credentials)
+
+
+async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> None:
+    topic, name = "http-orders", "http-workers"
+    rules = [
+        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:carol", operation=one)
+        for kind, name, one in (
+            (ResourceType.TOPIC, topic, Operation.WRITE),
+            (ResourceType.TOPIC, topic, Operation.READ),
+            (ResourceType.GROUP, name, Operation.ALL),
+        )
+    ]
+    carol = ("carol", "carol-password")
+    async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as client:
+        await put_user(client, *carol)
+        await add_acls(client, rules)
+    tls = client_tls(locked.ca)
+    async with httpx.AsyncClient(verify=tls, timeout=WAIT_S, auth=carol) as http:
+        first, second = (f"https://{node.http}/v1" for node in locked.nodes)
+        created = await http.post(f"{first}/topics", auth=ADMIN, json={"topic": topic, "partitions": 4})
+        assert created.status_code == 201, created.text
+
+        async def is_known() -> bool:
+            answers = [await http.get(f"{url}/topics/{topic}/partitions/0/messages/0") for url in (first, second)]
+            assert {one.status_code for one in answers} <= {401, 404, 503}
+            return all(one.status_code == 404 for one in answers)
+
+        await until(is_known)
+        for partition in range(4):
+            for url in (first, second):
+                headers = {"message-partition": str(partition)}
+                stored = await http.post(f"{url}/topics/{topic}/messages", content=b"x", headers=headers)
+                assert stored.status_code == 201, stored.text
+        made = await http.post(f"{first}/subscriptions", json={"name": name, "topics": [topic], "start": "start"})
+        assert made.status_code == 201, made.text
+        found = 0
+        async with asyncio.timeout(WAIT_S):
+            while found < 8:
+                pulled = await http.post(f"{second}/subscriptions/{name}/messages:pull", json={"wait_ms": 1000})
+                assert pulled.status_code == 200, pulled.text
+                leases = [one["lease"] for one in pulled.json()["messages"]]
+                settled = await http.post(f"{first}/subscriptions/{name}/messages:settle", json={"accept": leases})
+                assert settled.json()["failed"] == 0, "a lease of one gateway is settled through any other"
+                found += len(leases)
+        refused = await http.post(f"{first}/topics/orders/messages", content=b"x")
+        assert refused.status_code == 403
+
+
+async def test_assertions_that_no_node_has_signed_are_refused(locked: Locked, tmp_path: Path) -> None:
+    async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as client:
+        cluster_id = (await client.metadata([])).cluster_id
+    assert cluster_id
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    admin = Verified(principal="User:admin")
+    forged = [
+        Assertions(state, of, NodeId(number), Ed25519PrivateKey.generate()).sign(admin, "127.0.0.1")
+        for of in (cluster_id, "another-cluster")
+        for number in (1, 2, 3)
+    ]
+    catalog.close()
+    for text in (*forged, "", "x" * 10_000):
+        for node in locked.nodes:
+            with pytest.raises(AuthenticationFailed):
+                await open_with(locked, node, text)
+
+
+async def test_only_nodes_have_callers_authenticated(locked: Locked) -> None:
+    asked = encode(AuthenticateRequest(scheme="basic", host="10.9.9.9", user=ADMIN[0], secret=ADMIN[1]))
+    folder = locked.certificates
+    node = node_by_certificate(str(folder / "node.pem"), str(folder / "node.key"), str(locked.ca), CLUSTER)
+    async with Client.connect(locked.nodes[0].kafka, credentials=locked.credentials(ADMIN)) as admin:
+        await put_user(admin, "dave", "dave-password")
+    async with Client.connect(locked.nodes[0].kafka, credentials=node) as client:
+        answer = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
+        assert answer.principal == "User:admin"
+    for one in locked.nodes:
+        # Signed by the first, accepted by both.
+        channel = await open_with(locked, one, answer.assertion)
+        await channel.close()
+    dave = locked.credentials(("dave", "dave-password"))
+    async with Client.connect(locked.nodes[0].kafka, credentials=dave) as client:
+        refused = decode(await client.private(None, AUTHENTICATE_KEY, asked), AuthenticateResponse)
+    assert (refused.error, refused.assertion) == (31, "")
 
 
 @pytest.mark.parametrize("who", ["client", "another node", "another cluster"])

@@ -250,7 +250,9 @@ class Broker:
             listener.connections_max = core.topics.broker_settings.connections_max
 
         core.topics.broker_settings.on_change(follow_settings)
-        self._revoked = await self._listeners.start(listener, dispatch, limits, core.declared.security, self._supervise)
+        self._revoked = await self._listeners.start(
+            listener, dispatch, limits, core.declared.security, core.membership, self._supervise
+        )
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
         undo.push_async_callback(self._close_served)
@@ -449,7 +451,7 @@ class Broker:
             cluster_id=core.membership.cluster_id,
             started_ms=clock.now_ms(),
             kafka=self.kafka_address,
-            http=self.http_address,
+            http=self.http_url,
             data=self._data,
         )
         parts = module.ApiDependencies(
@@ -459,6 +461,7 @@ class Broker:
             membership=core.membership,
             producer_ids=ProducerIds(core.declarations),
             declared=core.declared,
+            knowledge=self._listeners.knowledge,
             budget=budget,
             connections=listener.connections,
             sources=[
@@ -567,6 +570,7 @@ class Broker:
             port=port,
             rack=rack,
             endpoints=self._listeners.endpoints(),
+            assertion_key=self._listeners.assertion_key,
         )
 
     # -- addresses ------------------------------------------------------------------------------------------
@@ -582,6 +586,11 @@ class Broker:
     def http_address(self) -> str:
         """Where HTTP is served, with the real port; empty without a gateway."""
         return self._http_at
+
+    @property
+    def http_url(self) -> str:
+        """The same with its scheme."""
+        return self._http_at and f"{'http' if self._config.http_tls is None else 'https'}://{self._http_at}"
 
 
 def _import_served() -> Any:

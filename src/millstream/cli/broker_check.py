@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -299,25 +300,29 @@ def _clock(status: dict[str, Any]) -> Finding:
 
 
 async def _http(status: dict[str, Any]) -> Finding:
-    address = status["http"]
-    if not address:
+    url = status["http"]
+    if not url:
         return ok("http", "a broker inside a program, without a gateway")
     try:
-        answer = await asyncio.wait_for(_get(address, "/readyz"), _HTTP_S)
+        answer = await asyncio.wait_for(_get(url, "/readyz"), _HTTP_S)
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway by itself; its log says why it ended"
-        return problem(
-            "http", f"the gateway at http://{address} does not answer: {str(error) or 'no answer in time'}", advice
-        )
+        return problem("http", f"the gateway at {url} does not answer: {str(error) or 'no answer in time'}", advice)
     if answer not in (200, 503):
-        return problem("http", f"the gateway at http://{address} answers with {answer}", "look at the broker's log")
-    return ok("http", f"the gateway at http://{address} answers")
+        return problem("http", f"the gateway at {url} answers with {answer}", "look at the broker's log")
+    return ok("http", f"the gateway at {url} answers")
 
 
-async def _get(address: str, path: str) -> int:
+async def _get(url: str, path: str) -> int:
     """Return the status code of one GET, without loading an HTTP client."""
+    scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    tls = None
+    if scheme == "https":
+        # Whether it answers is all that is asked, and nothing is said that others may not hear.
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
         line = await reader.readline()

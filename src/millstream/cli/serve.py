@@ -180,6 +180,6 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     )
     print_line(f"  kafka  {broker.kafka_address}  ({where})")
     if broker.http_address:
-        print_line(f"  http   http://{broker.http_address}  (/docs /healthz /readyz /metrics)")
+        print_line(f"  http   {broker.http_url}  (/docs /healthz /readyz /metrics)")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")

@@ -93,6 +93,13 @@ class Config:
         "Names by which browsers reach the HTTP gateway without TLS, separated by commas; `*` allows any. "
         "Addresses, names without a dot and the hosts of `http` and `advertise` are always allowed.",
     )
+    http_tls_cert: str = setting(
+        "http-tls-cert",
+        "",
+        "File with the certificate of the HTTP gateway, and the chain to its authority; empty means `tls-cert`. With "
+        "either, HTTP is served over TLS.",
+    )
+    http_tls_key: str = setting("http-tls-key", "", "File with the private key of `http-tls-cert`.")
     advertise: str = setting(
         "advertise",
         "",
@@ -105,8 +112,9 @@ class Config:
     auth: str = setting(
         "auth",
         NO_AUTHENTICATION,
-        "Whether Kafka clients have to authenticate, by SASL or a certificate. Without it, the node warns about every "
-        "address that other machines reach, unless `insecure` accepts it.",
+        "Whether clients have to authenticate: over Kafka by SASL or a certificate, over HTTP by a password or a "
+        "token. Without it, the node refuses to listen on an address that other machines reach, unless `insecure` "
+        "accepts it.",
         choices=(NO_AUTHENTICATION, AUTHENTICATION_REQUIRED),
     )
     tls_cert: str = setting("tls-cert", "", "File with the certificate of this node, and the chain to its authority.")
@@ -131,7 +139,8 @@ class Config:
     insecure: bool = setting(
         "insecure",
         False,
-        "Whether to accept, without a warning, that addresses reachable by other machines require no authentication.",
+        "Whether to accept that addresses reachable by other machines require no authentication, and that passwords "
+        "reach them in plain text.",
     )
     node_listener: str = setting(
         "node-listener",
@@ -505,6 +514,8 @@ class Config:
             raise InvalidSetting(f"node-listener is {self.node_listener!r}; the listeners are {', '.join(names)}")
         for listener in self.all_listeners:
             listener.check()
+        if bool(self.http_tls_cert) != bool(self.http_tls_key):
+            raise InvalidSetting("HTTP needs both a certificate (http-tls-cert) and its key (http-tls-key)")
 
     @property
     def all_listeners(self) -> tuple[ListenerConfig, ...]:
@@ -524,6 +535,18 @@ class Config:
     def authorizes(self) -> bool:
         """Whether access rules hold: they do for every client as soon as some clients authenticate."""
         return any(listener.requires_authentication for listener in self.all_listeners)
+
+    @property
+    def http_tls(self) -> tuple[str, str] | None:
+        """The files with the certificate of HTTP and its key; None for plain text."""
+        if self.http_tls_cert:
+            return self.http_tls_cert, self.http_tls_key
+        return (self.tls_cert, self.tls_key) if self.tls_cert else None
+
+    @property
+    def http_authenticates(self) -> bool:
+        """Whether callers of HTTP have to authenticate: they do where clients of the listener `default` do."""
+        return self.auth == AUTHENTICATION_REQUIRED
 
     @property
     def in_cluster(self) -> bool:

@@ -1,12 +1,15 @@
 """What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
 
 GET /         what is served here
-     /v1/…    the API, whose routes are in `table.py`
+     /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
               while the broker starts, and when its event loop has not answered for `STUCK_S`
 GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
-GET /metrics  every number of the node as Prometheus text
+GET /metrics  every number of the node as Prometheus text, for callers that may describe the cluster
+
+Where clients authenticate, everything else is open: it holds nothing but the state of the process and documentation.
+Health checks of callers that are not known say whether, not why, since reasons name topics.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millstream import __version__
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.gateway.api.dispatch import Api
 from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document, render
-from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refused, stopped
+from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refusal_of, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
 from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
+from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
@@ -43,11 +47,6 @@ AskHealth = Callable[[], Awaitable[Health]]
 """Requests the broker's health, with a short timeout."""
 
 _NO_STORE = {"cache-control": "no-store"}
-_OPEN = frozenset({"/", "/healthz", "/readyz"})
-_CLOSED = (
-    "the clients of this node have to authenticate, which HTTP cannot do yet; use the Kafka protocol, or start the "
-    "node with --insecure to let everyone who reaches this address do everything"
-)
 
 
 def build_app(
@@ -55,15 +54,11 @@ def build_app(
     health: AskHealth,
     services: Services | None = None,
     site: OriginCheck | None = None,
-    *,
-    is_closed: bool = False,
+    callers: Callers | None = None,
 ) -> ASGIApp:
-    """Build the gateway's ASGI application.
-
-    A closed gateway reports health and nothing else: it acts with its node's rights and cannot tell for whom.
-    """
+    """Build the gateway's ASGI application; without `callers`, everyone may do everything."""
     named = site or OriginCheck()
-    doors = _Pages(ask, health, services.pressure if services is not None else Pressure())
+    doors = _Pages(ask, health, services.pressure if services is not None else Pressure(), callers)
     pages = Starlette(
         routes=[
             Route("/", doors.index),
@@ -73,14 +68,17 @@ def build_app(
             Route("/openapi.json", doors.openapi),
             Route("/docs", doors.docs),
         ],
-        exception_handlers={HTTPException: refused, MillstreamError: _broker_unavailable, Exception: failed},
+        exception_handlers={
+            HTTPException: refused,
+            Refused: _refused,
+            MillstreamError: _broker_unavailable,
+            Exception: failed,
+        },
     )
 
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = pages
         try:
-            if is_closed and scope["path"] not in _OPEN:
-                raise Refused(HTTPStatus.UNAUTHORIZED, _CLOSED)
             named.check_name(dict(scope["headers"]))
         except Refused as error:
             answer = problem(Request(scope), error.status, error.detail)
@@ -91,9 +89,9 @@ def build_app(
                 raise
             await problem(Request(scope), HTTPStatus.SERVICE_UNAVAILABLE, stopped().detail)(scope, receive, send)
 
-    if services is None or is_closed:
+    if services is None:
         return own_pages
-    api = Api(ROUTES, services, named)
+    api = Api(ROUTES, services, named, callers)
     beginning = PREFIX + "/"
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -107,10 +105,11 @@ def build_app(
 class _Pages:
     """The pages beside the API, one method each."""
 
-    def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure) -> None:
+    def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure, callers: Callers | None) -> None:
         self._ask = ask
         self._health = health
         self._pressure = pressure
+        self._callers = callers
         self._openapi: bytes | None = None
         self._docs: bytes | None = None
 
@@ -138,7 +137,7 @@ class _Pages:
         health = await self._health()
         status = health.status
         if health.silent_s >= STUCK_S or not status:
-            return _unavailable(request, [_silent(health)])
+            return self._unavailable(request, [_silent(health)])
         healthy = {"status": "ok", "node": status["node_id"], "version": status["version"]}
         return JSONLine({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
 
@@ -148,32 +147,50 @@ class _Pages:
         if health.silent_s >= UNREADY_S or not health.status:
             reasons.append(_silent(health))
         if reasons:
-            return _unavailable(request, reasons)
+            return self._unavailable(request, reasons)
         ready = {"status": "ready", "node": health.status["node_id"], "warnings": self._warnings(health)}
         return JSONLine(ready, headers=_NO_STORE)
 
     async def metrics(self, request: Request) -> Response:
         await self._health()
-        status = await self._ask()
+        if self._callers is None:
+            status = await self._ask()
+        else:
+            host = "" if request.client is None else request.client.host
+            async with self._callers.acting_for(request.scope["headers"], host) as caller:
+                status = await caller.services.status.ask()
         numbers = [*status["metrics"], *self._pressure.metrics()]
         text, content_type = render(numbers, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type, **_NO_STORE})
 
     def _warnings(self, health: Health) -> list[str]:
         busy = [_silent(health)] if health.silent_s > 0 else []
+        if self._callers is not None:
+            return busy
         return [*health.status["warnings"], *busy, *self._pressure.warnings()]
+
+    def _unavailable(self, request: Request, reasons: list[str]) -> JSONResponse:
+        if self._callers is not None:
+            reasons = ["`millstream doctor` and the log of the node say why"]
+        detail = f"the broker is not ready: {'; '.join(reasons)}"
+        return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
 
 
 def _silent(health: Health) -> str:
     return f"the broker's event loop has not answered for {health.silent_s:.1f} s"
 
 
-def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
-    detail = f"the broker is not ready: {'; '.join(reasons)}"
-    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
+def _refused(request: Request, error: Exception) -> JSONResponse:
+    if not isinstance(error, Refused):
+        return failed(request, error)
+    response = problem(request, error.status, error.detail, **error.more)
+    response.headers.update(error.headers)
+    return response
 
 
 def _broker_unavailable(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, NotAuthorized):
+        return _refused(request, refusal_of(error))
     starts = isinstance(error, BrokerStarting)
     reason = f"the broker is starting: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

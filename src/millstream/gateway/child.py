@@ -45,7 +45,8 @@ class HttpChild(SupervisedChild):
         kafka_address: str,
         *,
         hosts: Sequence[str] = (),
-        is_closed: bool = False,
+        authenticates: str | None = None,
+        tls: tuple[str, str] | None = None,
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -54,7 +55,10 @@ class HttpChild(SupervisedChild):
         self._listening = listening
         self._kafka_address = kafka_address
         self._hosts = list(hosts)
-        self._is_closed = is_closed
+        self._authenticates = authenticates
+        """Whether callers are authenticated, as the setting `auth`; None where everyone may do everything."""
+        self._tls = tls
+        """The files with a certificate and its key; None for plain text."""
         self._log_level = log_level
         self._log_format = log_format
         self._line: socket.socket | None = None
@@ -130,7 +134,8 @@ class HttpChild(SupervisedChild):
             "descriptor": self._listening.fileno(),
             "kafka": self._kafka_address,
             "hosts": self._hosts,
-            "is_closed": self._is_closed,
+            "authenticates": self._authenticates,
+            "tls": self._tls,
             "log_level": self._log_level,
             "log_format": self._log_format,
         }

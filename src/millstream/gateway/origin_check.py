@@ -5,6 +5,9 @@ looks like a page of the gateway except for the name. Requests that a browser se
 name the gateway by an address, by a name that cannot be registered on the Internet, or by a configured one. Programs,
 also behind load balancers, are not checked, since no page controls them; nor are browsers that use TLS, which verifies
 the name.
+
+A browser adds a password that its user has once entered to every request, also to those of other sites' pages. It
+therefore has to show that a request with one was not caused by such a page.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ class OriginCheck:
             origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
         ):
             raise Refused(HTTPStatus.FORBIDDEN, "cross-origin requests are not allowed")
+        if headers.get(b"authorization", b"")[:6].lower() == b"basic " and not _is_own_request(headers):
+            raise Refused(
+                HTTPStatus.FORBIDDEN,
+                "the password of a browser is accepted only over TLS, on this machine, or from a page of this gateway",
+            )
         self.check_name(headers)
 
     def check_name(self, headers: Mapping[bytes, bytes]) -> None:
@@ -61,6 +69,17 @@ class OriginCheck:
             ip_address(host.strip("[]"))
             return True
         return False
+
+
+def _is_own_request(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether no page of another site caused a request; one that is not a browser's has no page."""
+    if headers.get(b"accept-language", b"*") == b"*" and b"referer" not in headers:
+        # Programs send no language, or any.
+        return True
+    if b"sec-fetch-site" in headers or b"origin" in headers:
+        return True
+    source = headers.get(b"referer", b"").partition(b"://")[2].partition(b"/")[0]
+    return source.lower() == headers.get(b"host", b"").lower()
 
 
 def _bare(host: str) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -18,14 +19,16 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from millstream.core.config import AUTHENTICATION_REQUIRED
 from millstream.core.log_format import set_up_logging
 from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
+from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.credentials import adopt_node_credentials
-from millstream.protocol.wire.node_status import BrokerStatus, BrokerStatusPipe
+from millstream.protocol.wire.node_status import BrokerStatusPipe
 
 DRAIN_S = 3
 ACCEPTS_PER_ROUND = 16
@@ -40,7 +43,7 @@ KEEP_ALIVE_S = 75
 class Server(uvicorn.Server):
     """uvicorn, but waiting for a stop event instead of polling ten times a second."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, tls: ssl.SSLContext | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=Protocol,
@@ -54,6 +57,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
         super().__init__(config)
         self._stop_requested = asyncio.Event()
@@ -75,20 +79,29 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
 
-async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str], *, is_closed: bool) -> None:
+async def serve(
+    listening: socket.socket,
+    kafka_address: str,
+    hosts: Sequence[str],
+    *,
+    authenticates: str | None,
+    tls: ssl.SSLContext | None,
+) -> None:
     """Serve until the broker closes the pipe."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
-    status, broker = BrokerStatus(kafka_address), BrokerStatusPipe(line)
+    broker = BrokerStatusPipe(line)
     services = Services(kafka_address, starting=lambda: broker.starting)
-    server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts), is_closed=is_closed))
+    callers = None if authenticates is None else Callers(services, requires=authenticates == AUTHENTICATION_REQUIRED)
+    server = Server(build_app(services.status.ask, broker.health, services, OriginCheck(hosts), callers), tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
         await server.serve(sockets=[listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))])
     finally:
+        if callers is not None:
+            await callers.close()
         await services.close()
-        await status.close()
         line.close()
 
 
@@ -121,7 +134,15 @@ def main() -> None:
     adopt_node_credentials()
     raise_open_files_limit()
     listening = socket.socket(fileno=options["descriptor"])
-    uvloop.run(serve(listening, options["kafka"], options["hosts"], is_closed=options["is_closed"]))
+    tls = None if options["tls"] is None else _follow_tls(*options["tls"])
+    uvloop.run(serve(listening, options["kafka"], options["hosts"], authenticates=options["authenticates"], tls=tls))
+
+
+def _follow_tls(certificate: str, key: str) -> ssl.SSLContext:
+    """Make a context that uses renewed files from the next connection on."""
+    from millstream.broker.security.tls import FollowedTls, TlsFiles
+
+    return FollowedTls(TlsFiles(certificate=certificate, key=key)).context
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class Node:
     rack: str | None = None
     endpoints: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
     """Where the clients of each listener connect; `host` and `port` are for other nodes."""
+    assertion_key: str = ""
+    """The public key that verifies this node's assertions; empty if it makes none."""
 
     def address_for(self, listener: str, reached_at: str) -> tuple[str, int] | None:
         """Return the address that clients of a listener connect to; None if this node has no listener with that name.

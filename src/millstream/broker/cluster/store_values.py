@@ -34,6 +34,7 @@ class NodeRegistration:
             "port": self.node.port,
             "rack": self.node.rack,
             "endpoints": self.node.endpoints,
+            "assertion_key": self.node.assertion_key,
             "http": self.http,
             "incarnation": self.incarnation,
             "version": self.version,
@@ -55,6 +56,7 @@ class NodeRegistration:
                     endpoints={
                         str(name): (str(host), int(port)) for name, (host, port) in content["endpoints"].items()
                     },
+                    assertion_key=str(content.get("assertion_key", "")),
                 ),
                 http=str(content.get("http", "")),
                 incarnation=str(content["incarnation"]),

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
 
+import msgspec
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
@@ -24,6 +26,7 @@ from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.subscription_messages import Receive, SettleRequest
 
 if TYPE_CHECKING:
     from millstream.broker.security.gate import Session
@@ -109,6 +112,18 @@ class ClientInfo:
     produced_bytes: int = 0
     fetch_requests: int = 0
     fetched_bytes: int = 0
+
+
+W = TypeVar("W", Receive, SettleRequest)
+
+
+def with_owned_worker(request: W, client: ClientInfo) -> W:
+    """Name the worker of a request after its principal too, so that others of that name cannot settle its leases."""
+    rights = client.rights
+    if rights is None or rights.node_id is not None:
+        return request
+    # The principal has no space then, so it ends with the first one.
+    return msgspec.structs.replace(request, worker=f"{quote(rights.principal, safe=':=,@')} {request.worker}")
 
 
 def cluster_operations(client: ClientInfo) -> i32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
@@ -21,6 +21,7 @@ from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogD
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
+from millstream.broker.kafka.apis.authenticate import Authenticate
 from millstream.broker.kafka.apis.batch_transactions import (
     AbortBatch,
     AbortTransaction,
@@ -121,6 +122,9 @@ from millstream.core.config import Config
 from millstream.core.metric import MetricSource
 from millstream.core.tasks import Supervise
 
+if TYPE_CHECKING:
+    from millstream.broker.security.gate import Knowledge
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiDependencies:
@@ -138,6 +142,8 @@ class ApiDependencies:
     unready_reasons: Callable[[], Iterable[str]]
     node: NodeState
     supervise: Supervise
+    knowledge: Knowledge | None = None
+    """How clients authenticate; None where nobody does."""
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
 
@@ -357,3 +363,4 @@ class ServedApis:
         yield AlterUserScramCredentials(security)
         yield SaslHandshake()
         yield SaslAuthenticate()
+        yield Authenticate(self._parts.knowledge, requires=self._parts.config.http_authenticates)

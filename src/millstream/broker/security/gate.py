@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
-from millstream.broker.security.rights import ANONYMOUS, Rights
-from millstream.broker.security.sasl import Authenticator, FailedAttempts, Mechanism, Verified
+from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.rights import Rights
+from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter
 from millstream.protocol.messages.codec import API_VERSIONS_KEY, read_request_header
-from millstream.protocol.wire.credentials import NODE_USER, PLAIN, NodeName
+from millstream.protocol.wire.credentials import ASSERTION, NODE_USER, PLAIN, NodeName
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Knowledge:
     node_id: NodeId
     node_secret: bytes
     """By which this node's own processes sign in; another one with each start."""
+    assertions: Assertions
     session_s_max: float = 0.0
     """How long a session lasts at most; 0 for no end."""
 
@@ -70,6 +72,7 @@ class Gate:
         requires: bool,
         in_clear: bool,
         is_internal: bool = False,
+        takes_assertions: bool = False,
     ) -> None:
         self.service = service
         self.limits = limits
@@ -78,6 +81,8 @@ class Gate:
         """Whether clients have to authenticate; where they need not, they are anonymous."""
         self.is_internal = is_internal
         """Whether this listener is for the node's own processes only."""
+        self.takes_assertions = takes_assertions
+        """Whether gateways act for their callers here."""
         self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
@@ -98,7 +103,7 @@ class Gate:
     def _open(self, connection: Connection) -> Session:
         session = connection.session = Session(self, connection)
         if not self.requires:
-            session.admit(Verified(principal=ANONYMOUS))
+            session.admit(NOBODY)
             return session
         certificate = None if self.is_internal else peer_certificate(connection.ssl_object)
         if certificate is not None:
@@ -131,17 +136,28 @@ class Session:
         return self.rights is not None
 
     @property
+    def _is_default(self) -> bool:
+        """Whether the client is anonymous because it has said nothing yet, on a listener that lets it."""
+        return not self._gate.requires and self._mechanism_name in ("", ASSERTION)
+
+    @property
     def mechanisms(self) -> Sequence[str]:
         """What the client may authenticate by; nothing where it cannot."""
         return self._gate.offered if self._gate.requires else ()
 
     def begin(self, mechanism: str, *, bare: bool) -> bool:
         """Begin a dialogue; False if the mechanism is not offered here, or not the one of this session."""
-        if mechanism not in self.mechanisms or (self.verified is not None and mechanism != self._mechanism_name):
+        knowledge = self._gate.knowledge
+        if mechanism == ASSERTION and self._gate.takes_assertions:
+            chosen: Mechanism = _Asserted(knowledge.assertions)
+        elif mechanism not in self.mechanisms:
+            return False
+        else:
+            chosen = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
+        if self.verified is not None and not self._is_default and mechanism != self._mechanism_name:
             return False
         self._mechanism_name = mechanism
-        knowledge = self._gate.knowledge
-        self._mechanism = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
+        self._mechanism = chosen
         self.takes_tokens = bare
         return True
 
@@ -163,7 +179,7 @@ class Session:
             if isinstance(answer, bytes):
                 return answer, 0.0
             said, verified = answer
-            if self.verified is not None and verified.principal != self.verified.principal:
+            if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
                 raise AuthenticationFailed("a connection cannot become another principal's")
         except AuthenticationFailed as error:
             self._mechanism = None
@@ -171,7 +187,7 @@ class Session:
             raise
         self._mechanism = None
         self.takes_tokens = False
-        return said, self.admit(verified)
+        return said, self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
 
     async def answer_token(self, message: bytes) -> Buffers:
         """Answer a bare SASL message in the same way."""
@@ -209,7 +225,11 @@ class Session:
         knowledge, connection = self._gate.knowledge, self._connection
         self.verified = verified
         self.rights = Rights(
-            knowledge.state, verified.principal, connection.host, node_id=node_id, tokens=verified.tokens
+            knowledge.state,
+            verified.principal,
+            verified.host or connection.host,
+            node_id=node_id,
+            tokens=verified.tokens,
         )
         client = cast("Client | None", connection.state)
         if client is not None:
@@ -232,7 +252,8 @@ class Session:
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:
         attempts, connection = self._gate.knowledge.attempts, self._connection
-        pause_s = attempts.pause_s(connection.host, user)
+        # An assertion cannot be guessed, and the address is that of a gateway with many callers.
+        pause_s = attempts.pause_s(connection.host, user) if self._mechanism_name != ASSERTION else 0.0
         _logger.warning(
             "authentication failed",
             extra={
@@ -262,6 +283,18 @@ class _NodeSecret:
         if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
             raise AuthenticationFailed("this listener is for the node's own processes")
         return b"", Verified(principal=_NODE_PRINCIPAL)
+
+
+class _Asserted:
+    """How a gateway acts for a caller: by what a node has signed."""
+
+    def __init__(self, assertions: Assertions) -> None:
+        self._assertions = assertions
+        self.user = ""
+
+    async def step(self, message: bytes) -> tuple[bytes, Verified]:
+        """Verify the assertion."""
+        return b"", await self._assertions.verify(message)
 
 
 class RevokedSessions:

@@ -6,7 +6,6 @@ of a cluster and their processes meet at the listener that `node-listener` names
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from millstream.broker.cluster.membership import is_any_address
+from millstream.broker.cluster.membership import Membership, is_any_address
 from millstream.broker.net.connection import ConnectionLimits, Service
 from millstream.broker.net.listener import Door, Listener, bind, listen
 from millstream.broker.security.state import SecurityState
@@ -38,11 +37,11 @@ from millstream.protocol.wire.credentials import (
 
 if TYPE_CHECKING:
     # Cryptography takes a while to import, and is not needed where nobody authenticates.
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from millstream.broker.security.gate import Knowledge, RevokedSessions
     from millstream.broker.security.sasl import Passwords
     from millstream.broker.security.tls import FollowedTls
-
-_logger = logging.getLogger(__name__)
 
 INTERNAL: Final = "internal"
 """The listener for the processes of a node that is alone."""
@@ -70,20 +69,22 @@ class Listeners:
         self._bound: list[_Bound] = []
         self._secret = secrets.token_urlsafe(32)
         self._passwords: Passwords | None = None
+        self.knowledge: Knowledge | None = None
+        """Who clients are, once they are accepted; None where nobody authenticates."""
 
     def check(self) -> None:
-        """Raise `InvalidSetting` for listeners that cannot work, and warn about those that let everyone in."""
+        """Raise `InvalidSetting` for listeners that cannot work, and for those that let everyone in."""
         config = self._config
         if config.authorizes:
             from millstream.broker.security.tls import PrincipalRules
 
             PrincipalRules(config.tls_principal_rules)
-        if config.http and not (config.authorizes or is_loopback(config.http) or config.insecure):
-            _logger.warning(_exposed("--http", config.http))
+        if config.http:
+            self._check_http()
         for listener in config.all_listeners:
             if not (listener.requires_authentication or listener.is_loopback or config.insecure):
                 flag = "--kafka" if listener.name == DEFAULT_LISTENER else f"listener {listener.name!r}"
-                _logger.warning(_exposed(flag, listener.address))
+                raise InvalidSetting(_exposed(flag, listener.address))
             if listener.advertise and is_any_address(parse_address(listener.advertise, name="advertise")[0]):
                 raise InvalidSetting(
                     f"--advertise {listener.advertise} names no address that a client could connect to; give a name or "
@@ -91,6 +92,24 @@ class Listeners:
                 )
         if config.in_cluster:
             self._check_node_listener()
+
+    def _check_http(self) -> None:
+        config = self._config
+        if config.http_tls is not None:
+            from millstream.broker.security.tls import FollowedTls, TlsFiles
+
+            certificate, key = config.http_tls
+            FollowedTls(TlsFiles(certificate=certificate, key=key))
+        if is_loopback(config.http) or config.insecure:
+            return
+        if not config.http_authenticates:
+            raise InvalidSetting(_exposed("--http", config.http))
+        if config.http_tls is None:
+            raise InvalidSetting(
+                f"--http {config.http} is reachable by other machines, and callers would send their passwords to it in "
+                "plain text; give --tls-cert and --tls-key (or --http-tls-cert and --http-tls-key), listen on a "
+                "loopback address, or pass --insecure if the network is trusted"
+            )
 
     def _check_node_listener(self) -> None:
         listener = self._node_listener
@@ -112,6 +131,11 @@ class Listeners:
     @property
     def _has_internal(self) -> bool:
         return self._config.authorizes and not self._config.in_cluster
+
+    @property
+    def _own_listener(self) -> str:
+        """The listener by which this node's own processes connect."""
+        return INTERNAL if self._has_internal else self._config.node_listener
 
     def bind(self) -> None:
         """Take every address, so that they are known; clients are refused until `listen`."""
@@ -148,13 +172,12 @@ class Listeners:
     @property
     def internal_address(self) -> str:
         """Where this node's own processes connect."""
-        wanted = INTERNAL if self._has_internal else self._config.node_listener
-        return next(bound.address for bound in self._bound if bound.config.name == wanted)
+        return next(bound.address for bound in self._bound if bound.config.name == self._own_listener)
 
     @property
     def node_address(self) -> Address:
         """Where other nodes connect, and this one's own processes."""
-        return self.endpoints()[INTERNAL if self._has_internal else self._config.node_listener]
+        return self.endpoints()[self._own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:
         """Where clients of each listener are told to connect."""
@@ -173,12 +196,28 @@ class Listeners:
             return NO_CREDENTIALS
         return node_by_certificate(listener.tls_cert, listener.tls_key, listener.tls_client_ca, self._config.cluster)
 
+    @cached_property
+    def _assertion_key(self) -> Ed25519PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return Ed25519PrivateKey.generate()
+
+    @property
+    def assertion_key(self) -> str:
+        """The public key of this node's assertions, for its registration; empty where nobody authenticates."""
+        if not self._config.authorizes:
+            return ""
+        from millstream.broker.security.assertion import public_text
+
+        return public_text(self._assertion_key)
+
     async def start(
         self,
         listener: Listener,
         service: Service,
         limits: ConnectionLimits,
         state: SecurityState,
+        membership: Membership,
         supervise: Supervise,
     ) -> RevokedSessions | None:
         """Accept connections everywhere; returns what closes those that may not go on."""
@@ -191,7 +230,7 @@ class Listeners:
             return None
         from millstream.broker.security.gate import RevokedSessions
 
-        knowledge = self._knowledge(state, supervise)
+        self.knowledge = knowledge = self._knowledge(state, membership, supervise)
         for bound in self._bound:
             await listener.start(bound.socket, self._door(bound, service, limits, knowledge))
         revoked = RevokedSessions(state, knowledge.attempts)
@@ -209,6 +248,7 @@ class Listeners:
             requires=requires,
             in_clear=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
             is_internal=bound.config.name == INTERNAL,
+            takes_assertions=bound.config.name == self._own_listener,
         )
         return Door(
             service=gate,
@@ -218,7 +258,8 @@ class Listeners:
             deadline_s=DEADLINE_S if requires else None,
         )
 
-    def _knowledge(self, state: SecurityState, supervise: Supervise) -> Knowledge:
+    def _knowledge(self, state: SecurityState, membership: Membership, supervise: Supervise) -> Knowledge:
+        from millstream.broker.security.assertion import Assertions
         from millstream.broker.security.gate import Knowledge
         from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
         from millstream.broker.security.tls import PrincipalRules
@@ -238,6 +279,8 @@ class Listeners:
             )
             supervise("keys of tokens", tokens.run())
         self._passwords = passwords = Passwords(state)
+        assertions = Assertions(state, membership.cluster_id, NodeId(config.node_id), self._assertion_key)
+        assertions.public_key_of = lambda node: "" if (found := membership.node(node)) is None else found.assertion_key
         return Knowledge(
             state=state,
             authenticator=Authenticator(passwords, tokens),
@@ -246,6 +289,7 @@ class Listeners:
             cluster=config.cluster,
             node_id=NodeId(config.node_id),
             node_secret=self._secret.encode(),
+            assertions=assertions,
             session_s_max=config.session_max_ms / 1000,
         )
 

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from millstream.broker.security.rights import ANONYMOUS
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import (
     ITERATIONS,
@@ -64,6 +65,12 @@ class Verified:
     user: str = ""
     tokens: tuple[ApiToken, ...] = ()
     """The API token that was shown, and those that it was created with; the session ends when one is revoked."""
+    host: str = ""
+    """Where the client is, if a gateway acts for it; empty for the other end of the connection."""
+
+
+NOBODY: Final = Verified(principal=ANONYMOUS)
+"""A client that shows nothing, where it need not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +305,11 @@ class FailedAttempts:
         self.total = 0
 
     def pause_s(self, host: str, user: str) -> float:
-        """Note a failure, and say how long to wait before it is answered."""
+        """Note a failure, and say how long to wait before it is answered; the user may be unknown."""
         self.total += 1
         now = time.monotonic()
         worst = 0
-        for key in (f"h{host}", f"u{user}"):
+        for key in (f"h{host}", *([f"u{user}"] if user else ())):
             count, since = self._failures.pop(key, (0, now))
             count = count + 1 if now - since < _FORGIVEN_S else 1
             self._failures[key] = (count, now)

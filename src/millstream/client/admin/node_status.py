@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from millstream.core.errors import MillstreamError, RequestTimedOut
+from millstream.core.errors import MillstreamError, NotAuthorized, RequestTimedOut
 from millstream.core.topic import TRANSACTION_STATE
 from millstream.protocol.private.message import Nothing, decode_document, encode
 
@@ -53,12 +53,24 @@ class DamagedOffsets(NamedTuple):
 
 
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
-    """Return a node's status; None if it does not answer this request, like brokers other than Millstream."""
+    """Return a node's status; None if it does not answer this request, like brokers other than Millstream.
+
+    Raise `NotAuthorized` if this client may not ask.
+    """
     try:
         status: dict[str, Any] = decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
+    except NotAuthorized:
+        raise
     except MillstreamError:
         return None
     return status
+
+
+async def _status_if_told(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
+    try:
+        return await node_status(client, node)
+    except NotAuthorized:
+        return None
 
 
 def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
@@ -75,7 +87,7 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
     leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
     lost: list[DamagedOffsets] = []
     for leader in sorted(leaders):
-        status = await node_status(client, leader)
+        status = await _status_if_told(client, leader)
         if status is None or "damage" not in status:
             return None
         lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in wanted]
@@ -84,7 +96,7 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
 
 async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:
     """Build an error that says what could not be done, with the reasons that the node reports."""
-    status = await node_status(client)
+    status = await _status_if_told(client)
     reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
     reason = "; ".join(reasons) or "the cluster did not complete it in time"
     return RequestTimedOut(f"{attempted}: {reason}; try again, and check the cluster with millstream cluster status")

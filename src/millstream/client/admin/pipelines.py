@@ -22,7 +22,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, Pipeline, PipelineKind, Rule
 from millstream.core.tasks import gather_or_cancel
-from millstream.protocol.private.message import decode_document, encode
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.pipeline_messages import (
     ALTER_KEY,
     CREATE_KEY,
@@ -184,7 +184,7 @@ class PipelineClient:
             return error
 
     async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = decode_document(await self._client.private(node, key, encode(body)))
+        answer: dict[str, Any] = decode(await self._client.private(node, key, encode(body)), dict)
         if answer["error"] == _DUPLICATE_RESOURCE:
             raise PipelineExists(answer["message"])
         if answer["error"]:

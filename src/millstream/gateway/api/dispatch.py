@@ -16,11 +16,20 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
-from millstream.core.errors import MillstreamError
-from millstream.gateway.api.event_stream import send_events
-from millstream.gateway.api.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of, stopped
+from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
+from millstream.gateway.api.event_stream import event, send_events
+from millstream.gateway.api.problem import (
+    CONTENT_TYPE,
+    RETRY_S,
+    Refused,
+    invalid,
+    problem_document,
+    refusal_of,
+    stopped,
+)
 from millstream.gateway.api.route import JSON, PREFIX, Lane, NoFields, Request, Response, Route, StreamResponse
 from millstream.gateway.api.services import Services
+from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
 
@@ -118,12 +127,20 @@ def _encode(answer: Any) -> bytes:
 class Api:
     """Serves a table of routes."""
 
-    def __init__(self, routes: Iterable[Route[Any, Any]], services: Services, site: OriginCheck) -> None:
+    def __init__(
+        self,
+        routes: Iterable[Route[Any, Any]],
+        services: Services,
+        site: OriginCheck,
+        callers: Callers | None = None,
+    ) -> None:
         self._tree: PathTree[_Reader] = PathTree()
         for route in routes:
             self._tree.add(route, _Reader(route))
         self._services = services
         self._site = site
+        self._callers = callers
+        """Authenticates callers; None where everyone may do everything."""
         self._pressure = services.pressure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,6 +153,8 @@ class Api:
             await self._send_problem(scope, send, error)
         except MillstreamError as error:
             refused = refusal_of(error)
+            if self._callers is not None and isinstance(error, (AuthenticationFailed, BrokerUnreachable)):
+                refused = await self._still_known(self._callers, scope, refused)
             if refused.status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 _logger.exception("a request failed", extra={"path": scope["path"]})
             await self._send_problem(scope, send, refused)
@@ -150,10 +169,41 @@ class Api:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
-        route = reader.route
         self._services.check_started()
+        self._site.check(dict(scope["headers"]))
+        if self._callers is None:
+            await self._serve_with(self._services, reader, path, scope, receive, send)
+            return
+        async with self._callers.acting_for(scope["headers"], _host(scope)) as caller:
+            await self._serve_with(caller.services, reader, path, scope, receive, send)
+
+    async def _still_known(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
+        """Authenticate the caller of a failed request again: its session may have ended, as by another password."""
+        try:
+            await callers.verify_again(scope["headers"], _host(scope))
+        except Refused as error:
+            return error
+        except MillstreamError as error:
+            return refusal_of(error)
+        if refused.status is not HTTPStatus.UNAUTHORIZED:
+            return refused
+        return Refused(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "a node does not know this caller yet; try again",
+            headers={"retry-after": str(RETRY_S)},
+        )
+
+    async def _serve_with(
+        self,
+        services: Services,
+        reader: _Reader,
+        path: dict[str, str],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        route = reader.route
         headers = dict(scope["headers"])
-        self._site.check(headers)
         lane = route.lane
         self._pressure.enter(lane)
         memory = RequestMemory(self._pressure, lane)
@@ -165,23 +215,31 @@ class Api:
                     raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not supported")
                 request.body = reader.body(headers, await memory.read(headers, receive))
             if lane is Lane.WAIT:
-                await self._wait(route, request, receive, send)
+                await self._wait(services, route, request, scope, receive, send)
             else:
-                await self._send_answer(send, route, await route.handle(self._services, request))
+                await self._send_answer(send, route, await route.handle(services, request))
         finally:
             memory.release()
             self._pressure.leave(lane)
 
-    async def _wait(self, route: Route[Any, Any], request: Request[Any, Any], receive: Receive, send: Send) -> None:
+    async def _wait(
+        self,
+        services: Services,
+        route: Route[Any, Any],
+        request: Request[Any, Any],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Serve a route that may wait; cancel it when the client disconnects."""
         gone = asyncio.ensure_future(_await_disconnect(receive))
         request.gone = gone
         is_delivered = False
         try:
-            answer = await route.handle(self._services, request)
+            answer = await route.handle(services, request)
             if isinstance(answer, StreamResponse):
                 self._pressure.count(HTTPStatus.OK)
-                await send_events(send, answer.pieces, gone, self._services.stopping)
+                await self._stream(answer, gone, scope, send)
                 return
             # A connection that was lost in this turn of the loop is reported in the next.
             await asyncio.sleep(0)
@@ -194,6 +252,25 @@ class Api:
             gone.cancel()
             with suppress(asyncio.CancelledError):
                 await gone
+
+    async def _stream(self, answer: StreamResponse, gone: asyncio.Future[None], scope: Scope, send: Send) -> None:
+        """Send events for as long as the client listens and may."""
+        stopping = self._services.stopping
+        if self._callers is None:
+            await send_events(send, answer.pieces, gone, stopping)
+            return
+        lapsed = asyncio.ensure_future(self._last_event(self._callers, scope))
+        try:
+            await send_events(send, answer.pieces, gone, stopping, lapsed)
+        finally:
+            lapsed.cancel()
+            with suppress(asyncio.CancelledError):
+                await lapsed
+
+    async def _last_event(self, callers: Callers, scope: Scope) -> bytes:
+        """Wait until the caller of a stream is not authenticated any more; return the event that says so."""
+        refused = await callers.until_lapsed(scope["headers"], _host(scope))
+        return event("error", _encode_plain(problem_document(scope["path"], refused.status, refused.detail, {})))
 
     async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:
         status = route.status
@@ -284,6 +361,12 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise invalid(f"the body is invalid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
+
+
+def _host(scope: Scope) -> str:
+    """Where the caller is, as access rules name it."""
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
 
 
 def _address(client: tuple[str, int] | None) -> str:

@@ -28,18 +28,24 @@ def event(kind: str, data: bytes, event_id: str | None = None) -> bytes:
 
 
 async def send_events(
-    send: Send, pieces: AsyncGenerator[bytes, None], gone: asyncio.Future[None], stopping: asyncio.Future[None]
+    send: Send,
+    pieces: AsyncGenerator[bytes, None],
+    gone: asyncio.Future[None],
+    stopping: asyncio.Future[None],
+    lapsed: asyncio.Future[bytes] | None = None,
 ) -> None:
-    """Send pieces as fast as the client reads them, until it disconnects or the gateway stops."""
+    """Send pieces as fast as the client reads them, until it disconnects or the gateway stops.
+
+    It also ends, with a last piece, when `lapsed` has that.
+    """
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
     # Sent at once, so that the client knows that it is subscribed.
     await _send_piece(send, b": listening\n\n")
     sending = asyncio.ensure_future(_send_all(send, pieces))
+    ends: list[asyncio.Future[Any]] = [sending, gone, stopping, *(() if lapsed is None else (lapsed,))]
     try:
         while True:
-            done, _ = await asyncio.wait(
-                (sending, gone, stopping), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(ends, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 break
             await _send_piece(send, b": nothing new\n\n")
@@ -51,6 +57,8 @@ async def send_events(
     if not sending.cancelled():
         # An error of the sender is raised here and breaks the stream off.
         sending.result()
+    if lapsed is not None and lapsed.done() and not gone.done():
+        await _send_piece(send, lapsed.result())
     if not gone.done():
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

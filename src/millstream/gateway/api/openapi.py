@@ -75,7 +75,8 @@ _REFUSAL_REF: Final = "#/components/responses/"
 
 _REFUSALS: Final = {
     HTTPStatus.BAD_REQUEST: "The request is malformed.",
-    HTTPStatus.FORBIDDEN: "Cross-origin requests are not allowed.",
+    HTTPStatus.UNAUTHORIZED: "The node requires authentication, and the request has no valid credential.",
+    HTTPStatus.FORBIDDEN: "The caller lacks a permission, or a browser sent the request for a page of another origin.",
     HTTPStatus.NOT_FOUND: "The resource does not exist.",
     HTTPStatus.CONFLICT: "The request conflicts with the current state, for example because the name is taken.",
     HTTPStatus.UNPROCESSABLE_ENTITY: "The request is well-formed but invalid.",
@@ -85,6 +86,20 @@ _REFUSALS: Final = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The broker is temporarily unable to do this; try again.",
     HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; the request may have been executed.",
 }
+
+_SECURITY: Final = {
+    "basic": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "A user and a password, or the id of an API token and its secret.",
+    },
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A JSON web token of an issuer that the node trusts, or an API token.",
+    },
+}
+"""What a caller may show; a node without authentication needs nothing."""
 
 _BODY_REFUSALS: Final = {
     HTTPStatus.REQUEST_TIMEOUT: "The body did not arrive in time.",
@@ -135,7 +150,12 @@ def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
             "description": "Publish, receive and settle messages, and administer topics, subscriptions and pipelines.",
         },
         "paths": paths,
-        "components": {"schemas": schemas.components, "responses": _refusals(schemas)},
+        "security": [*({name: []} for name in _SECURITY), {}],
+        "components": {
+            "schemas": schemas.components,
+            "responses": _refusals(schemas),
+            "securitySchemes": _SECURITY,
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""The services that every route uses: clients of the cluster, one publisher, and their limits."""
+"""The services that every route uses for its caller: clients of the cluster, a publisher, and shared limits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import REQUESTS_MAX, Pressure
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials
+from millstream.protocol.wire.node_status import BrokerStatus
 
 CLIENT_ID: Final = "millstream-gateway"
 TIMEOUT_S: Final = 15.0
@@ -24,7 +26,7 @@ PUBLISH_S: Final = 30.0
 
 
 class Services:
-    """The gateway's shared services; created on the loop, closed in reverse order."""
+    """Services with the rights of the node, or of one caller; created on the loop, closed in reverse order."""
 
     def __init__(
         self,
@@ -32,18 +34,35 @@ class Services:
         *,
         starting: Callable[[], str | None] = lambda: None,
         pressure: Pressure | None = None,
+        gateway: Services | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        self._kafka_address = kafka_address
+        self._gateway = gateway
         self._starting = starting
-        self.client = _connect(kafka_address)
+        self.client = _connect(kafka_address, credentials)
         # The broker throttles a client as a whole, so publishers and readers have one each.
-        self.publishing = _connect(kafka_address)
-        self.reading = _connect(kafka_address)
+        self.publishing = _connect(kafka_address, credentials)
+        self.reading = _connect(kafka_address, credentials)
+        self.status = BrokerStatus(kafka_address, credentials=credentials)
         self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
         self.subscriptions = SubscriptionClient(self.client)
-        self.reader = RecordReader()
+        self.reader: RecordReader = RecordReader() if gateway is None else gateway.reader
         self.leasing = Leasing(self.client, self.reader)
         self.pressure = pressure or Pressure()
-        self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stopping: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future() if gateway is None else gateway.stopping
+        )
+
+    def acting_for(self, credentials: Credentials) -> Services:
+        """Return services with the rights of a caller; limits and memory are shared."""
+        return Services(
+            self._kafka_address,
+            starting=self._starting,
+            pressure=self.pressure,
+            gateway=self,
+            credentials=credentials,
+        )
 
     def check_started(self) -> None:
         """Refuse requests while the broker starts."""
@@ -67,13 +86,21 @@ class Services:
 
     async def close(self) -> None:
         """Wait until published messages are acknowledged, then close all connections."""
-        self.stop()
-        self.reader.close()
+        if self._gateway is None:
+            self.stop()
+            self.reader.close()
         await self.publisher.close()
         await self.leasing.close()
+        await self.status.close()
         for client in (self.publishing, self.reading, self.client):
             await client.close()
 
 
-def _connect(kafka_address: str) -> Client:
-    return Client.connect(kafka_address, client_id=CLIENT_ID, timeout_s=TIMEOUT_S, waiting_max=REQUESTS_MAX[Lane.WAIT])
+def _connect(kafka_address: str, credentials: Credentials | None) -> Client:
+    return Client.connect(
+        kafka_address,
+        client_id=CLIENT_ID,
+        timeout_s=TIMEOUT_S,
+        waiting_max=REQUESTS_MAX[Lane.WAIT],
+        credentials=credentials,
+    )

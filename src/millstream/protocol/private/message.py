@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from millstream.core.errors import ProtocolViolation
+from millstream.protocol.wire.error_codes import error_from_code
 
 T = TypeVar("T")
 
@@ -45,5 +46,8 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:
-    """Decode a response as a plain document, as HTTP and the commands print it."""
-    return decode(body, dict[str, Any])
+    """Decode a response as a plain document, as HTTP and the commands print it; raise the error in it."""
+    document = decode(body, dict[str, Any])
+    if document["error"]:
+        raise error_from_code(document["error"], document["message"])
+    return document

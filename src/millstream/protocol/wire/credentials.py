@@ -35,6 +35,8 @@ from millstream.core.ids import NodeId
 
 PLAIN: Final = "PLAIN"
 OAUTHBEARER: Final = "OAUTHBEARER"
+ASSERTION: Final = "MILLSTREAM-ASSERTION"
+"""How a gateway acts for a caller: with what a node has signed about that caller."""
 _GS2_HEADER: Final = "n,,"
 _NONCE_BYTES: Final = 24
 _NODE_URI: Final = "millstream://"
@@ -82,6 +84,8 @@ class Credentials:
         mechanism = self.sasl_mechanism
         if mechanism == OAUTHBEARER:
             return _send_token(self.token() if self.token is not None else self.password)
+        if mechanism == ASSERTION and self.token is not None:
+            return _send_assertion(self.token())
         if mechanism == PLAIN:
             return _send_password(self.user, self.password)
         if mechanism in SCRAM_MECHANISMS:
@@ -144,10 +148,7 @@ def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Cr
     """How the nodes of a cluster, and their processes, sign in at each other."""
 
     def load() -> ssl.SSLContext:
-        context = client_tls(ca, certificate=certificate, key=key)
-        # Nodes are known by what their certificates say of the cluster, whatever they are reached by.
-        context.check_hostname = False
-        return context
+        return _tls_to_nodes(ca, certificate=certificate, key=key)
 
     def check_peer(connection: ssl.SSLObject | None) -> None:
         shown: Any = {} if connection is None else connection.getpeercert() or {}
@@ -157,6 +158,25 @@ def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Cr
 
     exported = {"certificate": certificate, "key": key, "ca": ca, "cluster": cluster}
     return Credentials(tls=load, check_peer=check_peer, exported=exported)
+
+
+def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
+    """How a process of this node connects for a caller that the node has authenticated: never with its own rights."""
+    node = NODE_CREDENTIALS.get()
+    ca = (node.exported or {}).get("ca", "")
+    return Credentials(
+        tls=(lambda: _tls_to_nodes(ca)) if ca else None,
+        check_peer=node.check_peer,
+        token=assertion,
+        mechanism=ASSERTION,
+    )
+
+
+def _tls_to_nodes(ca: str, *, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
+    context = client_tls(ca, certificate=certificate, key=key)
+    # Nodes are known by what their certificates say of the cluster, whatever they are reached by.
+    context.check_hostname = False
+    return context
 
 
 def child_environment() -> dict[str, str] | None:
@@ -180,6 +200,10 @@ def adopt_node_credentials() -> None:
 
 def _send_token(token: str) -> Exchange:
     yield f"n,,\x01auth=Bearer {token}\x01\x01".encode()
+
+
+def _send_assertion(assertion: str) -> Exchange:
+    yield assertion.encode()
 
 
 def _send_password(user: str, password: str) -> Exchange:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials
 
 NODE_STATUS_KEY = 32000
 ANSWER_S = 3.0
@@ -90,8 +91,11 @@ class BrokerStatusPipe:
 class BrokerStatus:
     """The gateway's wire client for status. Concurrent callers share one request."""
 
-    def __init__(self, kafka_address: str, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, kafka_address: str, *, answer_s: float = ANSWER_S, credentials: Credentials | None = None
+    ) -> None:
         self._kafka_address = kafka_address
+        self._credentials = credentials
         self._answer_s = answer_s
         self._connection = AsyncExitStack()
         self._client: Client | None = None
@@ -128,6 +132,11 @@ class BrokerStatus:
 
     async def _connected(self) -> Client:
         if self._client is None:
-            connecting = Client.connect(self._kafka_address, client_id="millstream-gateway", timeout_s=self._answer_s)
+            connecting = Client.connect(
+                self._kafka_address,
+                client_id="millstream-gateway",
+                timeout_s=self._answer_s,
+                credentials=self._credentials,
+            )
             self._client = await self._connection.enter_async_context(connecting)
         return self._client

@@ -4,7 +4,7 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
 
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
-     "kafka": "host:port", "http": "host:port", "data": "/folder",
+     "kafka": "host:port", "http": "http://host:port", "data": "/folder",
      "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
@@ -57,6 +57,7 @@ class NodeState:
     started_ms: int
     kafka: str
     http: str
+    """Where HTTP is served, with `http://` or `https://`; empty without a gateway."""
     data: str
     state: str = STARTING
 

@@ -25,11 +25,13 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
 
     async def handle(self, request: Versioned[SaslHandshakeRequest], client: ClientInfo) -> SaslHandshakeResponse:
         session = client.session
-        if session is None or not session.mechanisms or (session.is_known and request.version == 0):
+        if session is None or (session.is_known and request.version == 0):
             return SaslHandshakeResponse(error_code=ErrorCode.illegal_sasl_state, mechanisms=())
         has_begun = session.begin(request.message.mechanism, bare=request.version == 0)
-        code = ErrorCode.none if has_begun else ErrorCode.unsupported_sasl_mechanism
-        return SaslHandshakeResponse(error_code=code, mechanisms=tuple(session.mechanisms))
+        refused = ErrorCode.unsupported_sasl_mechanism if session.mechanisms else ErrorCode.illegal_sasl_state
+        return SaslHandshakeResponse(
+            error_code=ErrorCode.none if has_begun else refused, mechanisms=tuple(session.mechanisms)
+        )
 
     def upgrade(self, version: int, request: Any) -> Versioned[SaslHandshakeRequest]:
         """Keep the version, which decides how the dialogue goes on."""

@@ -5,7 +5,8 @@
     answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
-Messages are leased to the worker until the deadline. The worker's clock may differ from the broker's, so the response
+Messages are leased to the worker until the deadline, and to its principal if it has authenticated: another principal's
+worker of the same name cannot settle them. The worker's clock may differ from the broker's, so the response
 says how long the request waited before they were leased. Leases of an answer that never leaves the connection are
 returned at once. The batches hold the leased messages, and others that are not this worker's. Without any, the answer
 waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets no messages before that is paid; if the
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, with_owned_worker
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
@@ -77,6 +78,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         """Lease messages, or wait for some, once the client's quota allows it."""
         arrived = monotonic()
         _check(request)
+        request = with_owned_worker(request, client)
         if not self._quota.is_limiting:
             grants = await self._lease(request, client)
         else:

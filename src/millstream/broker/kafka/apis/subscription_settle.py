@@ -5,7 +5,8 @@
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
 `delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
-that has expired, is another worker's, or is of another attempt than the one that is named, is INVALID_RECORD_STATE.
+that has expired, is another worker's or another principal's, or is of another attempt than the one that is named, is
+INVALID_RECORD_STATE.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, with_owned_worker
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.lease import Origin, Settlement
@@ -60,7 +61,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
 
     async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleAnswer:
         """Settle, and remember which client speaks for the worker if this node did not lease to it."""
-        return await self._settle_all(request, Origin(client.client_id, client.address))
+        return await self._settle_all(with_owned_worker(request, client), Origin(client.client_id, client.address))
 
     async def _settle_all(self, request: SettleRequest, origin: Origin) -> SettleAnswer:
         subscription = await self._subscriptions.find(request.subscription)

@@ -1,0 +1,155 @@
+"""Assertions: a node's signed word on who a caller is, with which a gateway acts for that caller on every node.
+
+Each node signs with a key that exists only in its memory, another one with each start. The public part is in the node's
+registration, so every node verifies the assertions of every other, and a gateway, which has neither, can make none.
+
+An assertion refers to the password or the API token that was shown, and says nothing about rights. The node that
+receives it finds the scope of the token, or the password, in the catalog as it knows it, so a change or deletion holds
+at once, whatever was signed before.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from millstream.broker.security.sasl import Verified
+from millstream.broker.security.state import SecurityState
+from millstream.core.errors import AuthenticationFailed
+from millstream.core.ids import NodeId
+
+ASSERTION_S: Final = 120.0
+"""How long an assertion opens sessions; far longer than clocks of nodes differ."""
+SESSION_S_MAX: Final = 900.0
+"""How long a session that it opened lasts."""
+ASSERTION_BYTES_MAX: Final = 4096
+_SIGNATURE_BYTES: Final = 64
+_PURPOSE: Final = b"millstream assertion 1\0"
+"""Signed with every assertion, so that a signature is of no use for anything else."""
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True):
+    """What was proved: a user's password, as stored for a mechanism, or an API token; and a hash of what is stored."""
+
+    name: str
+    """The user, or the id of the token."""
+    mechanism: str
+    """Empty for a token."""
+    digest: bytes
+
+
+class Assertion(msgspec.Struct, frozen=True, array_like=True):
+    """Who a caller is, from where, and until when; signed by one node of one cluster."""
+
+    cluster_id: str
+    node_id: int
+    principal: str
+    host: str
+    expires_at: float
+    credential_expires_at: float | None
+    proof: Proof | None
+
+
+_decode: Final = msgspec.msgpack.Decoder(Assertion).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Assertions:
+    """Signs assertions for one node, and verifies those of every node of its cluster."""
+
+    def __init__(self, state: SecurityState, cluster_id: str, node_id: NodeId, key: Ed25519PrivateKey) -> None:
+        self._state = state
+        self._cluster_id = cluster_id
+        self._node_id = node_id
+        self._key = key
+        self.public_key_of: Callable[[NodeId], str] = lambda _node: ""
+        """Finds the public key in the registration of another node; empty if there is none."""
+
+    def sign(self, verified: Verified, host: str) -> str:
+        """Assert who a caller is, as text that is used once per connection."""
+        asserted = _encode(
+            Assertion(
+                cluster_id=self._cluster_id,
+                node_id=self._node_id,
+                principal=verified.principal,
+                host=host,
+                expires_at=time.time() + ASSERTION_S,
+                credential_expires_at=verified.expires_at,
+                proof=_proof_of(verified),
+            )
+        )
+        return base64.b64encode(self._key.sign(_PURPOSE + asserted) + asserted).decode()
+
+    def identity_of(self, verified: Verified) -> str:
+        """Tell callers apart whose rights or credentials differ."""
+        proof = _proof_of(verified)
+        return verified.principal if proof is None else f"{verified.principal} {proof.digest.hex()}"
+
+    async def verify(self, text: bytes) -> Verified:
+        """Say for whom an assertion speaks, or raise `AuthenticationFailed`."""
+        if len(text) > ASSERTION_BYTES_MAX:
+            raise AuthenticationFailed(f"an assertion has at most {ASSERTION_BYTES_MAX} bytes")
+        try:
+            signed = base64.b64decode(text, validate=True)
+            signature, asserted = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+            found = _decode(asserted)
+        except (binascii.Error, ValueError, msgspec.MsgspecError):
+            raise AuthenticationFailed("the assertion cannot be read") from None
+        if found.cluster_id != self._cluster_id:
+            raise AuthenticationFailed("the assertion is of another cluster")
+        try:
+            self._public_key(NodeId(found.node_id)).verify(signature, _PURPOSE + asserted)
+        except InvalidSignature:
+            raise AuthenticationFailed("the assertion is not signed by the node that it names") from None
+        now = time.time()
+        if found.expires_at <= now:
+            raise AuthenticationFailed("the assertion has expired")
+        ends = [now + SESSION_S_MAX]
+        if found.credential_expires_at is not None:
+            ends.append(found.credential_expires_at)
+        who = Verified(principal=found.principal, expires_at=min(ends), host=found.host)
+        proof = found.proof
+        if proof is None:
+            return who
+        if not proof.mechanism:
+            tokens = await self._state.find_token(proof.name)
+            if not tokens or _digest_of(tokens[0].digest) != proof.digest:
+                raise AuthenticationFailed("the token was revoked, or has expired")
+            return replace(who, tokens=tokens)
+        stored = self._state.credentials.get((proof.name, proof.mechanism))
+        if stored is None or _digest_of(stored.salt + stored.stored_key) != proof.digest:
+            raise AuthenticationFailed("the user was deleted, or has another password")
+        return replace(who, credential=stored, user=proof.name)
+
+    def _public_key(self, node_id: NodeId) -> Ed25519PublicKey:
+        if node_id == self._node_id:
+            return self._key.public_key()
+        try:
+            return Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key_of(node_id)))
+        except ValueError:
+            raise AuthenticationFailed(f"the key of node {node_id} is not known here") from None
+
+
+def public_text(key: Ed25519PrivateKey) -> str:
+    """The public part of a key, as a registration carries it."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def _proof_of(verified: Verified) -> Proof | None:
+    if verified.tokens:
+        return Proof(verified.tokens[0].token_id, "", _digest_of(verified.tokens[0].digest))
+    proved = verified.credential
+    return None if proved is None else Proof(proved.user, proved.mechanism, _digest_of(proved.salt + proved.stored_key))
+
+
+def _digest_of(stored: bytes) -> bytes:
+    return hashlib.sha256(_PURPOSE + stored).digest()

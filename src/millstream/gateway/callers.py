@@ -1,0 +1,280 @@
+"""For whom the gateway acts: it has its node authenticate each caller, and uses connections with that caller's rights.
+
+The gateway forwards what the caller shows and gets an assertion that the node has signed, with which it connects to
+every node of the cluster. It cannot name a caller by itself. What was verified is remembered for a short time under a
+keyed hash of the credential, never the credential itself, and callers that are equal share their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import logging
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+from millstream.core.errors import MillstreamError
+from millstream.gateway.api.problem import RETRY_S, Refused
+from millstream.gateway.api.services import Services
+from millstream.protocol.private.authenticate import (
+    AUTHENTICATE_KEY,
+    BASIC,
+    BEARER,
+    NOTHING,
+    AuthenticateRequest,
+    AuthenticateResponse,
+)
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.wire.credentials import on_behalf_of
+from millstream.protocol.wire.error_codes import error_from_code
+
+_logger = logging.getLogger(__name__)
+
+RENEW_S: Final = 60.0
+"""How long an answer of the node is used again for the same credential; half of what an assertion lasts."""
+REMEMBERED_MAX: Final = 4096
+CALLERS_MAX: Final = 256
+"""Callers with connections of their own; the ones that are idle the longest make room."""
+IDLE_S: Final = 60.0
+"""How long the connections of a caller without requests stay open."""
+PENDING_PER_HOST_MAX: Final = 32
+"""Credentials of one address that are being verified, or whose failure is held back."""
+CREDENTIAL_BYTES_MAX: Final = 24 * 1024
+AUTHENTICATION_FAILED: Final = 58
+CHALLENGE: Final = 'Basic realm="millstream", charset="UTF-8", Bearer realm="millstream"'
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Shown(NamedTuple):
+    """What a caller shows, and from where."""
+
+    scheme: str
+    user: str
+    secret: str
+    host: str
+
+    def __repr__(self) -> str:
+        return f"Shown(scheme={self.scheme!r}, user={self.user!r}, host={self.host!r})"
+
+
+class Caller:
+    """Someone the gateway acts for, with the services that do."""
+
+    def __init__(self, principal: str, assertion: str, gateway: Services) -> None:
+        self.principal = principal
+        self.assertion = assertion
+        self.services = gateway.acting_for(on_behalf_of(lambda: self.assertion))
+        self.requests = 0
+        """Requests in progress."""
+        self.is_closed = False
+        self.closing: asyncio.TimerHandle
+        """Closes the connections when there have been no requests for a while."""
+
+
+class _Remembered(NamedTuple):
+    identity: tuple[str, str]
+    caller: Caller
+    until: float
+    """On the monotonic clock of the loop."""
+
+
+class Callers:
+    """Authenticates the callers of one gateway."""
+
+    def __init__(self, gateway: Services, *, requires: bool) -> None:
+        self._gateway = gateway
+        self._requires = requires
+        self._key = secrets.token_bytes(32)
+        self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
+        self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
+        self._verifying: dict[bytes, asyncio.Task[_Remembered]] = {}
+        self._pending: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def acting_for(self, headers: Headers, host: str) -> AsyncIterator[Caller]:
+        """Authenticate the caller of a request, and keep its connections open meanwhile; raise `Refused` otherwise."""
+        shown = self._read(headers, host)
+        caller = (await self._find(shown)).caller
+        while caller.is_closed:
+            # Another one needed the room before this request began.
+            caller = (await self._find(shown)).caller
+        caller.requests += 1
+        caller.closing.cancel()
+        try:
+            yield caller
+        finally:
+            caller.requests -= 1
+            if not caller.requests:
+                caller.closing = self._close_later(caller)
+
+    async def until_lapsed(self, headers: Headers, host: str) -> Refused:
+        """Wait until a caller cannot be authenticated any more with what it showed; return why."""
+        shown = self._read(headers, host)
+        try:
+            while True:
+                found = await self._find(shown)
+                await asyncio.sleep(max(0.0, found.until - asyncio.get_running_loop().time()))
+        except Refused as refused:
+            return refused
+
+    async def verify_again(self, headers: Headers, host: str) -> None:
+        """Forget what is remembered of a caller whose assertion a node has refused, and ask again.
+
+        Raise `Refused` unless it was refused only for now, as by a node that does not know a change yet.
+        """
+        shown = self._read(headers, host)
+        self._remembered.pop(self._mark(shown), None)
+        await self._find(shown)
+
+    async def close(self) -> None:
+        """Close the connections of every caller."""
+        for task in self._verifying.values():
+            task.cancel()
+        for caller in self._callers.values():
+            caller.closing.cancel()
+            await caller.services.close()
+        self._callers.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    # -- who it is ------------------------------------------------------------------------------------------
+
+    def _read(self, headers: Headers, host: str) -> Shown:
+        given = [value for name, value in headers if name == b"authorization"]
+        if len(given) > 1:
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request has one Authorization header, not several")
+        if not given:
+            if self._requires:
+                raise unauthorized("authentication is required; send a user and a password (Basic) or a token (Bearer)")
+            return Shown(NOTHING, "", "", host)
+        return _parse(given[0], host)
+
+    def _mark(self, shown: Shown) -> bytes:
+        return hmac.digest(self._key, "\0".join(shown).encode(), "sha256")
+
+    async def _find(self, shown: Shown) -> _Remembered:
+        mark = self._mark(shown)
+        found = self._remembered.get(mark)
+        if found is not None and asyncio.get_running_loop().time() < found.until:
+            self._callers.move_to_end(found.identity)
+            return found
+        verifying = self._verifying.get(mark)
+        if verifying is None:
+            if self._pending[shown.host] >= PENDING_PER_HOST_MAX:
+                raise Refused(
+                    HTTPStatus.TOO_MANY_REQUESTS,
+                    "too many credentials of this address are being verified; try again later",
+                    headers={"retry-after": str(RETRY_S)},
+                )
+            self._pending[shown.host] += 1
+            verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, shown))
+            verifying.add_done_callback(lambda done: self._verified(mark, shown.host, done))
+        # Shielded, since requests with the same credential wait for one answer.
+        return await asyncio.shield(verifying)
+
+    def _verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
+        del self._verifying[mark]
+        self._pending[host] -= 1
+        if not self._pending[host]:
+            del self._pending[host]
+        if not done.cancelled():
+            # Retrieved, so that asyncio does not log an error whose callers have all gone.
+            done.exception()
+
+    async def _verify(self, mark: bytes, shown: Shown) -> _Remembered:
+        request = AuthenticateRequest(scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret)
+        client = self._gateway.client
+        answer = decode(await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse)
+        if answer.error == AUTHENTICATION_FAILED:
+            # Held back here and not by the node, whose connections others need.
+            await asyncio.sleep(answer.pause_ms / 1000)
+            raise unauthorized(answer.message or "authentication failed")
+        if answer.error:
+            raise error_from_code(answer.error, answer.message)
+        lasts_s = RENEW_S if not answer.expires_ms else min(RENEW_S, answer.expires_ms / 1000 - time.time())
+        identity = (answer.identity, shown.host)
+        found = _Remembered(
+            identity, self._caller(identity, answer), asyncio.get_running_loop().time() + max(lasts_s, 0.0)
+        )
+        self._remembered[mark] = found
+        self._remembered.move_to_end(mark)
+        if len(self._remembered) > REMEMBERED_MAX:
+            self._remembered.popitem(last=False)
+        return found
+
+    # -- their connections ----------------------------------------------------------------------------------
+
+    def _caller(self, identity: tuple[str, str], answer: AuthenticateResponse) -> Caller:
+        known = self._callers.get(identity)
+        if known is not None:
+            known.assertion = answer.assertion
+            self._callers.move_to_end(identity)
+            return known
+        if len(self._callers) >= CALLERS_MAX:
+            idle = next((one for one in self._callers.values() if not one.requests), None)
+            if idle is None:
+                raise Refused(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"{CALLERS_MAX} other callers have requests in progress here; try another node, or again later",
+                    headers={"retry-after": str(RETRY_S)},
+                )
+            self._close(idle)
+        made = self._callers[identity] = Caller(answer.principal, answer.assertion, self._gateway)
+        made.closing = self._close_later(made)
+        return made
+
+    def _close_later(self, caller: Caller) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(IDLE_S, self._close, caller)
+
+    def _close(self, caller: Caller) -> None:
+        """Forget a caller without requests, and close its connections."""
+        caller.closing.cancel()
+        caller.is_closed = True
+        for identity in [one for one, known in self._callers.items() if known is caller]:
+            del self._callers[identity]
+        for mark in [one for one, known in self._remembered.items() if known.caller is caller]:
+            del self._remembered[mark]
+        task = asyncio.ensure_future(self._close_services(caller))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_services(self, caller: Caller) -> None:
+        try:
+            await caller.services.close()
+        except MillstreamError as error:
+            _logger.warning(
+                "connections of a caller were not closed cleanly",
+                extra={"principal": caller.principal, "error": str(error)},
+            )
+
+
+def unauthorized(detail: str) -> Refused:
+    """Refuse a request whose caller is not authenticated."""
+    return Refused(HTTPStatus.UNAUTHORIZED, detail, headers={"www-authenticate": CHALLENGE})
+
+
+def _parse(authorization: bytes, host: str) -> Shown:
+    scheme, _, given = authorization.partition(b" ")
+    name, given = scheme.decode("latin-1").lower(), given.strip()
+    if len(given) > CREDENTIAL_BYTES_MAX:
+        raise unauthorized(f"the credential has more than {CREDENTIAL_BYTES_MAX} bytes")
+    with suppress(ValueError, binascii.Error):
+        if name == BEARER and given:
+            return Shown(BEARER, "", given.decode("ascii"), host)
+        if name == BASIC:
+            user, colon, secret = base64.b64decode(given, validate=True).decode().partition(":")
+            # Hashing a password treats zeros at its end as if they were not there.
+            if colon and user and secret and "\0" not in user + secret:
+                return Shown(BASIC, user, secret, host)
+    raise unauthorized(
+        "the Authorization header is neither `Basic` with a user and a password nor `Bearer` with a token"
+    )

@@ -1,0 +1,462 @@
+"""HTTP on a locked node: who calls, what they may do, and what is tried against it, with a real server process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.client.admin.security import add_acls, delete_user, put_user
+from millstream.core import acl
+from millstream.core.credential import SecurityChange, new_token
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
+from millstream_testing.server import Server
+
+WAIT_S = 60.0
+ADMIN, ALICE, BOB, EVE = (
+    ("admin", "admin-password"),
+    ("alice", "alice-password"),
+    ("bob", "bob-password"),
+    ("eve", "eve-password"),
+)
+MESSAGE = {"content-type": "application/json"}
+
+
+def rule(principal: str, kind: acl.ResourceType, prefix: str, operation: acl.Operation, host: str = "*") -> acl.Acl:
+    return acl.Acl(
+        resource_type=kind,
+        resource_name=prefix,
+        pattern=acl.PatternType.PREFIXED,
+        principal=principal,
+        operation=operation,
+        host=host,
+    )
+
+
+class Locked(NamedTuple):
+    server: Server
+    certificates: Certificates
+    issuer: Issuer
+    token: str
+    """An API token of alice with which topics of `alice-narrow` can be written."""
+
+    @property
+    def url(self) -> str:
+        return f"https://{self.server.http}"
+
+    def client(self, who: tuple[str, str] | str | None = None, **more: Any) -> httpx.Client:
+        """A client that shows a user and a password, a bearer token, or nothing."""
+        if isinstance(who, str):
+            more["headers"] = {"authorization": f"Bearer {who}", **more.get("headers", {})}
+        elif who is not None:
+            more["auth"] = who
+        return httpx.Client(base_url=self.url, verify=client_tls(self.certificates.ca), timeout=WAIT_S, **more)
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    """A node with TLS and authentication; alice and bob may use what begins with their names and with `shared`."""
+    folder = tmp_path_factory.mktemp("locked-http")
+    certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
+    everything, topic, group = acl.Operation.ALL, acl.ResourceType.TOPIC, acl.ResourceType.GROUP
+    rules = [
+        rule(principal, kind, prefix, everything)
+        for principal, name in (("User:alice", "alice"), ("User:bob", "bob"), ("User:oauth:alice", "alice"))
+        for kind in (topic, group)
+        for prefix in (name, "shared")
+    ]
+    rules.append(rule("User:eve", topic, "elsewhere", everything, host="203.0.113.9"))
+    declare_security(folder / "data", dict((ADMIN, ALICE, BOB, EVE)), frozenset(rules))
+    now_ms = int(time.time() * 1000)
+    narrow = rule("User:*", topic, "alice-narrow", acl.Operation.WRITE)
+    token, text = new_token("User:alice", scope=[narrow], created_ms=now_ms, expires_ms=now_ms + 3_600_000)
+    catalog = Catalog.open_folder(folder / "data")
+    catalog.change_security(SecurityChange(put_tokens=(token,)))
+    catalog.close()
+    settings = {
+        "auth": "required",
+        "tls-cert": certificates.node,
+        "tls-key": certificates.node_key,
+        "super-users": "admin",
+        "oauth-jwks": issuer.jwks,
+        "oauth-issuer": ISSUER,
+        "oauth-audience": AUDIENCE,
+    }
+    with Server(folder / "data", settings=settings) as server:
+        found = Locked(server, certificates, issuer, text)
+        with found.client() as nobody:
+            deadline = time.monotonic() + WAIT_S
+            while nobody.get("/readyz").status_code != 200:
+                assert time.monotonic() < deadline
+        yield found
+
+
+@pytest.fixture
+async def admin(locked: Locked) -> AsyncIterator[Client]:
+    credentials = Credentials(tls=client_tls(locked.certificates.ca), user=ADMIN[0], password=ADMIN[1])
+    async with Client.connect(locked.server.kafka, credentials=credentials) as client:
+        yield client
+
+
+def publish(client: httpx.Client, topic: str, value: Any = 1) -> httpx.Response:
+    return client.post(f"/v1/topics/{topic}/messages", json=value)
+
+
+def pulled(client: httpx.Client, subscription: str) -> list[dict[str, Any]]:
+    wanted = {"max": 10, "wait_ms": 20_000, "worker": "one"}
+    answer = client.post(f"/v1/subscriptions/{subscription}/messages:pull", json=wanted)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["messages"]
+    return found
+
+
+def settle(client: httpx.Client, subscription: str, verb: str, lease: str) -> dict[str, Any]:
+    answer = client.post(f"/v1/subscriptions/{subscription}/messages:settle", json={verb: [lease]})
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()["results"][0]
+    return result
+
+
+# -- who calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["password", "jwt"])
+def test_a_caller_publishes_and_receives_with_its_own_rights(locked: Locked, how: str) -> None:
+    topic, name = f"alice-http-{how}", f"alice-http-{how}"
+    with locked.client(ALICE if how == "password" else locked.issuer.token("alice")) as alice:
+        assert publish(alice, topic).status_code == 201
+        made = alice.post("/v1/subscriptions", json={"name": name, "topics": [topic], "start": "start"})
+        assert made.status_code == 201, made.text
+        (message,) = pulled(alice, name)
+        assert message["json"] == 1
+        assert settle(alice, name, "accept", message["lease"]).get("error") is None
+        with locked.client(BOB) as bob:
+            refused = publish(bob, topic)
+            assert refused.status_code == 403
+            assert bob.post(f"/v1/subscriptions/{name}/messages:pull", json={}).status_code == 403
+
+
+@pytest.mark.parametrize("how", ["bearer", "basic"])
+def test_an_api_token_is_cut_to_its_scope(locked: Locked, how: str) -> None:
+    token_id, _, secret = locked.token.partition(".")
+    with locked.client(ALICE) as alice:
+        for topic in ("alice-narrow", "alice-wide"):
+            assert publish(alice, topic).status_code == 201
+    with locked.client(locked.token if how == "bearer" else (token_id, secret)) as token:
+        assert publish(token, "alice-narrow").status_code == 201
+        assert publish(token, "alice-wide").status_code == 403
+        assert token.get("/v1/topics/alice-narrow/partitions/0/messages/0").status_code == 403
+
+
+def basic(user: bytes, password: bytes) -> str:
+    return "Basic " + base64.b64encode(user + b":" + password).decode()
+
+
+NO_CREDENTIALS = (
+    None,
+    "",
+    "Basic",
+    "Basic !",
+    "Basic " + base64.b64encode(b"alice").decode(),
+    basic(b"alice", b""),
+    basic(b"", b"alice-password"),
+    basic(b"alice", b"wrong-password"),
+    basic(b"alice", b"alice-password\0"),
+    basic(b"alice\0", b"alice-password"),
+    basic(b"nobody", b"alice-password"),
+    basic(b"User:alice", b"alice-password"),
+    basic(b"__node", b"alice-password"),
+    basic(b"\xff", b"\xff"),
+    "Bearer",
+    "Bearer a.b.c",
+    "Bearer mst_0000.secret",
+    "Digest username=alice",
+    "MILLSTREAM-ASSERTION abc",
+    "Bearer " + "x" * 30_000,
+)
+
+
+async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
+    issuer = locked.issuer
+    tokens = (
+        issuer.token("alice", lasts_s=-3600),
+        issuer.token("alice", aud="another"),
+        issuer.token("alice", iss="https://another.example"),
+        issuer.token("alice") + "x",
+        locked.token + "x",
+    )
+    async with httpx.AsyncClient(
+        base_url=locked.url, verify=client_tls(locked.certificates.ca), timeout=WAIT_S
+    ) as client:
+
+        async def ask(given: str | None) -> None:
+            headers = {} if given is None else {"authorization": given}
+            answers = await asyncio.gather(
+                client.get("/v1/topics", headers=headers),
+                client.post("/v1/topics/alice-challenged/messages", json=1, headers=headers),
+                client.get("/metrics", headers=headers),
+            )
+            for answer in answers:
+                assert answer.status_code == 401, (given, answer.text)
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert "Basic realm=" in answer.headers["www-authenticate"]
+                assert "Bearer" in answer.headers["www-authenticate"]
+
+        # At once, since each of them is answered late.
+        await asyncio.gather(*map(ask, (*NO_CREDENTIALS, *(f"Bearer {token}" for token in tokens))))
+        metrics = (await client.get("/metrics", auth=ADMIN)).text
+    (failures,) = re.findall(r"^millstream_authentication_failures_total (\S+)", metrics, re.MULTILINE)
+    assert float(failures) >= len(tokens)
+
+
+# -- what they may do ------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_names_the_operation_and_the_resource(locked: Locked) -> None:
+    with locked.client(ADMIN) as admin:
+        assert publish(admin, "secret-topic").status_code == 201
+    with locked.client(ALICE) as alice:
+        refused = publish(alice, "secret-topic")
+        assert refused.status_code == 403
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert "secret-topic" in refused.json()["detail"]
+        made = alice.post("/v1/subscriptions", json={"name": "alice-s", "topics": ["secret-topic"]})
+        assert made.status_code == 403
+        assert made.json()["detail"] == "User:alice may not read topic 'secret-topic'"
+
+
+def test_names_of_others_are_not_told(locked: Locked) -> None:
+    with locked.client(ADMIN) as admin, locked.client(ALICE) as alice:
+        assert publish(admin, "hidden-http").status_code == 201
+        assert publish(alice, "alice-seen").status_code == 201
+        topics = [one["topic"] for one in alice.get("/v1/topics").json()["topics"]]
+        assert "alice-seen" in topics
+        assert not [one for one in topics if not one.startswith(("alice", "shared"))]
+        exists, missing = (alice.get(f"/v1/topics/{name}") for name in ("hidden-http", "absent-http"))
+        assert exists.status_code == missing.status_code
+        assert exists.json()["detail"].replace("hidden-http", "N") == missing.json()["detail"].replace(
+            "absent-http", "N"
+        )
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/metrics", "/v1/cluster", "/v1/clients"],
+)
+def test_what_is_about_the_cluster_needs_the_right_to_describe_it(locked: Locked, path: str) -> None:
+    with locked.client(ADMIN) as admin, locked.client(ALICE) as alice:
+        assert admin.get(path).status_code == 200
+        refused = alice.get(path)
+        assert refused.status_code == 403
+        assert "describe" in refused.json()["detail"]
+
+
+def test_health_is_told_to_everyone_and_nothing_else(locked: Locked) -> None:
+    with locked.client() as nobody:
+        for path in ("/", "/healthz", "/readyz", "/openapi.json", "/docs"):
+            assert nobody.get(path).status_code == 200
+        document = nobody.get("/openapi.json").json()
+    assert document["components"]["securitySchemes"].keys() == {"basic", "bearer"}
+    assert document["security"]
+
+
+def test_rules_for_an_address_are_evaluated_with_that_of_the_caller(locked: Locked) -> None:
+    with locked.client(EVE, headers={"x-forwarded-for": "203.0.113.9", "forwarded": "for=203.0.113.9"}) as eve:
+        assert publish(eve, "elsewhere").status_code == 403
+
+
+async def test_callers_that_publish_at_the_same_time_are_kept_apart(locked: Locked) -> None:
+    async with httpx.AsyncClient(
+        base_url=locked.url, verify=client_tls(locked.certificates.ca), timeout=WAIT_S
+    ) as client:
+
+        async def send(who: tuple[str, str], topic: str) -> int:
+            answer = await client.post(f"/v1/topics/{topic}/messages", json=1, auth=who)
+            return answer.status_code
+
+        calls = [(who, topic) for who in (ALICE, BOB) for topic in ("alice-mixed", "bob-mixed", "shared-mixed")] * 20
+        results = await asyncio.gather(*(send(*one) for one in calls))
+    for (who, topic), status in zip(calls, results, strict=True):
+        assert status == (201 if topic.startswith((who[0], "shared")) else 403), (who, topic)
+
+
+# -- leases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["accept", "release", "reject", "extend"])
+def test_a_lease_is_settled_by_its_principal_only(locked: Locked, verb: str) -> None:
+    name = f"shared-lease-{verb}"
+    with locked.client(ALICE) as alice, locked.client(BOB) as bob:
+        assert publish(alice, name).status_code == 201
+        made = alice.post("/v1/subscriptions", json={"name": name, "topics": [name], "start": "start"})
+        assert made.status_code == 201, made.text
+        (message,) = pulled(alice, name)
+        refused = settle(bob, name, verb, message["lease"])
+        assert refused["status"] == 409, "bob has every right on the group, and used the name of the same worker"
+        assert settle(alice, name, "accept", message["lease"]).get("error") is None
+
+
+# -- what ends ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: Client) -> None:
+    topic = "alice-stream"
+    place = f"/v1/topics/{topic}/partitions/0/messages/0"
+    with locked.client(ALICE) as alice:
+        assert publish(alice, topic).status_code == 201
+    await put_user(admin, "carol", "carol-password")
+    add = rule("User:carol", acl.ResourceType.TOPIC, "alice", acl.Operation.READ)
+    await add_acls(admin, [add])
+    async with httpx.AsyncClient(
+        base_url=locked.url, verify=client_tls(locked.certificates.ca), timeout=WAIT_S, auth=("carol", "carol-password")
+    ) as carol:
+        assert (await carol.get(place)).status_code == 200
+        async with carol.stream("GET", f"/v1/topics/{topic}/events", params={"from": "start"}) as stream:
+            lines = stream.aiter_lines()
+            async with asyncio.timeout(WAIT_S):
+                while not (await anext(lines)).startswith("event: message"):
+                    pass
+                await delete_user(admin, "carol")
+                rest = [line async for line in lines]
+        assert "event: error" in rest
+        data = next(line for line in reversed(rest) if line.startswith("data: "))
+        assert json.loads(data.removeprefix("data: "))["status"] == 401
+        async with asyncio.timeout(WAIT_S):
+            while (answer := await carol.get(place)).status_code != 401:
+                assert answer.status_code == 503, "known to nobody, it is never let through"
+
+
+# -- tricks ----------------------------------------------------------------------------------------------------------
+
+
+def raw(locked: Locked, request: bytes) -> tuple[int, bytes]:
+    """Send bytes over TLS; return the status and everything that came back."""
+    host, port = locked.server.http.rsplit(":", 1)
+    context = client_tls(locked.certificates.ca)
+    with (
+        socket.create_connection((host, int(port)), timeout=WAIT_S) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        connection.sendall(request)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    return int(answer.split()[1]), answer
+
+
+ALICE_HEADER = f"authorization: {basic(*(part.encode() for part in ALICE))}\r\n"
+ADMIN_HEADER = f"authorization: {basic(*(part.encode() for part in ADMIN))}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "headers", "expected"),
+    [
+        ("/v1/topics", "", {401}),
+        ("//v1/topics", "", {404}),
+        ("/v1//topics", "", {404}),
+        ("/./v1/topics", "", {404}),
+        ("/healthz/../v1/topics", "", {404}),
+        ("/v1/../metrics", "", {404}),
+        ("/%76%31/topics", "", {401, 404}),
+        ("/v1/%74opics", "", {401, 404}),
+        ("/%6detrics", "", {401}),
+        ("/metrics/", "", {401, 404, 307}),
+        ("/metrics?x=/healthz", "", {401}),
+        ("/V1/topics", "", {404}),
+        ("http://127.0.0.1/v1/topics", "", {401}),
+        ("http://127.0.0.1/healthz/../v1/topics", "", {404}),
+        ("/v1/topics", ALICE_HEADER + ADMIN_HEADER, {400}),
+        ("/v1/topics", ADMIN_HEADER + ALICE_HEADER, {400}),
+        ("/v1/topics", "Authorization : Basic YTpi\r\n", {400, 401}),
+        ("/v1/topics", "x-forwarded-user: admin\r\nx-remote-user: admin\r\n", {401}),
+        ("/v1/cluster", ALICE_HEADER, {403}),
+        ("/v1/topics", f"authorization: Bearer {'x' * 70_000}\r\n", {431}),
+    ],
+)
+def test_tricks_with_paths_and_headers(locked: Locked, target: str, headers: str, expected: set[int]) -> None:
+    request = f"GET {target} HTTP/1.1\r\nhost: {locked.server.http}\r\nconnection: close\r\n{headers}\r\n"
+    status, answer = raw(locked, request.encode())
+    assert status in expected, answer[:300]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"accept-language": "en", "referer": "http://evil.example/"},
+        {"accept-language": "en"},
+    ],
+)
+def test_a_page_of_another_origin_cannot_use_the_password_of_the_browser(
+    locked: Locked, headers: dict[str, str]
+) -> None:
+    with locked.client(ADMIN, headers=headers) as browser:
+        for answer in (browser.get("/v1/topics"), publish(browser, "from-another-origin")):
+            assert answer.status_code == 403
+            assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_program_and_a_page_of_the_gateway_may_use_a_password(locked: Locked) -> None:
+    for headers in (
+        {"accept-language": "*"},
+        {"origin": locked.url, "accept-language": "en"},
+        {"sec-fetch-site": "same-origin", "accept-language": "en"},
+        {"sec-fetch-site": "none", "accept-language": "en"},
+    ):
+        with locked.client(ADMIN, headers=headers) as client:
+            assert client.get("/v1/topics").status_code == 200
+
+
+# -- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def serial_of(locked: Locked) -> bytes:
+    host, port = locked.server.http.rsplit(":", 1)
+    return ssl.get_server_certificate((host, int(port)), ca_certs=str(locked.certificates.ca)).encode()
+
+
+def test_a_renewed_certificate_is_used_from_the_next_connection_on(locked: Locked) -> None:
+    with locked.client(ADMIN) as client:
+        assert client.get("/v1/topics").status_code == 200
+        before = serial_of(locked)
+        locked.certificates.renew_node()
+        deadline = time.monotonic() + WAIT_S
+        while serial_of(locked) == before:
+            assert time.monotonic() < deadline
+        stream = client.get("/v1/topics").extensions["network_stream"]
+        still = ssl.DER_cert_to_PEM_cert(stream.get_extra_info("ssl_object").getpeercert(True))
+        assert still.encode() == before, "the connection that was open stays"
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_tls_1_2_and_1_3_are_spoken(locked: Locked, version: ssl.TLSVersion) -> None:
+    context = client_tls(locked.certificates.ca)
+    context.minimum_version = context.maximum_version = version
+    with httpx.Client(base_url=locked.url, verify=context, timeout=WAIT_S) as client:
+        assert client.get("/healthz").status_code == 200
+
+
+def test_plain_text_and_old_tls_are_refused(locked: Locked) -> None:
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://{locked.server.http}/healthz", timeout=WAIT_S)
+    context = client_tls(locked.certificates.ca)
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{locked.url}/healthz", verify=context, timeout=WAIT_S)

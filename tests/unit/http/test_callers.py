@@ -1,0 +1,240 @@
+"""For whom the gateway acts: what it remembers, shares, bounds and gives up, against a node that answers as told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from http import HTTPStatus
+from typing import Any, cast
+
+import pytest
+
+from millstream.core.errors import BrokerUnreachable
+from millstream.gateway import callers as callers_module
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.services import Services
+from millstream.gateway.callers import PENDING_PER_HOST_MAX, Callers
+from millstream.protocol.private.authenticate import AuthenticateRequest, AuthenticateResponse
+from millstream.protocol.private.message import decode, encode
+
+HOST = "10.0.0.7"
+
+
+class Node:
+    """Stands for the services of the gateway, and for the node behind them."""
+
+    def __init__(self) -> None:
+        self.client = self
+        self.asked: list[AuthenticateRequest] = []
+        self.answers: dict[str, AuthenticateResponse | Exception] = {}
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.closed = 0
+        self.credentials: list[Any] = []
+
+    async def private(self, node: None, key: int, body: bytes, *, waits: bool) -> bytes:
+        request = decode(body, AuthenticateRequest)
+        self.asked.append(request)
+        await self.may_answer.wait()
+        answer = self.answers.get(request.user) or AuthenticateResponse(
+            principal=f"User:{request.user}", identity=request.user, assertion=f"assertion {len(self.asked)}"
+        )
+        if isinstance(answer, Exception):
+            raise answer
+        return encode(answer)
+
+    def acting_for(self, credentials: Any) -> Node:
+        self.credentials.append(credentials)
+        return self
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+async def node() -> Node:
+    return Node()
+
+
+def made(node: Node, *, requires: bool = True) -> Callers:
+    return Callers(cast("Services", node), requires=requires)
+
+
+def basic(user: str, password: str = "secret") -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", b"Basic " + base64.b64encode(f"{user}:{password}".encode()))]
+
+
+async def principal(callers: Callers, headers: list[tuple[bytes, bytes]], host: str = HOST) -> str:
+    async with callers.acting_for(headers, host) as caller:
+        return caller.principal
+
+
+async def test_a_credential_is_verified_once_for_a_while(node: Node) -> None:
+    callers = made(node)
+    for _ in range(3):
+        assert await principal(callers, basic("alice")) == "User:alice"
+    assert len(node.asked) == 1
+    await principal(callers, basic("alice", "another"))
+    await principal(callers, basic("alice"), "10.0.0.8")
+    assert [one.host for one in node.asked] == [HOST, HOST, "10.0.0.8"]
+    await callers.close()
+
+
+async def test_requests_with_the_same_credential_wait_for_one_answer(node: Node) -> None:
+    callers = made(node)
+    node.may_answer.clear()
+    asking = [asyncio.ensure_future(principal(callers, basic("alice"))) for _ in range(100)]
+    await asyncio.sleep(0)
+    asking[0].cancel()
+    node.may_answer.set()
+    assert await asyncio.gather(*asking[1:]) == ["User:alice"] * 99
+    assert len(node.asked) == 1
+    await callers.close()
+
+
+async def test_what_is_remembered_is_not_the_credential(node: Node) -> None:
+    callers = made(node)
+    await principal(callers, basic("alice", "a very secret password"))
+    assert "secret password" not in repr(vars(callers))
+    assert "secret password" not in repr(node.asked)
+    await callers.close()
+
+
+async def test_equal_callers_share_connections_that_open_with_the_last_assertion(node: Node) -> None:
+    callers = made(node)
+    for password in ("first token", "second token"):
+        await principal(callers, basic("alice", password))
+    (credentials,) = node.credentials
+    assert credentials.sasl_mechanism == "MILLSTREAM-ASSERTION"
+    assert next(credentials.begin()) == b"assertion 2"
+    assert credentials.tls_context is None
+    await callers.close()
+    assert node.closed == 1
+
+
+async def test_a_credential_that_expires_is_verified_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = made(node)
+    node.answers["alice"] = AuthenticateResponse(
+        principal="User:alice", identity="alice", assertion="x", expires_ms=int(time.time() * 1000) - 1
+    )
+    for _ in range(2):
+        await principal(callers, basic("alice"))
+    assert len(node.asked) == 2
+    await callers.close()
+
+
+async def test_a_failure_is_told_after_the_pause_and_not_remembered(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers, pauses = made(node), []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("millstream.gateway.callers.asyncio.sleep", sleep)
+    node.answers["eve"] = AuthenticateResponse(error=58, message="wrong", pause_ms=800)
+    for _ in range(2):
+        with pytest.raises(Refused) as refused:
+            await principal(callers, basic("eve"))
+        assert refused.value.status is HTTPStatus.UNAUTHORIZED
+        assert refused.value.headers["www-authenticate"].startswith("Basic realm=")
+    assert pauses == [0.8, 0.8]
+    assert not callers._pending
+    await callers.close()
+
+
+async def test_an_address_has_few_credentials_verified_at_a_time(node: Node) -> None:
+    callers = made(node)
+    node.may_answer.clear()
+    asking = [
+        asyncio.ensure_future(principal(callers, basic(f"user-{number}"))) for number in range(PENDING_PER_HOST_MAX)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused) as refused:
+        await principal(callers, basic("one-more"))
+    assert refused.value.status is HTTPStatus.TOO_MANY_REQUESTS
+    other = asyncio.ensure_future(principal(callers, basic("one-more"), "10.0.0.8"))
+    node.may_answer.set()
+    await asyncio.gather(*asking, other)
+    assert await principal(callers, basic("one-more")) == "User:one-more"
+    await callers.close()
+
+
+async def test_idle_callers_make_room_and_busy_ones_do_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers_module, "CALLERS_MAX", 2)
+    callers = made(node)
+    async with callers.acting_for(basic("alice"), HOST):
+        await principal(callers, basic("bob"))
+        await principal(callers, basic("carol"))
+        assert node.closed == 1, "bob was idle"
+        async with callers.acting_for(basic("carol"), HOST):
+            with pytest.raises(Refused) as refused:
+                await principal(callers, basic("dave"))
+            assert refused.value.status is HTTPStatus.SERVICE_UNAVAILABLE
+    assert await principal(callers, basic("bob")) == "User:bob"
+    await callers.close()
+
+
+async def test_connections_of_an_idle_caller_are_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers_module, "IDLE_S", 0.05)
+    callers = made(node)
+    await principal(callers, basic("alice"))
+    async with asyncio.timeout(30):
+        while not node.closed:
+            await asyncio.sleep(0)
+    assert await principal(callers, basic("alice")) == "User:alice"
+    assert len(node.asked) == 2
+    await callers.close()
+
+
+async def test_a_stream_lapses_when_its_caller_is_not_known_any_more(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers_module, "RENEW_S", 0.0)
+    callers = made(node)
+    lapsed = asyncio.ensure_future(callers.until_lapsed(basic("alice"), HOST))
+    async with asyncio.timeout(30):
+        while len(node.asked) < 3:
+            await asyncio.sleep(0)
+        assert not lapsed.done()
+        node.answers["alice"] = AuthenticateResponse(error=58, message="the user was deleted")
+        assert (await lapsed).detail == "the user was deleted"
+    await callers.close()
+
+
+async def test_without_a_credential_a_caller_is_anonymous_where_that_is_enough(node: Node) -> None:
+    callers = made(node, requires=False)
+    async with callers.acting_for([], HOST):
+        assert node.asked == [AuthenticateRequest(scheme="", host=HOST)]
+    await callers.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], HTTPStatus.UNAUTHORIZED),
+        ([*basic("alice"), *basic("bob")], HTTPStatus.BAD_REQUEST),
+        ([(b"authorization", b"Basic " + b"x" * 100_000)], HTTPStatus.UNAUTHORIZED),
+        ([(b"authorization", b"Negotiate x")], HTTPStatus.UNAUTHORIZED),
+    ],
+)
+async def test_what_cannot_be_a_credential_never_reaches_the_node(
+    node: Node, headers: list[tuple[bytes, bytes]], status: HTTPStatus
+) -> None:
+    callers = made(node)
+    with pytest.raises(Refused) as refused:
+        await principal(callers, headers)
+    assert refused.value.status is status
+    assert node.asked == []
+    await callers.close()
+
+
+async def test_a_node_that_is_away_is_no_refusal_of_the_caller(node: Node) -> None:
+    callers = made(node)
+    node.answers["alice"] = BrokerUnreachable("away")
+    with pytest.raises(BrokerUnreachable):
+        await principal(callers, basic("alice"))
+    del node.answers["alice"]
+    assert await principal(callers, basic("alice")) == "User:alice"
+    await callers.close()
