@@ -39,6 +39,7 @@ ORDER = (
     "transaction",
     "user",
     "acl",
+    "secrets",
     "certs",
     "client",
     "cluster",

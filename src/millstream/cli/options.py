@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from millstream.cli.exit_code import CommandFailed
+from millstream.cli.exit_code import CommandFailed, ExitCode
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
 
@@ -46,7 +47,12 @@ Partitions = Annotated[
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other setting; may be repeated. A secret is given as NAME=@FILE.",
+        show_default=False,
+    ),
 ]
 
 Unset = Annotated[
@@ -76,6 +82,28 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
             raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
         values[name] = value
     return values
+
+
+def parse_settings(given: list[str], *, secret: Collection[str]) -> dict[str, str]:
+    """Split the texts of --set; the values of `secret` settings are read from files."""
+    values = parse_assignments(given, flag="--set")
+    return {
+        name: given_secret(value, flag=f"--set {name}=") if name in secret and value else value
+        for name, value in values.items()
+    }
+
+
+def given_secret(text: str, *, flag: str) -> str:
+    """Return a secret from the file named as @FILE, or from the standard input as @-; never one from a flag."""
+    if text == "@-":
+        return sys.stdin.read().strip()
+    if not text.startswith("@"):
+        raise CommandFailed(
+            f"{flag}: every user of a machine sees the arguments of its processes; pass @FILE, or @- to read the "
+            "standard input",
+            ExitCode.USAGE,
+        )
+    return given_text(text, flag=flag)
 
 
 def given_text(text: str, *, flag: str) -> str:

@@ -12,6 +12,7 @@ import kio.schema
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
@@ -26,6 +27,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
@@ -39,6 +41,8 @@ async def served(
     catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
 ) -> ServedApis:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
+    subscriptions = Subscriptions(CatalogDeclarations(catalog), SystemClock())
+    pipelines = Pipelines(CatalogDeclarations(catalog), SystemClock())
     parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
@@ -47,9 +51,10 @@ async def served(
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         quotas=quotas,
         groups=DeclaredGroups(CatalogDeclarations(catalog), config),
-        subscriptions=Subscriptions(CatalogDeclarations(catalog), SystemClock()),
-        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
+        subscriptions=subscriptions,
+        pipelines=pipelines,
         security=SecurityState(CatalogDeclarations(catalog), ()),
+        secrets=StoredSecrets(catalog, Sealing(None), subscriptions, pipelines),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

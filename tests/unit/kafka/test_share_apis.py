@@ -15,6 +15,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership, Node
@@ -28,6 +29,7 @@ from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import ACKS_ALL
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.core.clock import SystemClock
@@ -215,6 +217,7 @@ async def desk(
 ) -> AsyncIterator[Desk]:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
     subscriptions = Subscriptions(CatalogDeclarations(catalog), SystemClock())
+    pipelines = Pipelines(CatalogDeclarations(catalog), SystemClock())
     parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
@@ -224,8 +227,9 @@ async def desk(
         quotas=quotas,
         groups=DeclaredGroups(CatalogDeclarations(catalog), config),
         subscriptions=subscriptions,
-        pipelines=Pipelines(CatalogDeclarations(catalog), SystemClock()),
+        pipelines=pipelines,
         security=SecurityState(CatalogDeclarations(catalog), ()),
+        secrets=StoredSecrets(catalog, Sealing(None), subscriptions, pipelines),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -82,6 +82,7 @@ from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.rule_change import RuleChange
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
+from millstream.broker.kafka.apis.secret_list import SecretList
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -114,6 +115,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -135,6 +137,7 @@ class ApiDependencies:
     subscriptions: Subscriptions
     pipelines: Pipelines
     security: SecurityState
+    secrets: StoredSecrets
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -356,5 +359,6 @@ class ServedApis:
         yield DeleteAcls(rules)
         yield DescribeUserScramCredentials(security)
         yield AlterUserScramCredentials(security)
+        yield SecretList(self._parts.secrets)
         yield SaslHandshake()
         yield SaslAuthenticate()

@@ -34,7 +34,7 @@ from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import NotLeader
-from millstream.core.subscription import Subscription, shown
+from millstream.core.subscription import Subscription
 from millstream.protocol.private.subscription_messages import (
     LIST_KEY,
     ListSubscriptionsRequest,
@@ -131,7 +131,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
             "subscription_id": str(subscription.subscription_id),
             "topics": subscription.topics or sorted(known),
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
-            "overrides": shown(subscription.overrides),
+            "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,
