@@ -13,10 +13,23 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
 
+
+def _brokers_of_profile(ctx: typer.Context, value: str) -> str:
+    """Take the brokers of the chosen profile, unless a flag or a variable names others."""
+    source = ctx.get_parameter_source("brokers")
+    if source is None or source.name != "DEFAULT":
+        return value
+    from millstream.cli.connection import chosen_profile
+
+    profile = chosen_profile()
+    return (profile.brokers if profile is not None else "") or value
+
+
 Brokers = Annotated[
     str,
     typer.Option(
         "--brokers",
+        callback=_brokers_of_profile,
         envvar="MILLSTREAM_BROKERS",
         metavar="HOST:PORT[,...]",
         help="The brokers to connect to; the first one that answers is used.",

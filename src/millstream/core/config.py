@@ -23,7 +23,8 @@ COMPRESSION_RATIO_MAX = 1000
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
 COMMAND_VARIABLES = frozenset(
-    f"MILLSTREAM_{name}" for name in ("BROKERS", "TIMEOUT", "TRACEBACK", "TLS_CA", "USER", "PASSWORD", "TOKEN")
+    f"MILLSTREAM_{name}"
+    for name in ("BROKERS", "TIMEOUT", "TRACEBACK", "TLS_CA", "USER", "PASSWORD", "TOKEN", "PROFILE", "PROFILES")
 )
 """Variables that commands read and that do not configure a node."""
 
