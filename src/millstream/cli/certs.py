@@ -24,7 +24,7 @@ app = typer.Typer(help="Make certificates to try TLS with.", no_args_is_help=Tru
 
 _CLIENT_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _OWN_FILES: Final = re.compile(r"ca|node(-\d+)?")
-_HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?)*")
+_HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _AUTHORITY_DAYS: Final = 3650
 _CERTIFICATE_DAYS: Final = 825
 

@@ -127,7 +127,7 @@ def _profile(name: str, table: object, path: Path) -> Profile:
             kind = "true or false" if kinds[key] is bool else "a text"
             raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} has to be {kind}")
     # Files lie beside the profiles, unless their path says otherwise.
-    given = {
+    given: dict[str, Any] = {
         key: str(path.parent / os.path.expanduser(value)) if key in _FILES and value else value
         for key, value in table.items()
     }

@@ -718,7 +718,7 @@ class Catalog:
         """Return every secret, without its value, by noun and name."""
         with self._read() as connection:
             rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
-            found = [*map(_subscription, rows), *read_pipelines(connection)]
+            found: list[Subscription | Pipeline] = [*map(_subscription, rows), *read_pipelines(connection)]
         return [secret for one in found for secret in self._sealing.describe(one)]
 
     def reseal(self) -> int:

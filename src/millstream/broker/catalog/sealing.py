@@ -41,7 +41,7 @@ _NO_KEY: Final = (
 SUBSCRIPTION: Final = "subscription"
 PIPELINE: Final = "pipeline"
 
-N = TypeVar("N", Subscription, Pipeline)
+N = TypeVar("N", bound=Subscription | Pipeline)
 
 
 class CannotOpen(Exception):
@@ -192,7 +192,7 @@ class Sealing:
             content = _cipher(key).decrypt(encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _place(noun, name, setting))
         except (InvalidTag, ValueError):
             raise CannotOpen("it was changed or copied from elsewhere; set it again") from None
-        return content.decode()
+        return str(content, "utf-8")
 
     def open_all(self, stored: N) -> N:
         """Open the secrets of what the catalog declares; those that cannot be opened stay sealed, with the reason."""
