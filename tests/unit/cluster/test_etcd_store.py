@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -327,7 +326,6 @@ async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
     await right.close()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 async def test_who_has_a_certificate_gets_in() -> None:
     with EncryptedEtcdServer() as server:
         address = EtcdAddress.parse(server.url, ca=server.ca, certificate=server.certificate, key=server.key)
