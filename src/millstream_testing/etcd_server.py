@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 from millstream.cli.cluster_up import LocalEtcd
 from millstream.cli.reserved_port import ReservedPort
+from millstream_testing.security import Certificates
 
 
 class EtcdServer(LocalEtcd):
@@ -28,10 +28,8 @@ class EncryptedEtcdServer(EtcdServer):
     def __init__(self) -> None:
         super().__init__()
         self._health = ReservedPort()
-        self.ca = self._file("ca.pem")
-        self.certificate = self._file("node.pem")
-        self.key = self._file("node.key")
-        _make_certificates(self.folder)
+        made = Certificates(self.folder)
+        self.ca, self.certificate, self.key = map(str, (made.ca, made.node, made.node_key))
 
     @property
     def url(self) -> str:
@@ -52,21 +50,3 @@ class EncryptedEtcdServer(EtcdServer):
             "client-cert-auth": "true",
             "listen-metrics-urls": f"http://{self._health.address}",
         }
-
-    def _file(self, name: str) -> str:
-        return str(self.folder / name)
-
-
-def _make_certificates(folder: Path) -> None:
-    """An authority and one certificate that etcd and its clients both show."""
-    authority = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    _openssl(folder, "req", *authority, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
-    request = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=node"]
-    _openssl(folder, "req", *request, "-keyout", "node.key", "-out", "node.csr")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    signing = ["-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
-    _openssl(folder, "x509", *signing, "-extfile", "names", "-out", "node.pem")
-
-
-def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)

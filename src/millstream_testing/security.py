@@ -67,7 +67,7 @@ class Issuer:
             **claims,
         }
         given = {name: value for name, value in all_claims.items() if value is not None}
-        return jwt.encode({"alg": "RS256", "kid": "one"}, given, self.key)
+        return jwt.encode({"alg": "RS256", "kid": self.key.kid}, given, self.key)
 
 
 def declare_security(data: Path, passwords: Mapping[str, str], acls: frozenset[Acl] = frozenset()) -> None:

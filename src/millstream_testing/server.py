@@ -43,6 +43,8 @@ class Server:
         self.data = data
         self.settings = dict(settings or {})
         self.log = log if log is not None else data.with_name(data.name + ".log")
+        # What a node keeps for its user is kept beside its data.
+        self.environment = {"XDG_STATE_HOME": str(data.with_name(data.name + ".state").absolute())}
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
@@ -82,7 +84,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self._folder(),
-                env=self.environment(),
+                env=self.environment() | self.environment,
                 process_group=0,
             )
         self._watch(self._process)

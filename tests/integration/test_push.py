@@ -116,17 +116,17 @@ async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:
 
 
 async def test_secrets_are_never_shown(server: Server, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
+    secret, both, header = tmp_path / "secret", tmp_path / "both", tmp_path / "header"
     secret.write_text(SECRET)
+    both.write_text(f"{SECRET}\n{SECRET}2\n")
+    header.write_text("Bearer t0psecret\n")
     command = CommandLine(server.kafka)
     async with Webhook() as hook:
         create = ("subscription", "create", "hidden", "--topic", "hidden", "--push", hook.url)
-        options = ("--push-secret", f"@{secret}", "--push-header", "Authorization=Bearer t0psecret")
+        options = ("--push-secret", f"@{secret}", "--push-header", f"Authorization=@{header}")
         output = [
             await asyncio.to_thread(command, *create, *options),
-            await asyncio.to_thread(
-                command, "subscription", "update", "hidden", "--push-secret", f"{SECRET} {SECRET}2", "--json"
-            ),
+            await asyncio.to_thread(command, "subscription", "update", "hidden", "--push-secret", f"@{both}", "--json"),
             await asyncio.to_thread(command, "subscription", "describe", "hidden"),
             await asyncio.to_thread(command, "subscription", "describe", "hidden", "--json"),
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.core.config import Config
+from millstream.core.setting import without_password
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ASSIGNED = re.compile(r"^ *(MILLSTREAM_\w+)(?:: *|=)(\S+)$", re.MULTILINE)
@@ -21,10 +22,13 @@ def settings_in(text: str) -> list[dict[str, str]]:
 
 
 def test_the_service_starts_a_node_of_a_cluster() -> None:
-    secrets = dict(ASSIGNED.findall((DEPLOY / "systemd" / "secrets.env").read_text()))
-    config = Config.load(environment=secrets, file=DEPLOY / "systemd" / "millstream.toml")
+    config = Config.load(environment={}, file=DEPLOY / "systemd" / "millstream.toml")
     assert config.in_cluster
-    assert config.catalog.startswith("postgresql://")
+    assert config.etcd.startswith("https://")
+    assert "sslmode=verify-full" in config.catalog
+    # Passwords are in files of their own.
+    assert all(without_password(url) == url for url in (config.etcd, config.catalog))
+    assert all((config.etcd_password_file, config.catalog_password_file, config.secrets_key_file))
     unit = (DEPLOY / "systemd" / "millstream.service").read_text()
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert int(stop_s) * 1000 > config.leave_ms + config.shutdown_ms

@@ -15,6 +15,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
@@ -34,6 +35,7 @@ from millstream.broker.net.listener import Listener, bind, listen
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
 from millstream.broker.security.listeners import Listeners, address_of
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -126,6 +128,7 @@ class _Core:
     membership: Membership
     declarations: Declarations
     declared: DeclaredState
+    secrets: StoredSecrets
     node: ClusterNode | None = None
 
 
@@ -134,6 +137,7 @@ class _Reached:
     """What the nodes of a cluster share."""
 
     coordination: CoordinationStore
+    catalog: Catalog
     declarations: CatalogDeclarations
 
 
@@ -160,6 +164,7 @@ class Broker:
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
         self._listeners = Listeners(config)
+        self._sealing = Sealing(None)
         self._http_socket: socket.socket | None = None
         # Kept, because the addresses are still asked for after the sockets are closed.
         self._kafka_at = self._http_at = ""
@@ -218,6 +223,7 @@ class Broker:
         # Settings are checked before the log is opened: a start that fails after that leaves the mark of a clean stop,
         # which would hide that the machine went down before.
         self._check_data_folder()
+        self._sealing = Sealing.of_node(config.secrets_key_file, self._data, in_cluster=config.in_cluster)
         reached = await self._reach_cluster() if config.in_cluster else None
         if self._has_much_to_recover():
             await self._serve_start_report("the logs are checked, because the last stop was not clean")
@@ -228,6 +234,7 @@ class Broker:
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
+        self._supervise("sealed secrets", core.secrets.run())
         store.finish_recovery()
         self._report_start("the logs are open, the APIs are loading")
         # Not earlier: clients that connect while logs are recovered would wait without knowing why.
@@ -337,21 +344,13 @@ class Broker:
         config = self._config
         if not config.catalog:
             raise InvalidSetting("with --etcd, all nodes share one catalog: give --catalog postgresql://…")
-        try:
-            address = EtcdAddress.parse(
-                config.etcd, ca=config.etcd_ca, certificate=config.etcd_certificate, key=config.etcd_key
-            )
-            coordination = EtcdStore(address, config.cluster, self._clock)
-        except (ValueError, OSError) as error:
-            raise InvalidSetting(f"etcd cannot be queried: {error}") from error
+        address = EtcdAddress.of(config)
+        coordination = EtcdStore(address, config.cluster, self._clock)
         self._undo.push_async_callback(coordination.close)
-        try:
-            catalog = Catalog(config.catalog, cluster=config.cluster)
-        except ValueError as error:
-            raise InvalidSetting(f"--catalog: {error}") from error
+        catalog = Catalog.of_cluster(config, sealing=self._sealing)
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
-        reached = _Reached(coordination=coordination, declarations=declarations)
+        reached = _Reached(coordination=coordination, catalog=catalog, declarations=declarations)
         await self._enter(reached, ", ".join(address.endpoints))
         return reached
 
@@ -394,7 +393,7 @@ class Broker:
 
     async def _open_alone(self, store: LogStore) -> _Core:
         """Open a single node with its own catalog."""
-        catalog = Catalog.open_folder(Path(self._data))
+        catalog = Catalog.open_folder(Path(self._data), sealing=self._sealing)
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog)
         topics = Topics(declarations, store, self._config, self._clock)
@@ -403,7 +402,16 @@ class Broker:
         membership = Membership(catalog.cluster_id, self._advertised())
         declared = DeclaredState.of(declarations, self._config, self._clock)
         await declared.load()
-        return _Core(topics=topics, membership=membership, declarations=declarations, declared=declared)
+        return _Core(
+            topics=topics,
+            membership=membership,
+            declarations=declarations,
+            declared=declared,
+            secrets=self._stored_secrets(catalog, declared),
+        )
+
+    def _stored_secrets(self, catalog: Catalog, declared: DeclaredState) -> StoredSecrets:
+        return StoredSecrets(catalog, self._sealing, declared.subscriptions, declared.pipelines)
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
         """Open one of several nodes, which agree through etcd on what the shared catalog declares."""
@@ -437,6 +445,7 @@ class Broker:
             membership=membership,
             declarations=node.declarations,
             declared=node.declared,
+            secrets=self._stored_secrets(reached.catalog, node.declared),
             node=node,
         )
 
@@ -462,6 +471,7 @@ class Broker:
             producer_ids=ProducerIds(core.declarations),
             declared=core.declared,
             knowledge=self._listeners.knowledge,
+            secrets=core.secrets,
             budget=budget,
             connections=listener.connections,
             sources=[
@@ -473,7 +483,7 @@ class Broker:
             ],
             unready_reasons=lambda: _unready_reasons(store, core.node),
             damage=store.damage,
-            warnings=core.node.warnings if core.node is not None else tuple,
+            warnings=lambda: [*(() if core.node is None else core.node.warnings()), *core.secrets.warnings()],
             node=node,
             supervise=self._supervise,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,18 +14,22 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of push to an endpoint, since its process was started or the settings were changed."""
 
     state: str
-    """unused, up, failing or down."""
-    concurrency: int
-    in_flight: int
-    accepted: int
-    refused: int
-    failed: int
-    unreachable: int
-    accepted_per_s: float
-    failed_per_s: float
-    last_status: int
-    last_error: str
-    last_error_ms: int
+    """unused, up, failing, down, or parked: nothing is sent until this node can open the secrets of push."""
+    concurrency: int = 0
+    in_flight: int = 0
+    accepted: int = 0
+    refused: int = 0
+    failed: int = 0
+    unreachable: int = 0
+    accepted_per_s: float = 0.0
+    failed_per_s: float = 0.0
+    last_status: int = 0
+    last_error: str = ""
+    last_error_ms: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `subscription describe` shows."""
+        return {name: getattr(self, name) for name in PushState.__struct_fields__}
 
 
 class PushReport(PushState, frozen=True, kw_only=True):
@@ -37,21 +41,22 @@ class PushReport(PushState, frozen=True, kw_only=True):
     requests: int
     seconds: float
 
-    def describe(self) -> dict[str, Any]:
-        """Return what `subscription describe` shows."""
-        return {name: getattr(self, name) for name in PushState.__struct_fields__}
-
 
 class PushBoard:
     """The last report of each subscription."""
 
     def __init__(self) -> None:
         self._reports: dict[str, PushReport] = {}
+        self._parked: dict[str, PushState] = {}
         self.restarts = 0
 
     def take(self, reports: Iterable[PushReport]) -> None:
         """Replace all reports."""
         self._reports = {report.subscription: report for report in reports}
+
+    def park(self, reasons: Mapping[str, str]) -> None:
+        """Replace the subscriptions that are not pushed from here, by name, each with the reason."""
+        self._parked = {name: PushState(state="parked", last_error=reason) for name, reason in reasons.items()}
 
     def clear(self) -> None:
         """Drop the reports: the process has ended."""
@@ -59,7 +64,7 @@ class PushBoard:
 
     def describe(self, subscription: str) -> dict[str, Any] | None:
         """Return the state of push of one subscription on this node."""
-        found = self._reports.get(subscription)
+        found = self._parked.get(subscription) or self._reports.get(subscription)
         return None if found is None else found.describe()
 
     def metrics(self) -> Iterable[Metric]:

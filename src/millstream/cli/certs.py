@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,6 +14,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_answer
 from millstream.core.ids import NodeId
+from millstream.core.private_file import write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Make certificates to try TLS with.", no_args_is_help=True)
 
+_CLIENT_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_OWN_FILES: Final = re.compile(r"ca|node(-\d+)?")
+_HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _AUTHORITY_DAYS: Final = 3650
 _CERTIFICATE_DAYS: Final = 825
 
@@ -45,6 +49,9 @@ def init(
     """
     from millstream.protocol.wire.credentials import NodeName
 
+    hosts = host or ["localhost", "127.0.0.1", "::1"]
+    for one in hosts:
+        _check_host(one)
     dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     stem = "node" if node_id == 1 else f"node-{node_id}"
     certificate, key = dir / f"{stem}.pem", dir / f"{stem}.key"
@@ -52,9 +59,7 @@ def init(
         raise CommandFailed(f"{certificate} exists already; remove it first, or give another --dir", ExitCode.CONFLICT)
     authority = _authority(dir / "ca.pem", dir / "ca.key")
     uri = NodeName(cluster=cluster, node_id=NodeId(node_id)).uri
-    _issue(
-        authority, f"node {node_id} of {cluster}", [*(host or ["localhost", "127.0.0.1", "::1"])], uri, certificate, key
-    )
+    _issue(authority, f"node {node_id} of {cluster}", hosts, uri, certificate, key)
     files = {"ca": str(dir / "ca.pem"), "certificate": str(certificate), "key": str(key)}
     text = f"{files['certificate']} and {files['key']}, signed by {files['ca']}"
     print_answer(
@@ -69,8 +74,12 @@ def client(
     as_json: AsJson = False,
 ) -> None:
     """Make a certificate for a client (NAME.pem, NAME.key), signed by the authority in DIR."""
-    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith((".", "node", "ca")):
-        raise CommandFailed(f"{name!r} cannot be the name of a client's files", ExitCode.USAGE)
+    if not _CLIENT_NAME.fullmatch(name) or _OWN_FILES.fullmatch(name):
+        raise CommandFailed(
+            f"{name!r} cannot be the name of a client's files; it takes letters, digits, '.', '_' and '-', and is not "
+            "that of the authority or a node",
+            ExitCode.USAGE,
+        )
     certificate, key = dir / f"{name}.pem", dir / f"{name}.key"
     if not (dir / "ca.key").exists():
         raise CommandFailed(f"{dir} has no ca.key; make an authority with `millstream certs init`", ExitCode.NOT_FOUND)
@@ -89,11 +98,22 @@ def _authority(certificate_file: Path, key_file: Path) -> _Authority:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    if key_file.exists() != certificate_file.exists():
+        found, lacking = (key_file, certificate_file) if key_file.exists() else (certificate_file, key_file)
+        raise CommandFailed(
+            f"{found} is there without {lacking.name}, and is not replaced; put the other file beside it, or give "
+            "another --dir",
+            ExitCode.CONFLICT,
+        )
     if key_file.exists():
-        key = serialization.load_pem_private_key(key_file.read_bytes(), None)
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CommandFailed(f"{key_file} was not made by `millstream certs init`", ExitCode.USAGE)
-        return x509.load_pem_x509_certificate(certificate_file.read_bytes()), key
+        try:
+            key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+            signer = x509.load_pem_x509_certificate(certificate_file.read_bytes())
+        except (ValueError, TypeError):
+            raise CommandFailed(f"{key_file} and {certificate_file.name} cannot be read", ExitCode.USAGE) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or signer.public_key() != key.public_key():
+            raise CommandFailed(f"{key_file} is not the key of {certificate_file.name}", ExitCode.USAGE)
+        return signer, key
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "Millstream trial authority")])
     usage = x509.KeyUsage(
@@ -148,9 +168,19 @@ def _host_name(host: str) -> x509.GeneralName:
     from cryptography import x509
 
     try:
-        return x509.IPAddress(ip_address(host))
+        return x509.IPAddress(ip_address(host.strip("[]")))
     except ValueError:
         return x509.DNSName(host)
+
+
+def _check_host(host: str) -> None:
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        if len(host) > 253 or not _HOST_NAME.fullmatch(host):
+            raise CommandFailed(
+                f"--host {host!r} is neither a name nor an address; give it without a port", ExitCode.USAGE
+            ) from None
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
@@ -177,6 +207,5 @@ def _write_pair(
     encoded = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with open(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(encoded)
+    write_private(key_file, encoded)
     certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

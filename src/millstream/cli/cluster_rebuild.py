@@ -62,8 +62,8 @@ async def rebuild(
     if not config.etcd or not config.catalog:
         raise InvalidSetting("name the etcd and catalog of the cluster with --etcd and --catalog, or --config FILE")
     inventories = [_inventory(file) for file in files]
-    store = _store_of(config)
-    catalog = Catalog(config.catalog, cluster=config.cluster)
+    store = EtcdStore(EtcdAddress.of(config), config.cluster, SystemClock())
+    catalog = Catalog.of_cluster(config)
     try:
         await check_unknown(store)
         # Late, because inspecting a folder takes a while.
@@ -78,16 +78,6 @@ async def rebuild(
         catalog.close()
         await store.close()
     return Outcome(nodes=sorted(one.node_id for one in inventories), rebuilt=rebuilt, written=not dry_run)
-
-
-def _store_of(config: Config) -> EtcdStore:
-    try:
-        address = EtcdAddress.parse(
-            config.etcd, ca=config.etcd_ca, certificate=config.etcd_certificate, key=config.etcd_key
-        )
-        return EtcdStore(address, config.cluster, SystemClock())
-    except (ValueError, OSError) as error:
-        raise InvalidSetting(f"etcd cannot be queried: {error}") from error
 
 
 def _inventory(file: Path) -> Inventory:

@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
 
+from millstream.broker.catalog.sealing import SecretKey, write_keys
 from millstream.broker.log.folder import make_private
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_process import LocalProcess, LocalServerFailed, is_free
@@ -407,6 +408,8 @@ class LocalCluster:
         self._plan.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(self._plan.data)
         self._lock = self._stack.enter_context(_locked(self._plan.data))
+        if not self._key_file.exists():
+            write_keys(self._key_file, [SecretKey.new()])
         if not self.etcd:
             etcd = LocalEtcd(self._plan.data / "etcd", keep=(self._lock,))
             etcd.program = program
@@ -432,6 +435,11 @@ class LocalCluster:
         if process is not None:
             self._watched.append(process)
 
+    @property
+    def _key_file(self) -> Path:
+        """The keys that seal secrets, outside the data folders of the nodes."""
+        return self._plan.data / "secrets.keys"
+
     def _flags(self, number: int) -> dict[str, object]:
         return {
             "data": self._plan.data / f"node-{number}",
@@ -440,6 +448,7 @@ class LocalCluster:
             "http": f"{_HOST}:{_port(self._plan.http_port, number)}",
             "advertise": "",
             "cluster": self._plan.name,
+            "secrets-key-file": self._key_file,
             **self._plan.settings,
         }
 

@@ -16,6 +16,7 @@ from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipelines import PipelineClient
+    from millstream.client.profile import Profile
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.credentials import Credentials
 
@@ -26,7 +27,7 @@ CLIENT_ID = "millstream-cli"
 COMPLETION_S: Final = 2.0
 """How long completion waits for a broker."""
 
-_FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
+_FLAGS: Final = ("--profile", "--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
 _SWITCHES: Final = ("--tls",)
 _WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")
 """Commands that connect to nothing, or to what they have started themselves."""
@@ -57,16 +58,23 @@ def take_credentials(arguments: list[str]) -> list[str]:
 
 
 def command_credentials() -> Credentials:
-    """How a command connects: by its flags, and else by MILLSTREAM_TLS_CA, _USER, _PASSWORD and _TOKEN."""
+    """How a command connects: by its flags, MILLSTREAM_TLS_CA, _USER, _PASSWORD and _TOKEN, or its profile."""
+    from millstream.client.profile import Profile
     from millstream.protocol.wire.credentials import Credentials, client_tls
 
-    environment = os.environ
-    ca = _given.get("--tls-ca") or environment.get("MILLSTREAM_TLS_CA") or None
-    certificate, key = _given.get("--tls-cert"), _given.get("--tls-key")
+    environment, profile = os.environ, chosen_profile() or Profile()
+    ca = _given.get("--tls-ca") or environment.get("MILLSTREAM_TLS_CA") or profile.tls_ca or None
+    certificate = _given.get("--tls-cert") or profile.tls_cert or None
+    key = _given.get("--tls-key") or (None if "--tls-cert" in _given else profile.tls_key or None)
     user = _given.get("--user") or environment.get("MILLSTREAM_USER", "")
     password = _secret("--password-file", "MILLSTREAM_PASSWORD")
     token = _secret("--token-file", "MILLSTREAM_TOKEN")
-    has_tls = ca is not None or certificate is not None or "--tls" in _given
+    if not token and user in ("", profile.user):
+        # An identity is taken as a whole.
+        user = profile.user
+        password = password or profile.read_password()
+        token = "" if user else profile.read_token()
+    has_tls = ca is not None or certificate is not None or "--tls" in _given or profile.has_tls
     if user and not password:
         raise CommandFailed(
             f"there is no password for user {user!r}; set MILLSTREAM_PASSWORD or pass --password-file", ExitCode.USAGE
@@ -77,6 +85,16 @@ def command_credentials() -> Credentials:
         password=password,
         token=(lambda: token) if token and not user else None,
     )
+
+
+def chosen_profile() -> Profile | None:
+    """Return the profile that --profile or MILLSTREAM_PROFILE names."""
+    name = _given.get("--profile") or os.environ.get("MILLSTREAM_PROFILE")
+    if not name:
+        return None
+    from millstream.client.profile import load_profile
+
+    return load_profile(name)
 
 
 def _secret(flag: str, variable: str) -> str:

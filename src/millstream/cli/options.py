@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from millstream.cli.exit_code import CommandFailed
+from millstream.cli.exit_code import CommandFailed, ExitCode
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
+
+
+def _brokers_of_profile(ctx: typer.Context, value: str) -> str:
+    """Take the brokers of the chosen profile, unless a flag or a variable names others."""
+    source = ctx.get_parameter_source("brokers")
+    if source is None or source.name != "DEFAULT":
+        return value
+    from millstream.cli.connection import chosen_profile
+
+    profile = chosen_profile()
+    return (profile.brokers if profile is not None else "") or value
+
 
 Brokers = Annotated[
     str,
     typer.Option(
         "--brokers",
+        callback=_brokers_of_profile,
         envvar="MILLSTREAM_BROKERS",
         metavar="HOST:PORT[,...]",
         help="The brokers to connect to; the first one that answers is used.",
@@ -45,7 +59,12 @@ Partitions = Annotated[
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; may be repeated.", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other setting; may be repeated. A secret is given as NAME=@FILE.",
+        show_default=False,
+    ),
 ]
 
 Unset = Annotated[
@@ -75,6 +94,28 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
             raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {text!r}")
         values[name] = value
     return values
+
+
+def parse_settings(given: list[str], *, secret: Collection[str]) -> dict[str, str]:
+    """Split the texts of --set; the values of `secret` settings are read from files."""
+    values = parse_assignments(given, flag="--set")
+    return {
+        name: given_secret(value, flag=f"--set {name}=") if name in secret and value else value
+        for name, value in values.items()
+    }
+
+
+def given_secret(text: str, *, flag: str) -> str:
+    """Return a secret from the file named as @FILE, or from the standard input as @-; never one from a flag."""
+    if text == "@-":
+        return sys.stdin.read().strip()
+    if not text.startswith("@"):
+        raise CommandFailed(
+            f"{flag}: every user of a machine sees the arguments of its processes; pass @FILE, or @- to read the "
+            "standard input",
+            ExitCode.USAGE,
+        )
+    return given_text(text, flag=flag)
 
 
 def given_text(text: str, *, flag: str) -> str:

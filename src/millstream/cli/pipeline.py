@@ -20,7 +20,7 @@ from millstream.cli.options import (
     Unset,
     Yes,
     ask_person,
-    parse_assignments,
+    parse_settings,
 )
 from millstream.cli.output import (
     counted,
@@ -34,6 +34,8 @@ from millstream.cli.output import (
     print_table,
 )
 from millstream.cli.pipeline_options import Name
+from millstream.core.pipeline import SECRET_SETTINGS
+from millstream.core.setting import HIDDEN
 from millstream.pipelines.jobs.error_reason import headline
 
 if TYPE_CHECKING:
@@ -114,12 +116,16 @@ def update(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
-    changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
+    changes: dict[str, str | None] = {
+        **parse_settings(settings or [], secret=SECRET_SETTINGS),
+        **dict.fromkeys(unset or []),
+    }
     if not changes:
         raise typer.BadParameter("nothing to change; give --set or --unset")
     notes = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
-    print_noted({"pipeline": name, "changes": changes}, text, notes, as_json=as_json)
+    shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}
+    print_noted({"pipeline": name, "changes": shown}, text, notes, as_json=as_json)
 
 
 @app.command("start")

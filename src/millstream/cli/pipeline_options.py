@@ -10,8 +10,8 @@ from typing import Annotated, Final
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import given_text, parse_assignments
-from millstream.core.pipeline import PipelineKind
+from millstream.cli.options import given_text, parse_assignments, parse_settings
+from millstream.core.pipeline import SECRET_SETTINGS, PipelineKind
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[
@@ -171,7 +171,7 @@ class Flags:
             PipelineKind.ROUTE: dict,
         }[kind]()
         flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
-        named = parse_assignments(self.settings or [], flag="--set")
+        named = parse_settings(self.settings or [], secret=SECRET_SETTINGS)
         # Settings given by name take precedence.
         return {**{name: text for name, text in flags.items() if text is not None}, **named}
 

@@ -22,7 +22,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_json, print_line
 from millstream.core.config import Config
-from millstream.core.setting import Setting, parse_address
+from millstream.core.setting import Setting, parse_address, without_password
 
 if TYPE_CHECKING:
     from millstream.broker.node import Broker
@@ -102,6 +102,14 @@ def serve(**given: Any) -> None:
     flags = {names[attribute]: value for attribute, value in given.items() if value is not None}
     config = Config.load(flags=flags, file=file)
     set_up_logging(config.log_level, config.log_format)
+    for name, value in flags.items():
+        if Config.declared()[name][1].is_url and without_password(value) != value:
+            _logger.warning(
+                "--%s has a password, which every user of this machine can see; give it with --%s-password-file, or "
+                "the URL in the environment or the file",
+                name,
+                name,
+            )
     sys.setswitchinterval(THREAD_SWITCH_S)
     uvloop.run(_serve(config, as_json=as_json))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,8 +28,9 @@ from millstream.cli.options import (
     Unset,
     Yes,
     ask_person,
-    given_text,
+    given_secret,
     parse_assignments,
+    parse_settings,
 )
 from millstream.cli.output import (
     as_json_text,
@@ -139,18 +141,23 @@ PushSecret = Annotated[
     str | None,
     typer.Option(
         "--push-secret",
-        metavar="SECRET",
-        help="Sign pushed messages with this secret; @FILE reads it from a file.",
+        metavar="@FILE",
+        help="Sign pushed messages with the secret in this file; @- reads the standard input.",
         show_default=False,
     ),
 ]
+
+_CREDENTIAL: Final = re.compile("authorization|cookie|key|password|secret|token", re.IGNORECASE)
+"""Names of headers whose values are credentials."""
+
+_SECRET_SETTINGS: Final = frozenset(name for name, one in SubscriptionSettings.declared().items() if one.is_secret)
 
 PushHeaders = Annotated[
     list[str] | None,
     typer.Option(
         "--push-header",
         metavar="NAME=VALUE",
-        help="A header to send with pushed messages; may be repeated.",
+        help="A header to send with pushed messages; may be repeated. NAME=@FILE reads a value that is secret.",
         show_default=False,
     ),
 ]
@@ -162,10 +169,17 @@ def push_overrides(url: str | None, secret: str | None, headers: list[str] | Non
     if url is not None:
         found[URL] = url
     if secret is not None:
-        found[SECRET] = given_text(secret, flag="--push-secret")
+        found[SECRET] = given_secret(secret, flag="--push-secret") if secret else ""
     if headers:
-        found[HEADERS] = json.dumps(parse_assignments(headers, flag="--push-header"))
+        values = parse_assignments(headers, flag="--push-header")
+        found[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})
     return found
+
+
+def _header_value(name: str, value: str) -> str:
+    if value.startswith("@") or _CREDENTIAL.search(name):
+        return given_secret(value, flag=f"--push-header {name}=")
+    return value
 
 
 def print_push(described: Mapping[str, Any]) -> None:
@@ -336,7 +350,7 @@ def create(
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
     overrides.update(push_overrides(push, push_secret, push_header))
     by_flags = dict(overrides)
-    overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
+    overrides.update({START: start_of(start), **parse_settings(settings or [], secret=_SECRET_SETTINGS)})
 
     async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -488,7 +502,7 @@ def update(
     }
     changes: dict[str, str | None] = {
         **by_flags,
-        **parse_assignments(settings or [], flag="--set"),
+        **parse_settings(settings or [], secret=_SECRET_SETTINGS),
         **dict.fromkeys(unset or []),
     }
     if not changes and topic is None:

@@ -37,6 +37,12 @@ Data = Annotated[
 CatalogUrl = Annotated[
     str, typer.Option("--catalog", metavar="URL", help="The catalog of a cluster, instead of a broker.")
 ]
+CatalogPasswordFile = Annotated[
+    str,
+    typer.Option(
+        "--catalog-password-file", metavar="FILE", help="The password of the catalog's user.", show_default=False
+    ),
+]
 
 
 @app.command("create")
@@ -46,12 +52,15 @@ def create(
     password_file: PasswordFile = None,
     data: Data = None,
     catalog: CatalogUrl = "",
+    catalog_password_file: CatalogPasswordFile = "",
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Create a user with a password."""
-    _put(name, _password(password_stdin, password_file), data, catalog, brokers, timeout, is_new=True)
+    word = _password(password_stdin, password_file)
+    if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=True):
+        _put(name, word, brokers, timeout, is_new=True)
     print_answer({"user": name, "created": True}, f"User {name} is created.", as_json=as_json)
 
 
@@ -62,12 +71,15 @@ def password(
     password_file: PasswordFile = None,
     data: Data = None,
     catalog: CatalogUrl = "",
+    catalog_password_file: CatalogPasswordFile = "",
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Give a user another password; connections that were opened with the old one are closed."""
-    _put(name, _password(password_stdin, password_file), data, catalog, brokers, timeout, is_new=False)
+    word = _password(password_stdin, password_file)
+    if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=False):
+        _put(name, word, brokers, timeout, is_new=False)
     print_answer({"user": name, "changed": True}, f"User {name} has another password.", as_json=as_json)
 
 
@@ -103,13 +115,7 @@ def delete(
     print_answer({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=as_json)
 
 
-def _put(
-    name: str, secret: str, data: Path | None, catalog: str, brokers: str, timeout: float, *, is_new: bool
-) -> None:
-    if data is not None or catalog:
-        _put_in_catalog(name, secret, data, catalog, is_new=is_new)
-        return
-
+def _put(name: str, secret: str, brokers: str, timeout: float, *, is_new: bool) -> None:
     async def question(client: Client) -> None:
         from millstream.client.admin.security import list_users, put_user
 
@@ -119,7 +125,10 @@ def _put(
     ask(brokers, timeout, question)
 
 
-def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, *, is_new: bool) -> None:
+def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, password_file: str, *, is_new: bool) -> bool:
+    """Store the user without a broker; return False if neither a folder nor a catalog is named."""
+    if data is None and not url:
+        return False
     from contextlib import ExitStack
 
     from millstream.broker.catalog.catalog import Catalog
@@ -134,11 +143,12 @@ def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, *, is_n
             make_private(data)
             opened = Catalog.open_folder(data)
         else:
-            opened = Catalog.open_shared(url)
+            opened = Catalog.open_shared(url, password_file=password_file)
         stack.callback(opened.close)
         known = {one.user for one in opened.security().credentials}
         _check_new(name, name in known, is_new=is_new)
         opened.change_security(SecurityChange(put_credentials=credentials))
+    return True
 
 
 def _check_new(name: str, is_known: bool, *, is_new: bool) -> None:

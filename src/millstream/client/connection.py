@@ -30,6 +30,7 @@ from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message_stream import MessageStream
 from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
+from millstream.client.profile import Profile, load_profile
 from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, MESSAGE_ID, Publisher
 from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook
@@ -72,6 +73,7 @@ def connect(
     batch_bytes: int = BATCH_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
     receipts: str | Path | None = None,
+    profile: str | None = None,
     **access: Unpack[AccessOptions],
 ) -> Connection:
     """Prepare a connection to the cluster at these addresses; enter it to connect.
@@ -83,8 +85,13 @@ def connect(
     `receipts` names a file in which every acknowledged message is recorded, to be checked against the log later.
     `tls` is a file with the authority that signed the brokers' certificates, True for those that the machine trusts, or
     a context of your own, which may hold a certificate of the client. `user` and `password` authenticate by SCRAM,
-    `token` by a bearer token, or a function that gives one when it is needed.
+    `token` by a bearer token, or a function that gives one when it is needed. `profile` names what else is taken from
+    the user's profiles: addresses, TLS and identity that are not given here.
     """
+    if profile is not None:
+        chosen = load_profile(profile)
+        addresses = addresses or tuple(filter(None, chosen.brokers.split(",")))
+        access = _completed(access, chosen)
     needed = ACKS_ALL if acks == "all" else acks
     _check_options(addresses, needed, compression, receipts)
     check_text("client_id", client_id)
@@ -121,6 +128,20 @@ def connect(
 
     book = None if receipts is None else ReceiptBook(receipts)
     return Connection(client, publisher, client_id=client_id, book=book)
+
+
+def _completed(access: AccessOptions, profile: Profile) -> AccessOptions:
+    """Return the options with what the profile adds; an identity is taken as a whole, from one of them."""
+    added = AccessOptions()
+    if (context := profile.tls_context()) is not None:
+        added["tls"] = context
+    if access.get("user") is None and access.get("token") is None:
+        if profile.user:
+            added["user"], added["password"] = profile.user, profile.read_password()
+        elif profile.token or profile.token_file:
+            # Read for each connection: tokens are short-lived.
+            added["token"] = profile.read_token
+    return {**added, **access}
 
 
 def _credentials(

@@ -23,7 +23,8 @@ COMPRESSION_RATIO_MAX = 1000
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
 COMMAND_VARIABLES = frozenset(
-    f"MILLSTREAM_{name}" for name in ("BROKERS", "TIMEOUT", "TRACEBACK", "TLS_CA", "USER", "PASSWORD", "TOKEN")
+    f"MILLSTREAM_{name}"
+    for name in ("BROKERS", "TIMEOUT", "TRACEBACK", "TLS_CA", "USER", "PASSWORD", "TOKEN", "PROFILE", "PROFILES")
 )
 """Variables that commands read and that do not configure a node."""
 
@@ -167,11 +168,25 @@ class Config:
         "The principal's name that a token's claims become; `{sub}` alone makes a token's subject the same as the user "
         "of that name.",
     )
+    secrets_key_file: str = setting(
+        "secrets-key-file",
+        "",
+        "File with the keys that seal secrets in the catalog, such as those of push; it lies outside the data folder, "
+        "and `millstream secrets init` makes one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
+        "`~/.local/state` on a single node, made when it is first needed; the nodes of a cluster need the same file.",
+    )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(
         "etcd",
         "",
         "URLs of the etcd that coordinates the cluster, separated by commas; empty means a single node.",
+        is_url=True,
+    )
+    etcd_user: str = setting("etcd-user", "", "The user that signs in at etcd, if it requires one.")
+    etcd_password_file: str = setting(
+        "etcd-password-file",
+        "",
+        "File with the password of `etcd-user`, which only this node's user may read. It is read at each sign-in.",
     )
     etcd_ca: str = setting(
         "etcd-ca",
@@ -191,7 +206,16 @@ class Config:
     catalog: str = setting(
         "catalog",
         "",
-        "URL of the catalog that all nodes of a cluster share (postgresql://…); empty means one in the data folder.",
+        "URL of the catalog that all nodes of a cluster share (postgresql://…); empty means one in the data folder. "
+        "`?sslmode=verify-full&sslrootcert=FILE` encrypts the connection and checks the server; `sslcert` and `sslkey` "
+        "name this node's certificate.",
+        is_url=True,
+    )
+    catalog_password_file: str = setting(
+        "catalog-password-file",
+        "",
+        "File with the password of the catalog's user, which only this node's user may read. It is read for each "
+        "connection. Without it, `PGPASSFILE` and `PGPASSWORD` hold as in other clients of PostgreSQL.",
     )
     rack: str = setting(
         "rack",
@@ -446,7 +470,11 @@ class Config:
         "reachable from all nodes.",
     )
     pipelines_spark: str = setting(
-        "pipelines-spark", "", "Additional settings of the Spark driver: NAME=VALUE, separated by semicolons."
+        "pipelines-spark",
+        "",
+        "Additional settings of the Spark driver: NAME=VALUE, separated by semicolons. They are never shown, since "
+        "credentials may be among them.",
+        is_secret=True,
     )
     log_level: str = setting(
         "log-level", "info", "The lowest level that is logged.", choices=("debug", "info", "warning", "error")

@@ -14,7 +14,7 @@ from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopic
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
 from millstream.core.regex import compile_regex
-from millstream.core.setting import setting, settings_of, suggestion
+from millstream.core.setting import HIDDEN, SealedValue, hide_secrets, seal_problem, setting, settings_of, suggestion
 from millstream.core.sql import read_select
 from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
 
@@ -35,6 +35,7 @@ FAIL: Final = "fail"
 SKIP: Final = "skip"
 ON_LOST: Final = "on.lost"
 DECODE: Final = "decode"
+LAKE_OPTIONS: Final = "lake.options"
 NO_DECODING: Final = "none"
 
 _DELAY: Final = re.compile(
@@ -75,7 +76,7 @@ class Pipeline:
     pipeline_id: UUID
     name: str
     kind: PipelineKind
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The settings that were given, by name."""
     is_wanted: bool = True
     """Whether it should run."""
@@ -86,6 +87,8 @@ class Pipeline:
     """The rules of a route, by name."""
     version: int = 0
     """How often it has changed since it was declared; the higher of two reported versions is newer."""
+    sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
+    """Secrets that this node cannot open, by setting; they are not among `overrides`."""
 
     @property
     def group(self) -> str:
@@ -95,7 +98,16 @@ class Pipeline:
     @property
     def is_due(self) -> bool:
         """Return whether a node should be running it."""
-        return self.is_wanted and not self.parked
+        return self.is_wanted and not self.parked and not self.sealed
+
+    @property
+    def idle_reason(self) -> str:
+        """Why it is not run although it should be; empty if nothing prevents it."""
+        return self.parked or seal_problem(self.sealed)
+
+    def shown_overrides(self) -> dict[str, str]:
+        """Return the settings that were given, without secrets."""
+        return {**hide_secrets(SETTINGS[self.kind], self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
 
     @property
     def settings(self) -> PipelineSettings:
@@ -152,8 +164,9 @@ class PipelineSettings:
         return settings
 
     def as_strings(self) -> dict[str, str]:
-        """Return every setting as text, by name."""
-        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        """Return every setting as text, by name, without secrets."""
+        found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        return hide_secrets(type(self), found)
 
     def _check(self) -> None:
         """Raise `InvalidSetting` for settings that contradict each other."""
@@ -208,6 +221,14 @@ class LandSettings(PipelineSettings):
         "Where the tables are stored: a folder or a URL such as s3://bucket/path; empty means the node's "
         "`pipelines-lake`.",
         needs_restart=False,
+    )
+    lake_options: str = setting(
+        LAKE_OPTIONS,
+        "",
+        "Options of the object store that holds the tables, such as credentials, as a JSON object of texts: "
+        '{"AWS_ACCESS_KEY_ID": "…"}. They win over the environment of the driver, and are never shown.',
+        needs_restart=False,
+        is_secret=True,
     )
     format: str = setting(
         "format",
@@ -284,6 +305,7 @@ class LandSettings(PipelineSettings):
         """Raise `InvalidSetting` for a schema that no table can have, clashing names or invalid locations."""
         if self.lake:
             check_absolute_lake_url(self.lake)
+        self.storage_options()
         if self.schema:
             check_landed(parse_columns(self.schema))
         names = self.topic_names
@@ -292,6 +314,10 @@ class LandSettings(PipelineSettings):
                 raise InvalidSetting(f"`topics` names {name!r} twice")
             if name + QUARANTINE_SUFFIX in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
+
+    def storage_options(self) -> dict[str, str]:
+        """Return the options of the object store by name; no error holds a value."""
+        return named_texts(LAKE_OPTIONS, self.lake_options)
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
         """Return the topics that are landed by name; their messages go to no topic."""
@@ -435,6 +461,11 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.ROUTE: RouteSettings,
 }
 """The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`."""
+
+
+SECRET_SETTINGS: Final = frozenset(
+    declared.name for kind in SETTINGS.values() for _, declared in settings_of(kind) if declared.is_secret
+)
 
 
 def kind_of(text: str) -> PipelineKind:

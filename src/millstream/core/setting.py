@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from millstream.core.errors import InvalidSetting
 
@@ -19,6 +20,28 @@ _INT64_MAX = 2**63 - 1
 
 HIDDEN = "(hidden)"
 """Shown in place of a secret value."""
+
+
+class SealedValue(NamedTuple):
+    """A secret as the catalog stores it, which this node cannot open."""
+
+    text: str
+    problem: str
+
+
+_USERINFO = re.compile(r"(?<=://)([^:@/,]*):.*@")
+_BARE_USERINFO = re.compile(r"^([^:@/,]*):.*@")
+_PASSWORD = re.compile(r"([?&](?:ssl)?password=)[^&]*")
+
+
+def without_password(url: str) -> str:
+    """Return a URL, or several separated by commas, as it may be shown; also one that lacks its scheme."""
+    return _PASSWORD.sub(r"\1***", (_USERINFO if "://" in url else _BARE_USERINFO).sub(r"\1:***@", url))
+
+
+def seal_problem(sealed: Mapping[str, SealedValue]) -> str:
+    """Return why secrets cannot be opened, as one sentence; empty if all can."""
+    return "; ".join(sorted(value.problem for value in sealed.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +62,8 @@ class Setting:
     needs_restart: bool = True
     is_secret: bool = False
     """Whether the value is never shown, only that there is one."""
+    is_url: bool = False
+    """Whether the value is a URL in which a password may stand, which is not shown."""
 
     def parse(self, text: str) -> Any:
         """Parse a flag, variable or file entry, or raise `InvalidSetting`."""
@@ -105,6 +130,7 @@ def setting(
     is_fixed: bool = False,
     needs_restart: bool = True,
     is_secret: bool = False,
+    is_url: bool = False,
 ) -> Any:
     """Declare a dataclass field as a setting."""
     declared = Setting(
@@ -119,8 +145,9 @@ def setting(
         is_fixed=is_fixed,
         needs_restart=needs_restart,
         is_secret=is_secret,
+        is_url=is_url,
     )
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+    return dataclasses.field(default=default, metadata={_KEY: declared}, repr=not (is_secret or is_url))
 
 
 def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
@@ -128,6 +155,12 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
     for field in dataclasses.fields(holder):
         if _KEY in field.metadata:
             yield field.name, field.metadata[_KEY]
+
+
+def hide_secrets(holder: type, values: Mapping[str, str]) -> dict[str, str]:
+    """Return settings by name, without the values of those that `holder` declares as secret."""
+    secret = {declared.name for _, declared in settings_of(holder) if declared.is_secret}
+    return {name: HIDDEN if value and name in secret else value for name, value in values.items()}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from zlib import crc32
 from millstream.core import push
 from millstream.core.errors import InvalidSetting, InvalidSubscription
 from millstream.core.ids import PartitionIndex
-from millstream.core.setting import HIDDEN, Setting, setting, settings_of, suggestion
+from millstream.core.setting import HIDDEN, SealedValue, Setting, hide_secrets, setting, settings_of, suggestion
 from millstream.core.topic import check_topic_name
 
 NAME_LENGTH_MAX = 249
@@ -324,12 +324,14 @@ class Subscription:
     subscription_id: UUID
     topics: tuple[str, ...]
     """The topics that it delivers; empty for a share group, whose members name them."""
-    overrides: Mapping[str, str]
+    overrides: Mapping[str, str] = field(repr=False)
     created_ms: int
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where its queues start, by `start_key` and partition, as of when the topic was subscribed to."""
     used_ms: int = 0
     """When its use was last recorded; maintained only if the subscription can expire."""
+    sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
+    """Secrets that this node cannot open, by setting; they are not among `overrides`."""
 
     def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
         """Return where a queue starts; None for a partition that was added later, which is delivered from its
@@ -343,14 +345,14 @@ class Subscription:
         """Parse its settings."""
         return SubscriptionSettings.from_strings(self.overrides)
 
+    def shown_overrides(self) -> dict[str, str]:
+        """Return what its owner set, without secrets."""
+        return {**shown(self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
+
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings by name, with secrets hidden."""
-    declared = SubscriptionSettings.declared()
-    return {
-        name: HIDDEN if value and name in declared and declared[name].is_secret else value
-        for name, value in settings.items()
-    }
+    return hide_secrets(SubscriptionSettings, settings)
 
 
 def start_key(topic: str, topic_id: UUID) -> str:

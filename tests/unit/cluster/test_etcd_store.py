@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 
 import pytest
 from aetcd import rpc
@@ -22,6 +23,7 @@ from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
 from millstream_testing.etcd_server import EncryptedEtcdServer, EtcdServer
 from millstream_testing.relay import Relay
+from millstream_testing.security import Certificates
 
 WAIT_S = 60.0
 TTL_S = 60.0
@@ -327,7 +329,6 @@ async def test_who_has_a_password_gets_in(own_etcd: EtcdServer) -> None:
     await right.close()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 async def test_who_has_a_certificate_gets_in() -> None:
     with EncryptedEtcdServer() as server:
         address = EtcdAddress.parse(server.url, ca=server.ca, certificate=server.certificate, key=server.key)
@@ -342,6 +343,48 @@ async def test_who_has_a_certificate_gets_in() -> None:
         with pytest.raises(StoreUnavailable):
             await stranger.read("")
         await stranger.close()
+
+
+async def test_who_gets_another_certificate_gets_in_without_a_restart(tmp_path: Path) -> None:
+    stranger = Certificates(tmp_path)
+    with EncryptedEtcdServer() as server:
+        address = EtcdAddress.parse(
+            server.url, ca=server.ca, certificate=str(stranger.node), key=str(stranger.node_key)
+        )
+        store = EtcdStore(address, "renewed", SystemClock())
+        with pytest.raises(StoreUnavailable):
+            await store.read("")
+        shutil.copy(server.certificate, stranger.node)
+        shutil.copy(server.key, stranger.node_key)
+        session = await store.open_session(TTL_S, lambda: None)
+        assert await store.change([Put("a", "1", leased=True)]) is not None
+        await until_renewed(session)
+        assert session.live
+        await store.close()
+
+
+async def test_a_password_is_read_from_a_file_at_each_login(own_etcd: EtcdServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.touch(mode=0o600)
+    file.write_text("first\n")
+    admin = EtcdStore(EtcdAddress.parse(own_etcd.url), "by-file", SystemClock())
+    await ask(admin, lambda member: member.logins.UserAdd, rpc.AuthUserAddRequest(name="root", password="first"))
+    await ask(admin, lambda member: member.logins.RoleAdd, rpc.AuthRoleAddRequest(name="root"))
+    await ask(admin, lambda member: member.logins.UserGrantRole, rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+    await ask(admin, lambda member: member.logins.AuthEnable, rpc.AuthEnableRequest())
+    await admin.close()
+    store = EtcdStore(EtcdAddress.parse(own_etcd.url, user="root", password_file=str(file)), "by-file", SystemClock())
+    assert await store.change([Put("a", "1")]) is not None
+    changed = rpc.AuthUserChangePasswordRequest(name="root", password="second")
+    await ask(store, lambda member: member.logins.UserChangePassword, changed)
+    file.write_text("second\n")
+    store._members.use_token("")
+    assert "a" in (await store.read("")).entries
+    # A file that cannot be read just now leaves the last password in use.
+    file.chmod(0o644)
+    store._members.use_token("")
+    assert "a" in (await store.read("")).entries
+    await store.close()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import kio.schema
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
@@ -23,6 +24,7 @@ from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock
@@ -33,13 +35,15 @@ from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_cla
 @pytest.fixture
 async def served(catalog: Catalog, topics: Topics, membership: Membership, config: Config) -> ServedApis:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
+    declared = DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock())
     parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
         topics=topics,
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
-        declared=DeclaredState.of(CatalogDeclarations(catalog), config, SystemClock()),
+        declared=declared,
+        secrets=StoredSecrets(catalog, Sealing(None), declared.subscriptions, declared.pipelines),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -16,6 +16,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership, Node
@@ -28,6 +29,7 @@ from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import ACKS_ALL
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -222,6 +224,7 @@ async def desk(
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         declared=declared,
+        secrets=StoredSecrets(catalog, Sealing(None), declared.subscriptions, declared.pipelines),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

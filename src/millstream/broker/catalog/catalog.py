@@ -32,6 +32,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
+from millstream.broker.catalog.sealing import SealedSecret, Sealing
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -51,6 +52,7 @@ from millstream.broker.catalog.tables import (
     topics,
 )
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.config import Config
 from millstream.core.credential import (
     ApiToken,
     DeclaredSecurity,
@@ -63,6 +65,7 @@ from millstream.core.errors import (
     CatalogUnavailable,
     ClusterMismatch,
     DataFolderInvalid,
+    InvalidSetting,
     PipelineExists,
     StorageFailure,
     SubscriptionExists,
@@ -72,6 +75,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.private_file import read_secret
 from millstream.core.quota import QuotaEntity
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
@@ -81,7 +85,7 @@ _NAMES_AT_ONCE: Final = 1000
 
 
 def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
-    """Return every pipeline that meets the conditions, by name."""
+    """Return every pipeline that meets the conditions, by name, as it is stored."""
     # One statement, so that the rules are those of the pipelines as they are read.
     both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
     rule_name = routing_rules.c.name.label("rule_name")
@@ -108,7 +112,7 @@ def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
 
 
 def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
-    """Add a pipeline."""
+    """Add a pipeline, whose secrets are sealed."""
     connection.execute(
         insert(pipelines).values(
             pipeline_id=str(pipeline.pipeline_id),
@@ -258,22 +262,31 @@ _PREPARE_LOCK = 0x6D696C6C
 class Catalog:
     """What users declared, stored durably."""
 
-    def __init__(self, url: str, *, reserve: Path | None = None, cluster: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        password_file: str = "",
+        reserve: Path | None = None,
+        cluster: str = "",
+        sealing: Sealing | None = None,
+    ) -> None:
         """Open a catalog; `cluster` is the name of the cluster that shares it, which the first node claims."""
         self._cluster = cluster
+        self._sealing = sealing or Sealing(None)
         self._reserve = Reserve(reserve)
-        self._engine = open_database(url)
+        self._engine = open_database(url, password_file=password_file)
         self._shared = self._engine.dialect.name != "sqlite"
         self.cluster_id = ""
 
     @classmethod
-    def open_folder(cls, data: Path) -> Catalog:
+    def open_folder(cls, data: Path, *, sealing: Sealing | None = None) -> Catalog:
         """Open the embedded catalog of a data folder, creating it in a new one."""
         path = data / CATALOG_NAME
         if not path.exists():
-            # Push secrets are in it. SQLite gives what it writes beside the catalog the same mode.
+            # SQLite gives what it writes beside the catalog the same mode.
             path.touch(mode=0o600)
-        catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
+        catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve", sealing=sealing)
         try:
             catalog.prepare()
         except BaseException as error:
@@ -287,9 +300,21 @@ class Catalog:
         return catalog
 
     @classmethod
-    def open_shared(cls, url: str) -> Catalog:
+    def of_cluster(cls, config: Config, *, sealing: Sealing | None = None) -> Catalog:
+        """Return the catalog that a cluster's node is configured with; it connects later."""
+        if config.catalog_password_file:
+            read_secret(config.catalog_password_file, flag="--catalog-password-file")
+        try:
+            return cls(
+                config.catalog, password_file=config.catalog_password_file, cluster=config.cluster, sealing=sealing
+            )
+        except ValueError as error:
+            raise InvalidSetting(f"--catalog: {error}") from error
+
+    @classmethod
+    def open_shared(cls, url: str, *, password_file: str = "") -> Catalog:
         """Open the catalog of a cluster, creating its tables if this is the first node."""
-        catalog = cls(url)
+        catalog = cls(url, password_file=password_file)
         try:
             catalog.prepare()
         except BaseException:
@@ -512,15 +537,14 @@ class Catalog:
     def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
         with self._read() as connection:
-            return [
-                _subscription(row) for row in connection.execute(select(subscriptions).order_by(subscriptions.c.name))
-            ]
+            rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
+        return [self._sealing.open_all(_subscription(row)) for row in rows]
 
     def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
         """Return the subscriptions with these names that exist."""
         with self._read() as connection:
             return [
-                _subscription(row)
+                self._sealing.open_all(_subscription(row))
                 for at in range(0, len(names), _NAMES_AT_ONCE)
                 for row in connection.execute(
                     select(subscriptions).where(subscriptions.c.name.in_(names[at : at + _NAMES_AT_ONCE]))
@@ -529,6 +553,7 @@ class Catalog:
 
     def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
+        overrides = self._sealing.seal_all(subscription)
         try:
             with self._change() as connection:
                 connection.execute(
@@ -537,7 +562,7 @@ class Catalog:
                         name=subscription.name,
                         topics=list(subscription.topics),
                         starts=_starts(subscription),
-                        overrides=dict(subscription.overrides),
+                        overrides=overrides,
                         created_ms=subscription.created_ms,
                         used_ms=subscription.used_ms,
                     )
@@ -552,11 +577,13 @@ class Catalog:
             row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
             if row is None:
                 raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
-            changed = change(_subscription(row))
+            stored = _subscription(row)
+            before = self._sealing.open_all(stored)
+            changed = change(before)
             values = {
                 "topics": list(changed.topics),
                 "starts": _starts(changed),
-                "overrides": dict(changed.overrides),
+                "overrides": self._sealing.seal_all(changed, before, stored.overrides),
                 "used_ms": changed.used_ms,
             }
             connection.execute(update(subscriptions).where(here).values(values))
@@ -590,33 +617,66 @@ class Catalog:
     def pipelines(self) -> list[Pipeline]:
         """Return every pipeline with its rules, by name."""
         with self._read() as connection:
-            return read_pipelines(connection)
+            return [self._sealing.open_all(one) for one in read_pipelines(connection)]
 
     def pipeline_named(self, name: str) -> Pipeline | None:
         """Return the pipeline with this name, if it exists."""
         with self._read() as connection:
-            return read_pipeline_named(connection, name)
+            found = read_pipeline_named(connection, name)
+        return None if found is None else self._sealing.open_all(found)
 
     def add_pipeline(self, pipeline: Pipeline) -> None:
         """Declare a pipeline, durably."""
+        stored = dataclasses.replace(pipeline, overrides=self._sealing.seal_all(pipeline))
         try:
             with self._change() as connection:
-                insert_pipeline(connection, pipeline)
+                insert_pipeline(connection, stored)
         except IntegrityError as error:
             raise PipelineExists(f"pipeline {pipeline.name!r} already exists") from error
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
         with self._change() as connection:
-            before = hold_pipeline(connection, pipeline_id)
-            if before is None:
+            stored = hold_pipeline(connection, pipeline_id)
+            if stored is None:
                 raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
+            before = self._sealing.open_all(stored)
             changed = change(before)
             if changed == before:
                 return before
             after = dataclasses.replace(changed, version=before.version + 1)
-            update_pipeline(connection, before, after)
+            sealed = self._sealing.seal_all(after, before, stored.overrides)
+            update_pipeline(connection, before, dataclasses.replace(after, overrides=sealed))
             return after
+
+    def secrets(self) -> list[SealedSecret]:
+        """Return every secret, without its value, by noun and name."""
+        with self._read() as connection:
+            rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
+            found: list[Subscription | Pipeline] = [*map(_subscription, rows), *read_pipelines(connection)]
+        return [secret for one in found for secret in self._sealing.describe(one)]
+
+    def reseal(self) -> int:
+        """Seal with the newest key what older keys have sealed; return how many secrets that were."""
+        count = 0
+        with self._change() as connection:
+            if not self._shared:
+                # Before anything is read: no other change may come between.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            kinds: tuple[tuple[Table, Callable[[], Iterable[Subscription | Pipeline]]], ...] = (
+                (subscriptions, lambda: map(_subscription, connection.execute(select(subscriptions)).all())),
+                (pipelines, lambda: read_pipelines(connection)),
+            )
+            for table, read in kinds:
+                # First the lock, then what it protects.
+                connection.execute(select(table.c.name).with_for_update())
+                for stored in read():
+                    overrides = self._sealing.reseal(stored)
+                    changed = sum(overrides[name] != text for name, text in stored.overrides.items())
+                    if changed:
+                        connection.execute(update(table).where(table.c.name == stored.name).values(overrides=overrides))
+                        count += changed
+        return count
 
     def delete_pipeline(self, pipeline: Pipeline) -> None:
         """Delete a pipeline with its rules."""
@@ -669,7 +729,7 @@ class Catalog:
 def _unavailable(what: str, cause: object) -> CatalogUnavailable:
     summary = f"the catalog could not be {what}: {_first_line(cause)}"
     if _DENIED.search(str(cause)):
-        return CatalogDenied(f"{summary}; check user, password and database in --catalog")
+        return CatalogDenied(f"{summary}; check user, password and database of --catalog")
     return CatalogUnavailable(f"{summary}; it recovers when PostgreSQL is back")
 
 

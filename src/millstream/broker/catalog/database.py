@@ -14,7 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, event, make_url
-from sqlalchemy.exc import DisconnectionError
+from sqlalchemy.exc import ArgumentError, DisconnectionError
+
+from millstream.core.errors import CatalogDenied, InvalidSetting
+from millstream.core.private_file import read_secret
+from millstream.core.setting import without_password
 
 CONNECT_S_MAX = 3
 STATEMENT_MS_MAX = 5_000
@@ -30,19 +34,22 @@ _WATCH = "millstream-deadline"
 _USED_AT = "millstream-used-at"
 
 
-def open_database(url: str) -> Engine:
-    """Return the SQLAlchemy engine for a URL; it connects later."""
-    parsed = make_url(url)
+def open_database(url: str, *, password_file: str = "") -> Engine:
+    """Return the SQLAlchemy engine for a URL; it connects later. No error holds the URL's password."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise ValueError(f"{without_password(url)!r} is no URL as postgresql://user@host:5432/database") from None
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed)
+        engine = create_engine(parsed, hide_parameters=True)
         event.listen(engine, "connect", _make_durable)
         return engine
     if parsed.get_backend_name() not in ("postgresql", "postgres"):
         raise ValueError(f"the catalog is kept in postgresql://…, not in {parsed.get_backend_name()}://…")
-    return _open_postgres(parsed)
+    return _open_postgres(parsed, password_file)
 
 
-def _open_postgres(url: URL) -> Engine:
+def _open_postgres(url: URL, password_file: str) -> Engine:
     limits = f"-c statement_timeout={STATEMENT_MS_MAX} -c lock_timeout={STATEMENT_MS_MAX}"
     connection: dict[str, Any] = {
         "connect_timeout": CONNECT_S_MAX,
@@ -61,7 +68,19 @@ def _open_postgres(url: URL) -> Engine:
         max_overflow=POOL_OVERFLOW,
         pool_timeout=CONNECT_S_MAX,
         isolation_level="READ COMMITTED",
+        # What is stored is no part of an error, which is logged.
+        hide_parameters=True,
     )
+    if password_file:
+
+        def use_password(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
+            # For each connection, since passwords are rotated.
+            try:
+                parameters["password"] = read_secret(password_file, flag="--catalog-password-file")
+            except InvalidSetting as error:
+                raise CatalogDenied(f"the catalog cannot be reached: {error}") from None
+
+        event.listen(engine, "do_connect", use_password)
     event.listen(engine, "checkout", _begin_call)
     event.listen(engine, "checkin", _end_call)
     return engine

@@ -7,6 +7,7 @@ may go to the next member; one whose response was lost is repeated only if doing
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,9 +16,11 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_address import EtcdAddress, EtcdCredentials
 from millstream.broker.cluster.store import StoreHealth
-from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
+from millstream.core.errors import InvalidSetting, StoreDenied, StoreRefused, StoreUnavailable, WatchLost
+
+_logger = logging.getLogger(__name__)
 
 PROBE_S_MAX = 0.5
 
@@ -152,7 +155,8 @@ class EtcdMembers:
         self.address = address
         self.health = health
         self._request_s_max = request_s_max
-        self._credentials = address.credentials()
+        self.credentials = EtcdCredentials(address)
+        self._password = address.password
         self._members: dict[str, EtcdMember] = {}
         self._current = 0
         self._moved: list[Callable[[], None]] = []
@@ -216,7 +220,7 @@ class EtcdMembers:
             if lost and not repeatable:
                 break
         if unreachable:
-            reason = await diagnose_endpoint(unreachable, with_tls=self._credentials is not None)
+            reason = await diagnose_endpoint(unreachable, with_tls=self.address.encrypted)
         self.health.silent(reason)
         raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd does not answer: {reason}")
 
@@ -238,7 +242,11 @@ class EtcdMembers:
 
     def login(self) -> Any:
         """Return the request for a token."""
-        return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
+        try:
+            self._password = self.address.read_password()
+        except InvalidSetting as error:
+            _logger.warning("the password of etcd cannot be read; the last one is used", extra={"error": str(error)})
+        return rpc.AuthenticateRequest(name=self.address.user, password=self._password)
 
     def use_token(self, token: str) -> None:
         """Use a token from elsewhere; an empty one makes the next request log in again."""
@@ -251,9 +259,12 @@ class EtcdMembers:
         self._members.clear()
 
     def _member(self, endpoint: str) -> EtcdMember:
+        if self.credentials.follow():
+            # What waits on a connection made with the old files keeps it.
+            self._members.clear()
         member = self._members.get(endpoint)
         if member is None:
-            member = self._members[endpoint] = EtcdMember(endpoint, self._credentials)
+            member = self._members[endpoint] = EtcdMember(endpoint, self.credentials.current)
         return member
 
 

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from copy import copy
 from random import Random
 from typing import Any
 
@@ -46,6 +47,7 @@ class EtcdSession:
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
         self._channels: dict[str, Any] = {}
+        self._credentials = copy(members.credentials)
         self._last_beat = clock.monotonic()
         self._renewed_at = self._last_beat
         self._beating = self._loop.call_later(ttl_s / _BEATS, self._beat)
@@ -148,9 +150,12 @@ class EtcdSession:
         return call(request, timeout=self._ttl_s / RENEWALS, metadata=self._members.metadata)
 
     def _channel(self, endpoint: str) -> Any:
+        if self._credentials.follow():
+            while self._channels:
+                self._channels.popitem()[1].close()
         channel = self._channels.get(endpoint)
         if channel is None:
-            credentials = self._members.address.credentials()
+            credentials = self._credentials.current
             channel = (
                 grpc.insecure_channel(endpoint, options=OPTIONS)
                 if credentials is None

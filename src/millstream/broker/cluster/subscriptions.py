@@ -189,7 +189,8 @@ class Subscriptions:
             self._check(name, wanted, overrides)
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
-            return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
+            sealed = {name: value for name, value in now.sealed.items() if name not in changes}
+            return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept, sealed=sealed)
 
         # Checked before the catalog is asked, and again with what it declares by then.
         preview = await asyncio.to_thread(changed, found)

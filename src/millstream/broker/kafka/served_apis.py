@@ -84,6 +84,7 @@ from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
+from millstream.broker.kafka.apis.secret_list import SecretList
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -117,6 +118,7 @@ from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
+from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -136,6 +138,7 @@ class ApiDependencies:
     membership: Membership
     producer_ids: ProducerIds
     declared: DeclaredState
+    secrets: StoredSecrets
     budget: Budget
     connections: Collection[Connection]
     sources: Sequence[MetricSource]
@@ -361,6 +364,7 @@ class ServedApis:
         yield DeleteAcls(rules)
         yield DescribeUserScramCredentials(security)
         yield AlterUserScramCredentials(security)
+        yield SecretList(self._parts.secrets)
         yield SaslHandshake()
         yield SaslAuthenticate()
         yield Authenticate(self._parts.knowledge, requires=self._parts.config.http_authenticates)

@@ -14,7 +14,7 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config
 from millstream.core.group import DECLARED
-from millstream.core.setting import Setting, settings_of
+from millstream.core.setting import Setting, settings_of, without_password
 from millstream.core.subscription import Subscription, SubscriptionSettings
 from millstream.core.topic import Topic, TopicSettings
 
@@ -173,7 +173,7 @@ def node_settings(config: Config, topic_defaults: TopicSettings, settings: Broke
         value = getattr(config, attribute)
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
         if value != declared.default:
-            synonyms.insert(0, Synonym(declared.name, _text(value), SOURCE_NODE))
+            synonyms.insert(0, Synonym(declared.name, _shown(declared, value), SOURCE_NODE))
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
         if (kafka_name := _KAFKA_NAMES.get(declared.name)) is not None:
             synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
@@ -213,13 +213,20 @@ def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[S
 
 def share_group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
     """Every setting of a share group, which is a subscription; the defaults when it is not declared."""
-    overrides = {} if subscription is None else subscription.overrides
+    overrides = {} if subscription is None else subscription.shown_overrides()
     for _, declared in settings_of(SubscriptionSettings):
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
         if declared.name in overrides:
             value = None if declared.is_secret else overrides[declared.name]
             synonyms.insert(0, Synonym(declared.name, value, SOURCE_GROUP))
         yield SettingView(declared, tuple(synonyms), read_only=False)
+
+
+def _shown(declared: Setting, value: Any) -> str | None:
+    """Return a value of a node's configuration; None for a secret."""
+    if declared.is_secret:
+        return None
+    return without_password(value) if declared.is_url else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -154,7 +154,8 @@ class Pipelines:
             merged: dict[str, str | None] = {**now.overrides, **changes}
             overrides = {key: text for key, text in merged.items() if text is not None}
             check_pipeline(name, now.kind, overrides)
-            after = dataclasses.replace(now, overrides=overrides, parked="")
+            sealed = {key: value for key, value in now.sealed.items() if key not in changes}
+            after = dataclasses.replace(now, overrides=overrides, parked="", sealed=sealed)
             check_landed_once(after, self._by_name.values())
             return after
 

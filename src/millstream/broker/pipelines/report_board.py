@@ -84,7 +84,7 @@ class PipelineBoard:
         yield _gauge(
             "parked",
             "1 if a pipeline is parked because it cannot run as declared; reported by every node.",
-            [_sample(one.name, float(bool(one.parked))) for one in declared],
+            [_sample(one.name, float(bool(one.idle_reason))) for one in declared],
         )
         lags = [(one.name, self.lag(one.name)) for one in declared]
         if any(lag is not None for _, lag in lags):

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import httpx
 from joserfc import jwt
-from joserfc.errors import JoseError
+from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
 
 from millstream.core.errors import AuthenticationFailed, InvalidSetting
@@ -112,14 +112,13 @@ class TokenChecker:
 
     def _verify(self, token: str) -> Bearer:
         if self._keys is None:
-            raise AuthenticationFailed("the keys that tokens are checked by are not known yet")
+            raise _UnknownKey("the keys that tokens are checked by are not known yet")
         try:
             checked = jwt.decode(token, self._keys, algorithms=list(ALGORITHMS))
+        except InvalidKeyIdError:
+            raise _UnknownKey("the token is signed by a key that is not known") from None
         except JoseError as error:
             raise AuthenticationFailed(f"the token is not valid: {error.error}") from None
-        except ValueError as error:
-            # This is how the library speaks of a key that is not in the set.
-            raise _UnknownKey(f"the token is not valid: {str(error)[:100]}") from None
         except Exception as error:
             _logger.debug("a token could not be read", exc_info=error)
             raise AuthenticationFailed("the token cannot be read") from None

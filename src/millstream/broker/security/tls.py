@@ -17,6 +17,7 @@ import re2
 from cryptography import x509
 
 from millstream.core.errors import AuthenticationFailed, InvalidSetting
+from millstream.core.private_file import warn_if_exposed
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class FollowedTls:
         except (OSError, ssl.SSLError) as error:
             raise InvalidSetting(f"TLS cannot be set up with {files.certificate}: {error}") from error
         self.context.sni_callback = self._choose
+        warn_if_exposed(files.key, flag="tls-key")
 
     def _choose(self, connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
         """Called at the beginning of each handshake, whether the client names a server or not."""
@@ -85,6 +87,7 @@ class FollowedTls:
             )
             return
         self._stamp = stamp
+        warn_if_exposed(self._files.key, flag="tls-key")
         _logger.info("certificate changed", extra={"certificate": self._files.certificate})
 
 

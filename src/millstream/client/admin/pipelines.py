@@ -21,6 +21,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, Pipeline, PipelineKind, Rule
+from millstream.core.setting import HIDDEN
 from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.pipeline_messages import (
@@ -243,6 +244,7 @@ def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
         pipeline_id=UUID(described["pipeline_id"]),
         name=described["name"],
         kind=PipelineKind(described["kind"]),
-        overrides=described["overrides"],
+        # Secrets are not shown: who runs it elsewhere has credentials of its own.
+        overrides={name: text for name, text in described["overrides"].items() if text != HIDDEN},
         rules=tuple(RuleMessage(**rule).rule() for rule in described["rules"]),
     )

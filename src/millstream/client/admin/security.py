@@ -1,4 +1,4 @@
-"""Users and access rules, over the requests that Kafka has for them."""
+"""Users and access rules, over the requests that Kafka has for them, and what secrets the catalog holds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from millstream.core.credential import (
     hash_password,
 )
 from millstream.core.errors import NotFound
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.secret_messages import SECRETS_KEY, SecretsRequest, SecretsResponse
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -150,3 +152,11 @@ def _filter_fields(selected: AclFilter) -> dict[str, Any]:
         "operation": i8(selected.operation),
         "permission_type": i8(selected.permission),
     }
+
+
+async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:
+    """Return the secrets in the catalog, without their values; with `reseal`, seal them with the newest key first."""
+    answer = decode(await client.private(None, SECRETS_KEY, encode(SecretsRequest(reseal=reseal))), SecretsResponse)
+    if answer.error:
+        raise error_from_code(answer.error, answer.message, about="the secrets of the catalog")
+    return answer

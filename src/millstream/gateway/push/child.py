@@ -21,6 +21,7 @@ from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.push_board import PushBoard, PushReport
 from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
 from millstream.core.errors import MillstreamError
+from millstream.core.setting import seal_problem
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
 from millstream.protocol.wire.credentials import child_environment
 
@@ -146,16 +147,20 @@ class PushChild(SupervisedChild):
 
     def _look(self) -> None:
         """Follow a change of the subscriptions."""
-        found = []
+        found, parked = [], {}
         for declared in self._declared.all():
             try:
-                pushed = push_subscription(declared, self._declared.settings_of(declared))
+                settings = self._declared.settings_of(declared)
+                pushed = push_subscription(declared, settings)
             except MillstreamError as error:
                 # A newer node may have declared settings that are unknown here.
                 _logger.debug("a subscription cannot be read", extra={"error": str(error)})
                 continue
             if pushed is not None:
                 found.append(pushed)
+            elif settings.push_url:
+                parked[declared.name] = seal_problem(declared.sealed)
+        self._board.park(parked)
         if found != self._pushed:
             self._pushed = found
             self._news.set()

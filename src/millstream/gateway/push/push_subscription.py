@@ -10,7 +10,7 @@ from millstream.core.subscription import Subscription, SubscriptionSettings
 
 
 class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of push; secrets go through the pipe and nowhere else."""
+    """The settings of push; secrets go through the pipe and nowhere else, not even into a log by `repr`."""
 
     name: str
     subscription_id: str
@@ -25,6 +25,9 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int
     layout: str
 
+    def __repr__(self) -> str:
+        return f"PushSubscription(name={self.name!r}, host={self.host!r})"
+
     @property
     def host(self) -> str:
         """Return the endpoint's host, for logs."""
@@ -32,8 +35,8 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def push_subscription(declared: Subscription, settings: SubscriptionSettings) -> PushSubscription | None:
-    """Return a subscription's push settings; None if it has no endpoint."""
-    if not settings.push_url:
+    """Return a subscription's push settings; None if it has no endpoint, or secrets that cannot be opened here."""
+    if not settings.push_url or declared.sealed:
         return None
     return PushSubscription(
         name=declared.name,

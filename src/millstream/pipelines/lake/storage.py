@@ -27,7 +27,7 @@ class Storage:
     """A folder of files. It is small and is sent to tasks; connections are made where it is used."""
 
     url: str
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Options of the object store, in addition to the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …)."""
 
     @classmethod

@@ -20,7 +20,7 @@ from millstream.broker.subscriptions.lease import HeldRange
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import Offset
-from millstream.core.subscription import READ_COMMITTED, Subscription, check_subscription, shown
+from millstream.core.subscription import READ_COMMITTED, Subscription, check_subscription
 from millstream.protocol.private.delivery_state import (
     DELIVERY_STATE_KEY,
     WAIT_MS_MAX,
@@ -259,7 +259,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
             "subscription_id": str(subscription.subscription_id),
             "topics": subscription.topics or sorted(known),
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
-            "overrides": shown(subscription.overrides),
+            "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,

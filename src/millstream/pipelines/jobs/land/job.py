@@ -250,6 +250,7 @@ class LandJob:
         if table is None:
             # Tasks on other machines reach an object store as this process does.
             options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            options.update(self._settings.storage_options())
             table = open_table(f"{self._lake}/{source.topic}", format=self._settings.format, options=options)
             self._tables[source.topic] = table
         schema = table.schema()

@@ -1,0 +1,316 @@
+"""Secrets at rest: the catalog holds them sealed, by keys in a file outside the data folder.
+
+A sealed secret names its key and is bound to where it stands: copied to another subscription or setting, it does not
+open. The last key of the file seals, all of them open, so that keys are rotated without a moment in which secrets
+cannot be read. The file is read again when it changes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.pipeline import SETTINGS, Pipeline
+from millstream.core.private_file import read_private, write_private
+from millstream.core.setting import SealedValue, settings_of
+from millstream.core.subscription import Subscription, SubscriptionSettings
+
+FLAG: Final = "--secrets-key-file"
+_KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+_KEYS_MAX: Final = 100
+_PREFIX: Final = "sealed:1:"
+_HEADER: Final = b"# Keys that seal the secrets in Millstream's catalog. The last one seals, all of them open.\n"
+
+_NO_KEY: Final = (
+    f"there is no key to seal a secret with; start every node with the same {FLAG}, outside its data folder "
+    "(`millstream secrets init --file FILE` makes one)"
+)
+
+SUBSCRIPTION: Final = "subscription"
+PIPELINE: Final = "pipeline"
+
+N = TypeVar("N", bound=Subscription | Pipeline)
+
+
+class CannotOpen(Exception):
+    """A sealed secret cannot be opened here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecretKey:
+    """One key; its id is derived from it, so that it cannot name another one."""
+
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> SecretKey:
+        """Make a key."""
+        return cls(secrets.token_bytes(_KEY_BYTES))
+
+    @property
+    def key_id(self) -> str:
+        """The name of the key, which is no secret."""
+        return hashlib.sha256(b"millstream key id" + self.key).hexdigest()[:12]
+
+    @property
+    def line(self) -> bytes:
+        """The key as it stands in the file."""
+        return f"{self.key_id} {base64.b64encode(self.key).decode()}\n".encode()
+
+
+def read_keys(path: Path) -> list[SecretKey]:
+    """Read a file of keys, the newest last; no error holds a key."""
+    lines = read_private(path, flag=FLAG).split(b"\n")
+    keys = [
+        _parse_line(line, path, number) for number, line in enumerate(lines, 1) if line.strip() and line[:1] != b"#"
+    ]
+    if not 0 < len(keys) <= _KEYS_MAX:
+        raise InvalidSetting(f"{FLAG} {path} holds {len(keys)} keys; it needs 1 to {_KEYS_MAX}")
+    return keys
+
+
+def _parse_line(line: bytes, path: Path, number: int) -> SecretKey:
+    key_id, _, encoded = line.strip().partition(b" ")
+    try:
+        key = SecretKey(base64.b64decode(encoded, validate=True))
+    except binascii.Error:
+        key = SecretKey(b"")
+    if len(key.key) != _KEY_BYTES or key.key_id.encode() != key_id:
+        raise InvalidSetting(f"{FLAG} {path}: line {number} is no key that `millstream secrets` has made")
+    return key
+
+
+def write_keys(path: Path, keys: Sequence[SecretKey], *, replace: bool = False) -> None:
+    """Write a file of keys, the newest last."""
+    write_private(path, _HEADER + b"".join(key.line for key in keys), replace=replace)
+
+
+def default_key_file() -> Path | None:
+    """Where a single node keeps its keys if no file is named; None if the user has no home."""
+    state = os.environ.get("XDG_STATE_HOME")
+    if state and os.path.isabs(state):
+        return Path(state) / "millstream" / "secrets.keys"
+    try:
+        return Path.home() / ".local" / "state" / "millstream" / "secrets.keys"
+    except RuntimeError:
+        return None
+
+
+class SealedSecret(NamedTuple):
+    """One secret of the catalog, without its value."""
+
+    noun: str
+    name: str
+    setting: str
+    key_id: str
+    problem: str
+    """Why it cannot be opened here; empty if it can."""
+
+
+class Sealing:
+    """Seals and opens secrets with the keys of a file; `path` is None where no keys were given.
+
+    With `is_created`, a file that does not exist is made when the first secret is sealed.
+    """
+
+    def __init__(self, path: Path | None, *, is_created: bool = False) -> None:
+        self.path = path
+        self._is_created = is_created
+        self._stamp = self._tried = None  # type: tuple[int, ...] | None
+        self._keys: list[SecretKey] = []
+        # Calls of the catalog come from several threads.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_node(cls, key_file: str, data: str, *, in_cluster: bool) -> Sealing:
+        """Return how a node seals secrets; raise `InvalidSetting` for keys that would lie beside what they seal."""
+        path = Path(key_file) if key_file else None if in_cluster else default_key_file()
+        if path is None:
+            return cls(None)
+        if Path(data).resolve() in path.resolve().parents:
+            if not key_file:
+                return cls(None)
+            raise InvalidSetting(f"{FLAG} {path} lies in the data folder; keep it elsewhere, so that backups lack it")
+        sealing = cls(path, is_created=not key_file)
+        if key_file:
+            sealing.check()
+        return sealing
+
+    def check(self) -> None:
+        """Raise `InvalidSetting` unless the file has keys that can be used."""
+        if self.path is not None:
+            read_keys(self.path)
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one than when it was last read, or tried to."""
+        return self._stamp_now() != self._tried
+
+    def current(self) -> SecretKey:
+        """Return the key that seals; raise `InvalidSetting` without one."""
+        with self._lock:
+            if self.path is None:
+                raise InvalidSetting(_NO_KEY)
+            return self._read()[-1]
+
+    def seal(self, text: str, noun: str, name: str, setting: str) -> str:
+        """Seal a secret, bound to the setting that holds it."""
+        if self._is_created and self.path is not None and not self.path.exists():
+            self._create(self.path)
+        key = self.current()
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sealed = nonce + _cipher(key).encrypt(nonce, text.encode(), _place(noun, name, setting))
+        return f"{_PREFIX}{key.key_id}:{base64.b64encode(sealed).decode()}"
+
+    def open(self, sealed: str, noun: str, name: str, setting: str) -> str:
+        """Open a secret, or raise `CannotOpen`."""
+        from cryptography.exceptions import InvalidTag
+
+        key_id, encoded = _parse_sealed(sealed)
+        with self._lock:
+            if self.path is None:
+                raise CannotOpen(f"it is sealed by key {key_id}, and this node was given no {FLAG}")
+            try:
+                keys = self._read()
+            except InvalidSetting as error:
+                raise CannotOpen(str(error)) from None
+        key = next((one for one in keys if one.key_id == key_id), None)
+        if key is None:
+            raise CannotOpen(f"it is sealed by key {key_id}, which is not in {self.path}")
+        try:
+            content = _cipher(key).decrypt(encoded[:_NONCE_BYTES], encoded[_NONCE_BYTES:], _place(noun, name, setting))
+        except (InvalidTag, ValueError):
+            raise CannotOpen("it was changed or copied from elsewhere; set it again") from None
+        return str(content, "utf-8")
+
+    def open_all(self, stored: N) -> N:
+        """Open the secrets of what the catalog declares; those that cannot be opened stay sealed, with the reason."""
+        overrides, sealed = dict(stored.overrides), dict[str, SealedValue]()
+        for setting in secret_settings(stored) & overrides.keys():
+            text = overrides[setting]
+            if not text:
+                continue
+            try:
+                overrides[setting] = self.open(text, _noun_of(stored), stored.name, setting)
+            except CannotOpen as error:
+                sealed[setting] = SealedValue(overrides.pop(setting), f"{setting} cannot be opened: {error}")
+        return dataclasses.replace(stored, overrides=overrides, sealed=sealed)
+
+    def seal_all(self, declared: N, before: N | None = None, stored: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the settings as the catalog stores them.
+
+        With `before`, which was opened from `stored`, secrets that have not changed stay sealed as they are: another
+        node may not have the newest key yet.
+        """
+        texts = {**declared.overrides, **{name: value.text for name, value in declared.sealed.items()}}
+        for setting in secret_settings(declared) & declared.overrides.keys():
+            text = declared.overrides[setting]
+            if before is not None and stored is not None and before.overrides.get(setting) == text:
+                texts[setting] = stored[setting]
+            elif text:
+                texts[setting] = self.seal(text, _noun_of(declared), declared.name, setting)
+        return texts
+
+    def describe(self, stored: Subscription | Pipeline) -> list[SealedSecret]:
+        """Return the secrets of what the catalog declares, without their values."""
+        problems = self.open_all(stored).sealed
+        return [
+            SealedSecret(
+                noun=_noun_of(stored),
+                name=stored.name,
+                setting=setting,
+                key_id=_key_id_of(stored.overrides[setting]),
+                problem=problems[setting].problem if setting in problems else "",
+            )
+            for setting in sorted(secret_settings(stored) & stored.overrides.keys())
+            if stored.overrides[setting]
+        ]
+
+    def reseal(self, stored: Subscription | Pipeline) -> dict[str, str]:
+        """Return the settings with the secrets that an older key sealed under the newest one."""
+        opened, texts = self.open_all(stored), dict(stored.overrides)
+        for setting in secret_settings(stored) & opened.overrides.keys():
+            if texts[setting] and _key_id_of(texts[setting]) != self.current().key_id:
+                texts[setting] = self.seal(opened.overrides[setting], _noun_of(stored), stored.name, setting)
+        return texts
+
+    def _create(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_keys(path, [SecretKey.new()])
+        except FileExistsError:
+            # Another node of this user was faster.
+            pass
+        except OSError as error:
+            raise InvalidSetting(
+                f"the key that seals secrets cannot be written to {path} ({error.strerror}); name a file outside the "
+                f"data folder with {FLAG} (`millstream secrets init --file FILE` makes one)"
+            ) from None
+
+    def _read(self) -> list[SecretKey]:
+        if self.path is None:
+            return []
+        self._tried = self._stamp_now()
+        if self._tried is None or self._tried != self._stamp:
+            self._keys = read_keys(self.path)
+            self._stamp = self._tried
+        return self._keys
+
+    def _stamp_now(self) -> tuple[int, ...] | None:
+        if self.path is None:
+            return None
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return (found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode, found.st_uid)
+
+
+def _parse_sealed(text: str) -> tuple[str, bytes]:
+    """Return the id of the key and the sealed bytes, or raise `CannotOpen`."""
+    key_id, colon, encoded = text.removeprefix(_PREFIX).partition(":")
+    try:
+        if text.startswith(_PREFIX) and colon and key_id.isalnum():
+            return key_id, base64.b64decode(encoded, validate=True)
+    except binascii.Error:
+        pass
+    raise CannotOpen("it is not sealed; set it again")
+
+
+def _key_id_of(text: str) -> str:
+    try:
+        return _parse_sealed(text)[0]
+    except CannotOpen:
+        return ""
+
+
+def _cipher(key: SecretKey) -> Any:
+    # Cryptography takes a while to import, and most catalogs hold no secret.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key.key)
+
+
+def _place(noun: str, name: str, setting: str) -> bytes:
+    return json.dumps(["millstream", noun, name, setting]).encode()
+
+
+def _noun_of(declared: Subscription | Pipeline) -> str:
+    return SUBSCRIPTION if isinstance(declared, Subscription) else PIPELINE
+
+
+def secret_settings(declared: Subscription | Pipeline) -> frozenset[str]:
+    """Return the names of the settings that are sealed."""
+    kind = SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind]
+    return frozenset(setting.name for _, setting in settings_of(kind) if setting.is_secret)

@@ -1,0 +1,88 @@
+"""The secrets of the catalog while a node runs: follows the key file, and reports what cannot be opened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import PIPELINE, SUBSCRIPTION, SealedSecret, Sealing
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.core.errors import InvalidSetting, MillstreamError
+from millstream.core.setting import seal_problem
+
+_logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 2.0
+"""How often the key file is looked at while secrets cannot be opened."""
+_NAMED_MAX: Final = 10
+
+
+class StoredSecrets:
+    """What the catalog holds sealed, and whether this node can open it."""
+
+    def __init__(self, catalog: Catalog, sealing: Sealing, subscriptions: Subscriptions, pipelines: Pipelines) -> None:
+        self._catalog = catalog
+        self._sealing = sealing
+        self._subscriptions = subscriptions
+        self._pipelines = pipelines
+        self._problems: dict[str, str] = {}
+        self._has_problems = asyncio.Event()
+        subscriptions.on_change(self._look)
+        pipelines.on_change(self._look)
+        self._look()
+
+    async def list(self) -> list[SealedSecret]:
+        """Return every secret, without its value."""
+        return await asyncio.to_thread(self._catalog.secrets)
+
+    async def reseal(self) -> int:
+        """Seal with the newest key what older ones have sealed; return how many secrets that were."""
+        resealed = await asyncio.to_thread(self._catalog.reseal)
+        _logger.info("secrets sealed again", extra={"count": resealed, "key": self.newest_key_id()})
+        return resealed
+
+    def newest_key_id(self) -> str:
+        """Return the id of the key that seals; empty without one."""
+        try:
+            return self._sealing.current().key_id
+        except InvalidSetting:
+            return ""
+
+    def warnings(self) -> Iterable[str]:
+        """Yield what this node cannot open, and why."""
+        for place, problem in sorted(self._problems.items())[:_NAMED_MAX]:
+            yield f"{place}: {problem}"
+
+    async def run(self) -> None:
+        """Try again with what cannot be opened whenever the key file changes, for ever."""
+        while True:
+            await self._has_problems.wait()
+            await asyncio.sleep(LOOK_S)
+            if not self._sealing.has_changed():
+                continue
+            try:
+                await self._subscriptions.load()
+                await self._pipelines.load()
+            except MillstreamError as error:
+                _logger.warning("secrets could not be read again", extra={"error": str(error)})
+
+    def _look(self) -> None:
+        found = {
+            f"{noun} {one.name!r}": seal_problem(one.sealed)
+            for noun, declared in ((SUBSCRIPTION, self._subscriptions.all()), (PIPELINE, self._pipelines.all()))
+            for one in declared
+            if one.sealed
+        }
+        for place in sorted(found.keys() - self._problems.keys())[:_NAMED_MAX]:
+            _logger.warning(
+                "a secret cannot be opened; what needs it is parked", extra={"of": place, "reason": found[place]}
+            )
+        self._problems = found
+        if found:
+            self._has_problems.set()
+        else:
+            self._has_problems.clear()

@@ -1,0 +1,59 @@
+"""`millstream profile`: named ways to connect, which --profile and MILLSTREAM_PROFILE choose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.options import AsJson
+from millstream.cli.output import one_line, print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from millstream.client.profile import Profile
+
+app = typer.Typer(
+    help="List and show profiles: named brokers with TLS and an identity, chosen by --profile.", no_args_is_help=True
+)
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """List the profiles of this user."""
+    from millstream.client.profile import profile_file, read_profiles
+
+    profiles = read_profiles()
+    if as_json:
+        listed = [{"profile": name, **profile.shown()} for name, profile in sorted(profiles.items())]
+        print_json({"file": str(profile_file()), "profiles": listed})
+    elif profiles:
+        rows = [
+            [name, profile.brokers, "yes" if profile.has_tls else "no", _identity(profile)]
+            for name, profile in sorted(profiles.items())
+        ]
+        print_table(("profile", "brokers", "tls", "identity"), rows)
+    else:
+        print_line(f"No profiles; describe some in {profile_file()}.")
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="The name of the profile.", show_default=False)], as_json: AsJson = False
+) -> None:
+    """Show a profile, without its secrets."""
+    from millstream.client.profile import load_profile
+
+    shown = {"profile": name, **load_profile(name).shown()}
+    if as_json:
+        print_json(shown)
+    else:
+        for key, value in shown.items():
+            print_line(f"{key}: {one_line(str(value).lower() if value is True else value)}")
+
+
+def _identity(profile: Profile) -> str:
+    if profile.user:
+        return f"user {profile.user}"
+    if profile.token or profile.token_file:
+        return "token"
+    return "certificate" if profile.tls_cert else ""

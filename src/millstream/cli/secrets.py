@@ -1,0 +1,121 @@
+"""`millstream secrets`: the keys that seal secrets in the catalog, and what they have sealed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
+
+if TYPE_CHECKING:
+    from millstream.protocol.private.secret_messages import SecretsResponse
+
+app = typer.Typer(help="Make and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
+
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="The file that nodes are given as --secrets-key-file. Default: the one of a single node of this user.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("init")
+def init(file: KeyFile = None, as_json: AsJson = False) -> None:
+    """Make a file with a key. Give it to every node of a cluster, and keep it out of backups of the data."""
+    from millstream.broker.catalog.sealing import SecretKey, write_keys
+
+    path, key = _path(file), SecretKey.new()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        write_keys(path, [key])
+    except FileExistsError:
+        raise CommandFailed(
+            f"{path} exists already; `millstream secrets rotate` adds a key to it", ExitCode.CONFLICT
+        ) from None
+    print_answer(
+        {"file": str(path), "key": key.key_id},
+        f"Made {path} with key {key.key_id}. Copy it to a safe place: without it, sealed secrets are lost.",
+        as_json=as_json,
+    )
+
+
+@app.command("rotate")
+def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
+    """Add a key to a file, which seals from now on; the earlier ones open what they have sealed.
+
+    Nodes that use this file follow it without a restart. Copy it to the other nodes of a cluster, then run
+    `millstream secrets reseal`.
+    """
+    from millstream.broker.catalog.sealing import SecretKey, read_keys, write_keys
+
+    path, key = _path(file), SecretKey.new()
+    if not path.exists():
+        raise CommandFailed(f"{path} does not exist; see `millstream secrets init`", ExitCode.NOT_FOUND)
+    write_keys(path, [*read_keys(path), key], replace=True)
+    print_answer(
+        {"file": str(path), "key": key.key_id},
+        f"Added key {key.key_id} to {path}; it seals from now on. When every node has the file, run: "
+        "millstream secrets reseal",
+        as_json=as_json,
+    )
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """List the secrets in the catalog without their values: what they belong to, and the key that sealed them."""
+    _print(_ask(brokers, timeout, reseal=False), as_json=as_json)
+
+
+@app.command("reseal")
+def reseal(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """Seal every secret with the newest key, so that earlier ones can be removed from the file."""
+    answer = _ask(brokers, timeout, reseal=True)
+    if not as_json:
+        print_line(f"Sealed {counted(answer.resealed, 'secret')} again with key {answer.newest or 'none'}.")
+    _print(answer, as_json=as_json)
+
+
+def _path(file: Path | None) -> Path:
+    from millstream.broker.catalog.sealing import default_key_file
+
+    path = file or default_key_file()
+    if path is None:
+        raise CommandFailed("this user has no home folder; name the file with --file", ExitCode.USAGE)
+    return path
+
+
+def _ask(brokers: str, timeout: float, *, reseal: bool) -> SecretsResponse:
+    from millstream.client.admin.security import list_secrets
+
+    return ask(brokers, timeout, lambda client: list_secrets(client, reseal=reseal))
+
+
+def _print(answer: SecretsResponse, *, as_json: bool) -> None:
+    import msgspec
+
+    if as_json:
+        secrets = [msgspec.to_builtins(one) for one in answer.secrets]
+        print_json({"newest": answer.newest, "resealed": answer.resealed, "secrets": secrets})
+        return
+    if answer.secrets:
+        print_table(
+            ("noun", "name", "setting", "key"), [[one.noun, one.name, one.setting, one.key] for one in answer.secrets]
+        )
+    else:
+        print_line("The catalog holds no secrets.")
+    for one in answer.secrets:
+        if one.problem:
+            print_note(f"{one.noun} {one.name}: {one.problem}")

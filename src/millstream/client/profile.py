@@ -1,0 +1,143 @@
+"""Profiles: named ways to connect, in a file of the user, for commands and programs.
+
+    [prod]
+    brokers = "broker.example:9092"
+    tls-ca = "ca.pem"
+    user = "alice"
+    password-file = "alice-password"
+
+A file that holds a password or a token itself is used only if nobody else can read it.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from millstream.core.errors import InvalidSetting, NotFound
+from millstream.core.private_file import exposure_of, read_secret
+from millstream.core.setting import HIDDEN, suggestion
+from millstream.protocol.wire.credentials import client_tls
+
+FILE_VARIABLE: Final = "MILLSTREAM_PROFILES"
+_FILES: Final = ("tls-ca", "tls-cert", "tls-key", "password-file", "token-file")
+_SECRETS: Final = ("password", "token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One way to connect; a field's name is its key in the file."""
+
+    brokers: str = ""
+    tls: bool = False
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+
+    def check(self, name: str) -> None:
+        """Raise `InvalidSetting` for what does not go together."""
+        has_password, has_token = bool(self.password or self.password_file), bool(self.token or self.token_file)
+        if has_password != bool(self.user):
+            raise InvalidSetting(f"profile {name!r} needs both a user and its password or password-file")
+        if has_password and has_token:
+            raise InvalidSetting(f"profile {name!r} has a user and a token; it takes one of them")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidSetting(f"profile {name!r} needs both tls-cert and tls-key, or neither")
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.tls or bool(self.tls_ca or self.tls_cert)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS of connections; None for plain text."""
+        if not self.has_tls:
+            return None
+        return client_tls(self.tls_ca or None, certificate=self.tls_cert or None, key=self.tls_key or None)
+
+    def read_password(self) -> str:
+        """Return the password of the user; empty if there is none."""
+        return read_secret(self.password_file, flag="password-file") if self.password_file else self.password
+
+    def read_token(self) -> str:
+        """Return the token; empty if there is none."""
+        return read_secret(self.token_file, flag="token-file") if self.token_file else self.token
+
+    def shown(self) -> dict[str, Any]:
+        """Return what is set, without secrets."""
+        values = {one.name.replace("_", "-"): getattr(self, one.name) for one in fields(self)}
+        return {name: HIDDEN if name in _SECRETS else value for name, value in values.items() if value}
+
+
+def profile_file() -> Path:
+    """Return where this user's profiles are."""
+    if named := os.environ.get(FILE_VARIABLE):
+        return Path(named)
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path("~/.config").expanduser()) / "millstream" / "profiles.toml"
+
+
+def read_profiles() -> dict[str, Profile]:
+    """Read every profile of this user; none if there is no file. No error holds a secret."""
+    path = profile_file()
+    try:
+        with path.open("rb") as file:
+            exposed = exposure_of(os.fstat(file.fileno()))
+            tables = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InvalidSetting(f"profiles {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"profiles {path} is not valid TOML: {_position(error)}") from None
+    found = {name: _profile(name, table, path) for name, table in tables.items()}
+    if exposed and any(one.password or one.token for one in found.values()):
+        raise InvalidSetting(f"profiles {path} holds a secret and is not used: {exposed}")
+    return found
+
+
+def load_profile(name: str) -> Profile:
+    """Return the profile with this name, or raise `NotFound`."""
+    profiles = read_profiles()
+    if name not in profiles:
+        known = suggestion(name, profiles) or (f"; it has {', '.join(sorted(profiles))}" if profiles else "")
+        raise NotFound(f"there is no profile {name!r} in {profile_file()}{known}")
+    return profiles[name]
+
+
+def _profile(name: str, table: object, path: Path) -> Profile:
+    kinds = {one.name.replace("_", "-"): bool if one.name == "tls" else str for one in fields(Profile)}
+    if not isinstance(table, dict):
+        raise InvalidSetting(f"profiles {path}: {name} is no table; a profile begins with [{name}]")
+    for key, value in table.items():
+        if key not in kinds:
+            raise InvalidSetting(
+                f"profiles {path}: profile {name!r} has an unknown key {key!r}{suggestion(key, kinds)}"
+            )
+        if not isinstance(value, kinds[key]):
+            kind = "true or false" if kinds[key] is bool else "a text"
+            raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} has to be {kind}")
+    # Files lie beside the profiles, unless their path says otherwise.
+    given: dict[str, Any] = {
+        key: str(path.parent / os.path.expanduser(value)) if key in _FILES and value else value
+        for key, value in table.items()
+    }
+    made = Profile(**{key.replace("-", "_"): value for key, value in given.items()})
+    made.check(name)
+    return made
+
+
+def _position(error: Exception) -> str:
+    # What stands in the file is left out of the message: it may be a password.
+    text = str(error)
+    at = text.rfind("(at ")
+    return f"it cannot be read {text[at + 1 : -1]}" if at >= 0 else "it is not UTF-8 text"
