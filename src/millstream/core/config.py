@@ -146,6 +146,12 @@ class Config:
         "its credential is valid.",
         minimum=0,
     )
+    audit_retention_ms: int = setting(
+        "audit-retention-ms",
+        90 * 24 * 3600 * 1000,
+        "Where clients authenticate: how long the audit log (topic `__audit`) keeps its events; -1 keeps them forever.",
+        minimum=-1,
+    )
     oauth_jwks: str = setting(
         "oauth-jwks",
         "",

@@ -31,6 +31,8 @@ FRAME_BYTES_MAX: Final = 64 * 1024
 REQUESTS_MAX: Final = 16
 DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
+CERTIFICATE: Final = "TLS"
+"""How a client authenticates that shows a certificate, as the audit log names it."""
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
@@ -106,6 +108,9 @@ class Gate:
                 session.admit_certificate(certificate)
             except AuthenticationFailed as error:
                 self.knowledge.attempts.total += 1
+                self.knowledge.state.audit.fail_sign_in(
+                    _subject(certificate), connection.host, connection.listener, CERTIFICATE, str(error)
+                )
                 raise ProtocolViolation(str(error)) from error
         return session
 
@@ -207,6 +212,9 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
+        if self.verified is None and self._gate.requires and not self._gate.is_internal:
+            mechanism = self._mechanism_name or CERTIFICATE
+            knowledge.state.audit.sign_in(verified.principal, connection.host, connection.listener, mechanism)
         self.verified = verified
         self.rights = Rights(
             knowledge.state, verified.principal, connection.host, node_id=node_id, tokens=verified.tokens
@@ -231,8 +239,8 @@ class Session:
         self._connection.fail(AuthenticationFailed("the session has ended without authenticating again"))
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:
-        attempts, connection = self._gate.knowledge.attempts, self._connection
-        pause_s = attempts.pause_s(connection.host, user)
+        knowledge, connection = self._gate.knowledge, self._connection
+        pause_s = knowledge.attempts.pause_s(connection.host, user)
         _logger.warning(
             "authentication failed",
             extra={
@@ -242,12 +250,17 @@ class Session:
                 "reason": str(error),
             },
         )
+        knowledge.state.audit.fail_sign_in(user, connection.host, connection.listener, self._mechanism_name, str(error))
         connection.deadline = None
         await asyncio.sleep(pause_s)
         connection.drain()
 
 
 _NODE_PRINCIPAL: Final = "Node:self"
+
+
+def _subject(certificate: Any) -> str:
+    return str(certificate.subject.rfc4514_string())
 
 
 class _NodeSecret:

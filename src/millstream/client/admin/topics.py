@@ -191,7 +191,8 @@ async def default_replication(client: Client, node: NodeId) -> int | None:
     )
     (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
     values = {} if result.error_code else {one.name: one.value for one in result.configs}
-    return int(values[_DEFAULT_REPLICATION]) if values.get(_ETCD) and values.get(_DEFAULT_REPLICATION) else None
+    replicas = values.get(_DEFAULT_REPLICATION)
+    return int(replicas) if values.get(_ETCD) and replicas else None
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
