@@ -39,6 +39,7 @@ ORDER = (
     "transaction",
     "user",
     "acl",
+    "quota",
     "certs",
     "client",
     "cluster",

@@ -22,6 +22,7 @@ from millstream.broker.net.reply import Buffers
 from millstream.broker.security.changes import record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
+from millstream.core.quota import ANONYMOUS
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
@@ -113,6 +114,11 @@ class ClientInfo:
     produced_bytes: int = 0
     fetch_requests: int = 0
     fetched_bytes: int = 0
+
+    @property
+    def user(self) -> str:
+        """The name of its principal, by which quotas know it."""
+        return ANONYMOUS if self.rights is None else self.rights.principal.removeprefix("User:")
 
 
 def cluster_operations(client: ClientInfo) -> i32:

@@ -358,7 +358,7 @@ class ServedApis:
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
         yield DescribeClientQuotas(self._parts.quotas)
-        yield AlterClientQuotas(self._parts.quotas)
+        yield AlterClientQuotas(self._parts.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.security
         # Rules that nobody keeps to would be worse than none.
         rules = security if self._parts.config.authorizes else None
