@@ -254,7 +254,9 @@ class Broker:
 
         def follow_settings() -> None:
             listener.connections_max = core.topics.broker_settings.connections_max
+            listener.per_address_max = core.topics.broker_settings.connections_per_address_max
 
+        follow_settings()
         core.topics.broker_settings.on_change(follow_settings)
         self._revoked = await self._listeners.start(listener, dispatch, limits, core.security, self._supervise)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)

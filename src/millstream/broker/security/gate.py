@@ -10,8 +10,9 @@ import asyncio
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
@@ -56,6 +57,10 @@ class Knowledge:
     node_id: NodeId
     node_secret: bytes
     """By which this node's own processes sign in; another one with each start."""
+    connections_max: int = 2**31
+    """How many connections one principal may have open."""
+    connections: Counter[str] = field(default_factory=Counter)
+    """How many each principal has open; nodes do not count."""
     session_s_max: float = 0.0
     """How long a session lasts at most; 0 for no end."""
 
@@ -124,6 +129,7 @@ class Session:
         self._mechanism_name = ""
         self._mechanism: Mechanism | None = None
         self._ends: asyncio.TimerHandle | None = None
+        self._counted_as = ""
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -170,13 +176,14 @@ class Session:
             said, verified = answer
             if self.verified is not None and verified.principal != self.verified.principal:
                 raise AuthenticationFailed("a connection cannot become another principal's")
+            lasts = self.admit(verified)
         except AuthenticationFailed as error:
             self._mechanism = None
             await self._fail(error, mechanism.user)
             raise
         self._mechanism = None
         self.takes_tokens = False
-        return said, self.admit(verified)
+        return said, lasts
 
     async def answer_token(self, message: bytes) -> Buffers:
         """Answer a bare SASL message in the same way."""
@@ -206,12 +213,34 @@ class Session:
         return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
 
     def close(self) -> None:
-        """Forget the timer of a connection that is gone."""
+        """Release what a connection that is gone has held."""
+        self._cancel_timer()
+        if self._counted_as:
+            connections = self._gate.knowledge.connections
+            connections[self._counted_as] -= 1
+            if not connections[self._counted_as]:
+                del connections[self._counted_as]
+            self._counted_as = ""
+
+    def _cancel_timer(self) -> None:
         if self._ends is not None:
             self._ends.cancel()
 
+    def _count(self, principal: str) -> None:
+        """Count the connection for its principal; raise `AuthenticationFailed` if that has too many."""
+        knowledge = self._gate.knowledge
+        if knowledge.connections[principal] >= knowledge.connections_max:
+            raise AuthenticationFailed(
+                f"{principal} has {knowledge.connections_max} connections open, as many as "
+                "connections-per-principal-max allows"
+            )
+        knowledge.connections[principal] += 1
+        self._counted_as = principal
+
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
+        if self.verified is None and node_id is None and self._gate.requires:
+            self._count(verified.principal)
         if self.verified is None and self._gate.requires and not self._gate.is_internal:
             mechanism = self._mechanism_name or CERTIFICATE
             knowledge.state.audit.sign_in(verified.principal, connection.host, connection.listener, mechanism)
@@ -223,7 +252,7 @@ class Session:
         if client is not None:
             client.rights = self.rights
         connection.serve_with(self._gate.service, self._gate.limits)
-        self.close()
+        self._cancel_timer()
         is_password = self._mechanism_name != "" and not self._gate.is_internal
         lasts = knowledge.session_s_max if is_password else 0.0
         if verified.expires_at is not None:

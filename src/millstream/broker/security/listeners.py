@@ -216,6 +216,7 @@ class Listeners:
             name=bound.config.name,
             tls=None if bound.tls is None else bound.tls.context,
             deadline_s=DEADLINE_S if requires else None,
+            is_limited=not gate.is_internal,
         )
 
     def _knowledge(self, state: SecurityState, supervise: Supervise) -> Knowledge:
@@ -247,6 +248,7 @@ class Listeners:
             node_id=NodeId(config.node_id),
             node_secret=self._secret.encode(),
             session_s_max=config.session_max_ms / 1000,
+            connections_max=config.connections_per_principal_max,
         )
 
 
