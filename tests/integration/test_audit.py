@@ -92,7 +92,7 @@ def read_audit(broker: EmbeddedBroker, wanted: Callable[[Event], bool]) -> Event
                 continue
             if message.error() is not None:
                 raise KafkaException(message.error())
-            event = json.loads(message.value() or b"")
+            event: Event = json.loads(message.value() or b"")
             if wanted(event):
                 return event
             seen.append(event.get("message"))
@@ -190,8 +190,8 @@ def test_changes_are_recorded(broker: EmbeddedBroker) -> None:
         ResourceType.TOPIC,
         "audited",
         ResourcePatternType.LITERAL,
-        None,
-        None,
+        "User:audit-bob",
+        "*",
         AclOperation.ANY,
         AclPermissionType.ANY,
     )

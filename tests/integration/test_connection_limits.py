@@ -47,7 +47,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
             broker.start_and_wait()
             stack.callback(broker.stop_and_wait)
             addresses.append(broker.kafka_address)
-        yield Limited(*addresses, certificates.ca)
+        yield Limited(addresses[0], addresses[1], certificates.ca)
 
 
 def connect(address: str) -> socket.socket:

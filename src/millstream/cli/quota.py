@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -14,21 +15,21 @@ from millstream.core.quota import CLIENT_ID, CONSUMER_BYTE_RATE, DEFAULT, LIMITS
 
 app = typer.Typer(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
 
-User = Annotated[
-    str | None, typer.Option("--user", metavar="NAME", help="A user: the name of a principal, without `User:`.")
+Entity = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TYPE:NAME…",
+        help="For whom: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` without a "
+        "name stand for each one that has no quota of its own.",
+        show_default=False,
+    ),
 ]
-EachUser = Annotated[bool, typer.Option("--each-user", help="Each user that has no quota of its own.")]
-ClientId = Annotated[str | None, typer.Option("--client-id", metavar="ID", help="A client id.")]
-EachClientId = Annotated[bool, typer.Option("--each-client-id", help="Each client id that has no quota of its own.")]
 Rate = Annotated[float | None, typer.Option(metavar="BYTES", min=1, help="Bytes per second.", show_default=False)]
 
 
 @app.command("set")
 def set_(
-    user: User = None,
-    each_user: EachUser = False,
-    client_id: ClientId = None,
-    each_client_id: EachClientId = False,
+    entity: Entity,
     produce: Rate = None,
     consume: Rate = None,
     as_json: AsJson = False,
@@ -40,22 +41,18 @@ def set_(
     changes = {key: rate for key, rate in rates.items() if rate is not None}
     if not changes:
         raise CommandFailed("give --produce, --consume or both", ExitCode.USAGE)
-    _change(_entity(user, each_user, client_id, each_client_id), changes, brokers, timeout, as_json)
+    _change(_parse(entity), changes, brokers, timeout, as_json)
 
 
 @app.command("remove")
 def remove(
-    user: User = None,
-    each_user: EachUser = False,
-    client_id: ClientId = None,
-    each_client_id: EachClientId = False,
+    entity: Entity,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Remove a quota; the next, less specific one applies."""
-    entity = _entity(user, each_user, client_id, each_client_id)
-    _change(entity, dict.fromkeys(LIMITS), brokers, timeout, as_json)
+    _change(_parse(entity), dict.fromkeys(LIMITS), brokers, timeout, as_json)
 
 
 @app.command("list")
@@ -85,15 +82,13 @@ def _change(
     print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=as_json)
 
 
-def _entity(user: str | None, each_user: bool, client_id: str | None, each_client_id: bool) -> QuotaEntity:
+def _parse(texts: Iterable[str]) -> QuotaEntity:
     parts: list[tuple[str, str | None]] = []
-    for kind, name, is_each in ((USER, user, each_user), (CLIENT_ID, client_id, each_client_id)):
-        if name is not None and is_each:
-            raise CommandFailed(f"give --{kind} or --each-{kind}, not both", ExitCode.USAGE)
-        if name is not None or is_each:
-            parts.append((kind, DEFAULT if is_each else name))
-    if not parts:
-        raise CommandFailed("name --user, --each-user, --client-id or --each-client-id", ExitCode.USAGE)
+    for text in texts:
+        kind, colon, name = text.partition(":")
+        if kind not in (USER, CLIENT_ID):
+            raise CommandFailed(f"quotas are for user:NAME and client-id:ID, not {text!r}", ExitCode.USAGE)
+        parts.append((kind, name if colon else DEFAULT))
     return QuotaEntity.of(parts)
 
 

@@ -131,7 +131,8 @@ def _throttled(response: type, **fields: Any) -> Any:
 
 def _divide(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Divide what a request asks for into what the client may do and what is refused."""
-    allowed, denied = [], []
+    allowed: list[Any] = []
+    denied: list[Any] = []
     for one in asked:
         (allowed if may(one) else denied).append(one)
     return tuple(allowed), tuple(denied)
