@@ -15,7 +15,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i16, i32, i32Timedelta, i64
 
-from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
+from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.embedded import EmbeddedBroker
 from millstream.protocol.messages.codec import load_response_class
@@ -321,7 +321,7 @@ async def nobody(broker: EmbeddedBroker, admin: Client) -> AsyncIterator[Client]
 def test_every_api_is_asked() -> None:
     asked = {int(request.__api_key__) for request, _ in questions()}
     # Produce and Fetch are asked by a test of their own.
-    assert asked == (guarded_keys() | ASK_THEMSELVES) - OPEN - {0, 1}
+    assert asked == (guarded_keys() | AUTHORIZE_THEMSELVES) - OPEN - {0, 1}
 
 
 async def test_nobody_is_told_or_given_anything(nobody: Client, admin: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import millstream
@@ -263,3 +265,33 @@ async def test_a_certificate_of_the_same_authority_does_not_make_a_follower(lock
 
     with pytest.raises(BrokerUnreachable):
         await ask()
+
+
+async def test_each_node_writes_to_the_audit_log(locked: Locked) -> None:
+    """Its one partition is led by one of them; the other sends its events there."""
+    for node in locked.nodes:
+        async with Client.connect(node.kafka, credentials=locked.credentials(ADMIN)) as client:
+            await client.metadata([])
+
+    def read() -> set[str]:
+        settings = {
+            "bootstrap.servers": locked.nodes[0].kafka,
+            "security.protocol": "SASL_SSL",
+            "ssl.ca.location": str(locked.ca),
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "sasl.username": ADMIN[0],
+            "sasl.password": ADMIN[1],
+            "group.id": "audit",
+        }
+        consumer, writers = Consumer(settings), set[str]()
+        consumer.assign([TopicPartition("__audit", 0, OFFSET_BEGINNING)])
+        deadline = time.monotonic() + WAIT_S
+        while len(writers) < len(locked.nodes):
+            assert time.monotonic() < deadline, writers
+            message = consumer.poll(1.0)
+            if message is not None and message.error() is None:
+                writers.add(json.loads(message.value() or b"")["metadata"]["log_provider"])
+        consumer.close()
+        return writers
+
+    assert await asyncio.to_thread(read) == {"node 1", "node 2"}

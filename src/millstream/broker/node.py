@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.catalog.sealing import Sealing
+from millstream.broker.cluster.broker_settings import BrokerSettings
 from millstream.broker.cluster.declarations import CatalogDeclarations, Declarations
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
@@ -245,18 +246,7 @@ class Broker:
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
         limits = ConnectionLimits(frame_bytes_max=config.request_bytes_max)
-        listener = Listener(
-            dispatch,
-            limits=limits,
-            budget=budget,
-            connections_max=core.topics.broker_settings.connections_max,
-            idle_s=config.connection_idle_ms / 1000,
-        )
-
-        def follow_settings() -> None:
-            listener.connections_max = core.topics.broker_settings.connections_max
-
-        core.topics.broker_settings.on_change(follow_settings)
+        listener = self._listener(dispatch, limits, budget, core.topics.broker_settings)
         self._revoked = await self._listeners.start(
             listener, dispatch, limits, core.declared.security, core.membership, self._supervise
         )
@@ -276,6 +266,25 @@ class Broker:
         for name, make in self._children.beside.items():
             self._run_child(name, make, core)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
+
+    def _listener(
+        self, dispatch: Dispatch, limits: ConnectionLimits, budget: Budget, settings: BrokerSettings
+    ) -> Listener:
+        listener = Listener(
+            dispatch,
+            limits=limits,
+            budget=budget,
+            connections_max=settings.connections_max,
+            idle_s=self._config.connection_idle_ms / 1000,
+        )
+
+        def follow_settings() -> None:
+            listener.connections_max = settings.connections_max
+            listener.per_address_max = settings.connections_per_address_max
+
+        follow_settings()
+        settings.on_change(follow_settings)
+        return listener
 
     async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
         """Bind the gateway's address; the process is started when there is something to report."""

@@ -1,7 +1,8 @@
-"""`millstream acl`: allow and deny, list, remove and explain access rules."""
+"""`millstream acl`: allow, deny, list, remove and explain access rules, one by one or by roles."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
 from millstream.core.acl import (
     CLUSTER_NAME,
+    ROLES,
     WILDCARD,
     Acl,
     AclFilter,
@@ -22,13 +24,14 @@ from millstream.core.acl import (
     check_principal,
     name_of,
     parse_name,
+    role_operations,
 )
 from millstream.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="Allow, deny, list, remove and explain access rules.", no_args_is_help=True)
+app = typer.Typer(help="Allow, deny, list, remove and explain access rules; grant roles.", no_args_is_help=True)
 
 
 Principal = Annotated[
@@ -55,34 +58,69 @@ Prefixed = Annotated[bool, typer.Option("--prefixed", help="All resources whose 
 Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Only for clients at this address.")]
 
 
-@app.command("allow")
-def allow(
+Resources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TYPE:NAME…",
+        help="On what: topic:orders, group:billing (subscriptions are groups), transactional_id:NAME, cluster.",
+        show_default=False,
+    ),
+]
+Role = Annotated[str, typer.Argument(help=f"The role: {', '.join(ROLES)}.", show_default=False)]
+
+
+def _adding(permission: Permission, text: str) -> Callable[..., None]:
+    def add(
+        principal: Principal,
+        operations: Operations,
+        resource: Resource,
+        prefixed: Prefixed = False,
+        host: Host = WILDCARD,
+        as_json: AsJson = False,
+        brokers: Brokers = DEFAULT_BROKERS,
+        timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        _add(_rules(permission, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+
+    add.__doc__ = text
+    return add
+
+
+app.command("allow")(_adding(Permission.ALLOW, "Allow a principal some operations on a resource."))
+app.command("deny")(
+    _adding(Permission.DENY, "Deny a principal some operations on a resource, whatever other rules allow.")
+)
+
+
+@app.command("grant")
+def grant(
     principal: Principal,
-    operations: Operations,
-    resource: Resource,
+    role: Role,
+    resources: Resources,
     prefixed: Prefixed = False,
     host: Host = WILDCARD,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Allow a principal some operations on a resource."""
-    _add(_rules(Permission.ALLOW, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+    """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
+    _add(_role_rules(role, principal, resources, prefixed, host), brokers, timeout, as_json)
 
 
-@app.command("deny")
-def deny(
+@app.command("revoke")
+def revoke(
     principal: Principal,
-    operations: Operations,
-    resource: Resource,
+    role: Role,
+    resources: Resources,
     prefixed: Prefixed = False,
     host: Host = WILDCARD,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Deny a principal some operations on a resource, whatever other rules allow."""
-    _add(_rules(Permission.DENY, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+    """Remove the rules that granting a role has added, whatever added them."""
+    rules = _role_rules(role, principal, resources, prefixed, host)
+    _remove(rules, brokers, timeout, as_json, permission=Permission.ALLOW)
 
 
 @app.command("list")
@@ -125,24 +163,8 @@ def remove(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Remove the rules that allow or deny exactly this."""
-    from millstream.client.admin.security import remove_acls
-
     rules = _rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
-    filters = [
-        AclFilter(
-            resource_type=acl.resource_type,
-            resource_name=acl.resource_name,
-            pattern=acl.pattern,
-            principal=acl.principal,
-            host=acl.host,
-            operation=acl.operation,
-        )
-        for acl in rules
-    ]
-    removed = ask(brokers, timeout, lambda client: remove_acls(client, filters))
-    if not removed:
-        raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
-    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=as_json)
+    _remove(rules, brokers, timeout, as_json)
 
 
 @app.command("explain")
@@ -157,23 +179,32 @@ def explain(
 ) -> None:
     """Say whether a principal may do something, and which rule decides."""
     from millstream.broker.security.authorizer import AclSnapshot
-    from millstream.client.admin.security import list_acls
+    from millstream.broker.security.state import parse_super_users
+    from millstream.client.admin.security import list_acls, super_users_setting
 
     kind, name = _resource(resource)
     wanted = parse_name(Operation, operation)
     check_principal(principal)
 
-    async def question(client: Client) -> AclSnapshot:
-        return AclSnapshot(await list_acls(client, AclFilter(resource_type=kind)))
+    async def question(client: Client) -> tuple[AclSnapshot, bool]:
+        named = await super_users_setting(client)
+        rules = await list_acls(client, AclFilter(resource_type=kind))
+        return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    decision = ask(brokers, timeout, question).decide(principal, host, wanted, kind, name)
-    verdict = "allowed" if decision else "denied"
-    why = "no rule allows it" if decision.rule is None else str(decision.rule)
+    rules, knows_super_users = ask(brokers, timeout, question)
+    decision = rules.decide(principal, host, wanted, kind, name)
+    is_super_user = principal in rules.super_users
+    if is_super_user:
+        why = f"{principal} is a super user"
+    else:
+        why = "no rule allows it" if decision.rule is None else str(decision.rule)
+        why += "" if knows_super_users else " (unless it is a super user, which you may not see)"
     document = {
         "allowed": bool(decision),
+        "super_user": is_super_user if knows_super_users else None,
         "rule": None if decision.rule is None else _document(decision.rule),
     }
-    print_answer(document, f"{verdict}: {why} (super users may do everything)", as_json=as_json)
+    print_answer(document, f"{'allowed' if decision else 'denied'}: {why}", as_json=as_json)
 
 
 def _add(rules: list[Acl], brokers: str, timeout: float, as_json: bool) -> None:
@@ -187,6 +218,37 @@ def _add(rules: list[Acl], brokers: str, timeout: float, as_json: bool) -> None:
         print_line(str(acl))
 
 
+def _remove(
+    rules: Iterable[Acl], brokers: str, timeout: float, as_json: bool, *, permission: Permission = Permission.ANY
+) -> None:
+    from millstream.client.admin.security import remove_acls
+
+    filters = [
+        AclFilter(
+            resource_type=acl.resource_type,
+            resource_name=acl.resource_name,
+            pattern=acl.pattern,
+            principal=acl.principal,
+            host=acl.host,
+            operation=acl.operation,
+            permission=permission,
+        )
+        for acl in rules
+    ]
+    removed = ask(brokers, timeout, lambda client: remove_acls(client, filters))
+    if not removed:
+        raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
+    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=as_json)
+
+
+def _role_rules(role: str, principal: str, resources: Iterable[str], prefixed: bool, host: str) -> list[Acl]:
+    rules: list[Acl] = []
+    for resource in resources:
+        operations = ",".join(map(name_of, role_operations(role, _resource(resource)[0])))
+        rules += _rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
+    return rules
+
+
 def _rules(
     permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
 ) -> list[Acl]:
@@ -195,7 +257,7 @@ def _rules(
         Acl(
             resource_type=kind,
             resource_name=name,
-            pattern=PatternType.PREFIXED if prefixed else PatternType.LITERAL,
+            pattern=PatternType.PREFIXED if prefixed and kind is not ResourceType.CLUSTER else PatternType.LITERAL,
             principal=principal,
             host=host,
             operation=parse_name(Operation, operation),

@@ -41,6 +41,7 @@ ORDER = (
     "user",
     "acl",
     "secrets",
+    "quota",
     "certs",
     "profile",
     "client",

@@ -55,10 +55,12 @@ AlterClientQuotas (`kafka-configs.sh --alter --entity-type clients`) limits the 
 catalog and apply from the next request on.
 
 - An entity is a client id, a user, or both; without a name it is the default for every entity that has no quota of its
-  own. There is no authentication yet, so every client is the user `ANONYMOUS`.
+  own. A client's user is the name of its principal (`alice`, `CN=alice,O=example`, `oauth:SUBJECT`); without
+  authentication, every client is the user `ANONYMOUS`. `millstream quota` sets and lists them.
 - The most specific quota applies, in Kafka's order: user and client id, user and default client id, user, default user
   and client id, default user and default client id, default user, client id, default client id. A quota of a user is
-  shared by all its clients; a quota with a client id applies to each client id separately.
+  shared by all its clients, one of a client id by all clients with that id, and one of both by those that match both.
+  A default applies to each user or client id separately.
 - A client that was idle may use ten seconds' worth of its quota at once. Beyond the quota, requests are still answered,
   with a `throttle_time_ms` for which the client pauses; the broker does not read from its connection for that time, at
   most five minutes. Other clients are not affected. A fetch returns at most what the client may use at once, but always

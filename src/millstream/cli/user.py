@@ -7,6 +7,7 @@ for the nodes of a cluster.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,42 +46,38 @@ CatalogPasswordFile = Annotated[
 ]
 
 
-@app.command("create")
-def create(
-    name: Name,
-    password_stdin: FromStdin = False,
-    password_file: PasswordFile = None,
-    data: Data = None,
-    catalog: CatalogUrl = "",
-    catalog_password_file: CatalogPasswordFile = "",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Create a user with a password."""
-    word = _password(password_stdin, password_file)
-    if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=True):
-        _put(name, word, brokers, timeout, is_new=True)
-    print_answer({"user": name, "created": True}, f"User {name} is created.", as_json=as_json)
+def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Callable[..., None]:
+    def put(
+        name: Name,
+        password_stdin: FromStdin = False,
+        password_file: PasswordFile = None,
+        data: Data = None,
+        catalog: CatalogUrl = "",
+        catalog_password_file: CatalogPasswordFile = "",
+        as_json: AsJson = False,
+        brokers: Brokers = DEFAULT_BROKERS,
+        timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        word = _password(password_stdin, password_file)
+        if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=is_new):
+            _put(name, word, brokers, timeout, is_new=is_new)
+        print_answer({"user": name, done: True}, said.format(name), as_json=as_json)
+
+    put.__doc__ = text
+    return put
 
 
-@app.command("password")
-def password(
-    name: Name,
-    password_stdin: FromStdin = False,
-    password_file: PasswordFile = None,
-    data: Data = None,
-    catalog: CatalogUrl = "",
-    catalog_password_file: CatalogPasswordFile = "",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Give a user another password; connections that were opened with the old one are closed."""
-    word = _password(password_stdin, password_file)
-    if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=False):
-        _put(name, word, brokers, timeout, is_new=False)
-    print_answer({"user": name, "changed": True}, f"User {name} has another password.", as_json=as_json)
+app.command("create")(
+    _setting_password("created", "User {} is created.", "Create a user with a password.", is_new=True)
+)
+app.command("password")(
+    _setting_password(
+        "changed",
+        "User {} has another password.",
+        "Give a user another password; connections that were opened with the old one are closed.",
+        is_new=False,
+    )
+)
 
 
 @app.command("list")

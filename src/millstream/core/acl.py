@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Final, Self, TypeVar
 
 from millstream.core.errors import InvalidRequest
@@ -98,6 +100,35 @@ OPERATIONS: Final = {
 }
 """The operations that each type of resource has."""
 
+ROLES: Final[Mapping[str, Mapping[ResourceType, tuple[Operation, ...]]]] = MappingProxyType(
+    {
+        "reader": {
+            ResourceType.TOPIC: (Operation.READ, Operation.DESCRIBE_CONFIGS),
+            ResourceType.GROUP: (Operation.READ,),
+        },
+        "writer": {
+            ResourceType.TOPIC: (Operation.WRITE, Operation.CREATE),
+            ResourceType.TRANSACTIONAL_ID: (Operation.WRITE,),
+        },
+        "worker": {
+            ResourceType.TOPIC: (Operation.READ,),
+            ResourceType.GROUP: (Operation.READ, Operation.DESCRIBE_CONFIGS),
+        },
+        "operator": {
+            ResourceType.TOPIC: (
+                Operation.CREATE,
+                Operation.DELETE,
+                Operation.ALTER,
+                Operation.ALTER_CONFIGS,
+            ),
+            ResourceType.GROUP: (Operation.DELETE, Operation.ALTER_CONFIGS),
+            ResourceType.TRANSACTIONAL_ID: (Operation.DESCRIBE,),
+            ResourceType.CLUSTER: (Operation.CREATE, Operation.DESCRIBE, Operation.ALTER_CONFIGS),
+        },
+    }
+)
+"""What each role may do with each type of resource. Writing a topic, say, implies describing it."""
+
 EnumT = TypeVar("EnumT", bound=enum.IntEnum)
 
 
@@ -175,6 +206,16 @@ class AclFilter:
         if acl.pattern is PatternType.PREFIXED:
             return self.resource_name.startswith(acl.resource_name)
         return acl.resource_name == WILDCARD
+
+
+def role_operations(role: str, kind: ResourceType) -> tuple[Operation, ...]:
+    """Return what a role may do with a type of resource; raise `InvalidRequest` if that is nothing."""
+    if role not in ROLES:
+        raise InvalidRequest(f"there is no role {role!r}; the roles are {', '.join(ROLES)}")
+    if kind not in ROLES[role]:
+        known = ", ".join(map(name_of, ROLES[role]))
+        raise InvalidRequest(f"a {role} has no rights on a {name_of(kind)}, only on resources of the type {known}")
+    return ROLES[role][kind]
 
 
 def check_principal(principal: str) -> None:

@@ -155,6 +155,12 @@ class Config:
         "its credential is valid.",
         minimum=0,
     )
+    audit_retention_ms: int = setting(
+        "audit-retention-ms",
+        90 * 24 * 3600 * 1000,
+        "Where clients authenticate: how long the audit log (topic `__audit`) keeps its events; -1 keeps them forever.",
+        minimum=-1,
+    )
     oauth_jwks: str = setting(
         "oauth-jwks",
         "",
@@ -372,6 +378,19 @@ class Config:
         "fetch-bytes-max", 55 * 1024 * 1024, "The maximum size of the response to one fetch.", minimum=1024
     )
     connections_max: int = setting("connections-max", 10_000, "The maximum number of open connections.", minimum=1)
+    connections_per_address_max: int = setting(
+        "connections-per-address-max",
+        5_000,
+        "The maximum number of open connections of one client address. Where clients authenticate, at most 256 of them "
+        "may not have done so yet.",
+        minimum=1,
+    )
+    connections_per_principal_max: int = setting(
+        "connections-per-principal-max",
+        5_000,
+        "Where clients authenticate: the maximum number of open connections of one principal.",
+        minimum=1,
+    )
     connection_idle_ms: int = setting(
         "connection-idle-ms", 600_000, "How long a connection may be idle before it is closed.", minimum=1000
     )

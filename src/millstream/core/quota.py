@@ -1,6 +1,6 @@
 """Client quotas: entities, limits, and which of several quotas applies to a client.
 
-The names are Kafka's. Without authentication every client is the user ANONYMOUS, so no other user can be named.
+The names are Kafka's. A client's user is the name of its principal; without authentication, all are ANONYMOUS.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from millstream.core.acl import NAME_CHARACTERS_MAX
 from millstream.core.errors import InvalidRequest
 
 USER = "user"
@@ -29,12 +30,14 @@ MISSING: Mapping[str, str] = MappingProxyType(
     {
         "request_percentage": "all clients share one event loop, so there are no threads to divide; limit bytes",
         "controller_mutation_rate": "topic changes are not limited by client",
-        "connection_creation_rate": "connections are not limited by address; `connections-max` limits them together",
+        "connection_creation_rate": "the rate of new connections is not limited; `connections-per-address-max` and "
+        "`connections-per-principal-max` limit how many are open",
     }
 )
 """Kafka's limits that Millstream does not have, each with the reason."""
 
-NAME_LENGTH_MAX = 249
+NAME_LENGTH_MAX = NAME_CHARACTERS_MAX
+"""Names in certificates are long."""
 RATE_MAX = float(2**63 - 1)
 
 
@@ -70,11 +73,6 @@ def _check_part(kind: str, name: str | None) -> None:
         return
     if not 0 < len(name) <= NAME_LENGTH_MAX:
         raise InvalidRequest(f"the {kind} of a quota has 1 to {NAME_LENGTH_MAX} characters, not {len(name)}")
-    if kind == USER and name != ANONYMOUS:
-        raise InvalidRequest(
-            f"there is no user {name!r}: without authentication every client is the user {ANONYMOUS}; "
-            "set the quota for that user, for the default user, or by client id"
-        )
 
 
 def check_limit(key: str, value: float) -> None:
@@ -89,26 +87,31 @@ def check_limit(key: str, value: float) -> None:
         raise InvalidRequest(f"{key} must be a whole number of bytes per second, not {value:g}")
 
 
-def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, bool]]:
-    """Yield the entities whose quota may apply to a client, the most specific first, and whether its user shares it.
+class Scope(NamedTuple):
+    """The clients that share the rate of a quota: those of a user, of a client id, or of both; None means any."""
 
-    A user's quota covers all clients of that user together. A quota for client ids, including the default, covers each
-    client id alone.
+    user: str | None
+    client_id: str | None
+
+
+def candidates(user: str, client_id: str) -> Iterator[tuple[QuotaEntity, Scope]]:
+    """Yield the entities whose quota may apply to a client, the most specific first, and who shares it.
+
+    A quota with a default name covers each user or client id alone.
     """
-    for user in (ANONYMOUS, DEFAULT):
-        yield QuotaEntity(((USER, user), (CLIENT_ID, client_id))), False
-        yield QuotaEntity(((USER, user), (CLIENT_ID, DEFAULT))), False
-        yield QuotaEntity(((USER, user),)), True
-    yield QuotaEntity(((CLIENT_ID, client_id),)), False
-    yield QuotaEntity(((CLIENT_ID, DEFAULT),)), False
+    for named in (user, DEFAULT):
+        yield QuotaEntity(((USER, named), (CLIENT_ID, client_id))), Scope(user, client_id)
+        yield QuotaEntity(((USER, named), (CLIENT_ID, DEFAULT))), Scope(user, client_id)
+        yield QuotaEntity(((USER, named),)), Scope(user, None)
+    yield QuotaEntity(((CLIENT_ID, client_id),)), Scope(None, client_id)
+    yield QuotaEntity(((CLIENT_ID, DEFAULT),)), Scope(None, client_id)
 
 
 class Allotment(NamedTuple):
     """The rate that a client may use."""
 
     rate: float
-    is_shared: bool
-    """Whether all clients of the user share it."""
+    scope: Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

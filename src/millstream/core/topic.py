@@ -61,7 +61,9 @@ TRANSACTION_STATE = "__transaction_state"
 
 SUBSCRIPTIONS = "__subscriptions"
 
-INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, SUBSCRIPTIONS, "__deliveries"})
+AUDIT = "__audit"
+
+INTERNAL_TOPICS = frozenset({CONSUMER_OFFSETS, TRANSACTION_STATE, SUBSCRIPTIONS, "__deliveries", AUDIT})
 
 OWNER = "millstream.owner"
 

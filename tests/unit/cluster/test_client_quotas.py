@@ -46,24 +46,24 @@ async def test_limits_are_set_changed_and_taken_away(catalog: Catalog) -> None:
     assert quotas.all() == {ONE: {CONSUMER_BYTE_RATE: 30.0}} == catalog.client_quotas()
     again = ClientQuotas(CatalogDeclarations(catalog))
     await again.load()
-    assert again.find(CONSUMER_BYTE_RATE, "one") == (30.0, False)
+    assert again.find(CONSUMER_BYTE_RATE, ANONYMOUS, "one") == (30.0, (None, "one"))
     await again.alter(ONE, {CONSUMER_BYTE_RATE: None, "no_such": None})
     assert again.all() == {} == catalog.client_quotas()
 
 
 async def test_the_most_specific_limit_holds(catalog: Catalog) -> None:
     quotas = ClientQuotas(CatalogDeclarations(catalog))
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") is None
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") is None
     await quotas.alter(REST, {PRODUCER_BYTE_RATE: 1.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (1.0, False)
-    assert quotas.find(PRODUCER_BYTE_RATE, "") == (1.0, False)
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") == (1.0, (None, "one"))
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "") == (1.0, (None, ""))
     await quotas.alter(ONE, {PRODUCER_BYTE_RATE: 2.0, CONSUMER_BYTE_RATE: 9.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (2.0, False)
-    assert quotas.find(PRODUCER_BYTE_RATE, "two") == (1.0, False)
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") == (2.0, (None, "one"))
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "two") == (1.0, (None, "two"))
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 3.0})
-    assert quotas.find(PRODUCER_BYTE_RATE, "one") == (3.0, True)
+    assert quotas.find(PRODUCER_BYTE_RATE, ANONYMOUS, "one") == (3.0, (ANONYMOUS, None))
     # Each kind of limit is looked for on its own.
-    assert quotas.find(CONSUMER_BYTE_RATE, "one") == (9.0, False)
+    assert quotas.find(CONSUMER_BYTE_RATE, ANONYMOUS, "one") == (9.0, (None, "one"))
 
 
 async def test_what_is_only_checked_or_refused_changes_nothing(

@@ -30,7 +30,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
-from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
+from millstream.core.quota import ANONYMOUS, CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream_testing.node_group import GroupNode, NodeGroup
 
@@ -300,7 +300,7 @@ async def test_quotas_hold_on_every_node(tmp_path: Path) -> None:
         there = group[2].cluster.declared.quotas
         reported = asyncio.Event()
         there.on_change(reported.set)
-        while there.find(PRODUCER_BYTE_RATE, "reports") is None:
+        while there.find(PRODUCER_BYTE_RATE, ANONYMOUS, "reports") is None:
             await asyncio.wait_for(reported.wait(), 60)
             reported.clear()
 

@@ -19,6 +19,7 @@ from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.reply import Stream
+from millstream.broker.security.rights import Rights
 from millstream.core.quota import (
     ANONYMOUS,
     CLIENT_ID,
@@ -49,9 +50,12 @@ class Hand:
 class Muted:
     """A client that remembers for how long it was muted."""
 
-    def __init__(self, client_id: str = "one") -> None:
+    def __init__(self, client_id: str = "one", *, user: str = "") -> None:
         self.seconds: list[float] = []
-        self.info = ClientInfo(connection_id=1, host="127.0.0.1", client_id=client_id, mute=self.seconds.append)
+        rights = Rights(cast("Any", None), f"User:{user}", "127.0.0.1") if user else None
+        self.info = ClientInfo(
+            connection_id=1, host="127.0.0.1", client_id=client_id, mute=self.seconds.append, rights=rights
+        )
 
 
 steps = st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 20)), min_size=1, max_size=50)
@@ -132,6 +136,19 @@ async def test_a_users_clients_share_one_bucket(quotas: ClientQuotas) -> None:
     await quotas.alter(EVERYBODY, {PRODUCER_BYTE_RATE: 100.0})
     assert meter.charge(Muted("one").info, 1000) == 0
     assert meter.charge(Muted("other").info, 1) == 10
+
+
+async def test_users_are_limited_apart_and_a_client_id_over_all_users(quotas: ClientQuotas) -> None:
+    meter = QuotaMeter(quotas, PRODUCER_BYTE_RATE, clock=Hand())
+    await quotas.alter(QuotaEntity(((USER, DEFAULT),)), {PRODUCER_BYTE_RATE: 100.0})
+    alice, bob = Muted("app", user="alice").info, Muted("app", user="bob").info
+    assert (meter.charge(alice, 1001), meter.charge(bob, 1000)) == (10, 0)
+    await quotas.alter(QuotaEntity(((USER, "bob"),)), {PRODUCER_BYTE_RATE: 200.0})
+    assert (meter.charge(alice, 1001), meter.charge(bob, 2000)) == (10, 0)
+    await quotas.alter(QuotaEntity(((USER, DEFAULT),)), {PRODUCER_BYTE_RATE: None})
+    await quotas.alter(QuotaEntity(((USER, "bob"),)), {PRODUCER_BYTE_RATE: None})
+    await quotas.alter(EACH_CLIENT, {PRODUCER_BYTE_RATE: 100.0})
+    assert (meter.charge(alice, 1000), meter.charge(bob, 1)) == (0, 10)
 
 
 async def test_every_wait_is_bounded_and_a_change_restarts_it(quotas: ClientQuotas) -> None:

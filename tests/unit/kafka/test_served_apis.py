@@ -23,7 +23,8 @@ from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
-from millstream.broker.security.guards import ASK_THEMSELVES, guarded_keys
+from millstream.broker.security.changes import CHANGES, CHANGES_NOTHING
+from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
@@ -87,9 +88,16 @@ async def test_every_api_declares_what_its_clients_need(served: ServedApis) -> N
     """Kafka's have a guard, or ask for themselves; private requests cannot be made without saying so."""
     for api in served.apis:
         if api.key < PRIVATE_KEY_MIN:
-            assert (api.key in guarded_keys()) != (api.key in ASK_THEMSELVES), type(api).__name__
+            assert (api.key in guarded_keys()) != (api.key in AUTHORIZE_THEMSELVES), type(api).__name__
         elif not isinstance(api, PrivateApi):
             assert type(api).__name__ in ("NodeStatus", "ClientList"), "declare what it needs, as the others do"
+
+
+async def test_every_api_declares_what_it_changes(served: ServedApis) -> None:
+    """What is in neither table would be missing in the audit log."""
+    for api in served.apis:
+        name = type(api).__name__
+        assert (name in CHANGES) != (name in CHANGES_NOTHING), name
 
 
 def test_every_version_served_has_its_messages() -> None:

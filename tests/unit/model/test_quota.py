@@ -30,9 +30,8 @@ from millstream.core.quota import (
         ([(CLIENT_ID, "a"), (CLIENT_ID, "b")], "twice"),
         ([("team", "a")], "'team' is unknown"),
         ([(IP, "127.0.0.1")], "by address are not available"),
-        ([(CLIENT_ID, "")], "1 to 249 characters"),
-        ([(CLIENT_ID, "x" * 250)], "1 to 249 characters"),
-        ([(USER, "alice")], "every client is the user ANONYMOUS"),
+        ([(CLIENT_ID, "")], "1 to 1024 characters"),
+        ([(USER, "x" * 1025)], "1 to 1024 characters"),
     ],
 )
 def test_what_cannot_have_a_quota_is_reported(parts: list[tuple[str, str | None]], says: str) -> None:
@@ -65,16 +64,16 @@ def test_unknown_limits_are_refused() -> None:
     check_limit(CONSUMER_BYTE_RATE, 1.0)
 
 
-def test_the_most_specific_comes_first_and_a_users_quota_is_shared() -> None:
-    assert [(str(entity), is_shared) for entity, is_shared in candidates("x")] == [
-        ("user ANONYMOUS, client-id x", False),
-        ("user ANONYMOUS, client-id (default)", False),
-        ("user ANONYMOUS", True),
-        ("user (default), client-id x", False),
-        ("user (default), client-id (default)", False),
-        ("user (default)", True),
-        ("client-id x", False),
-        ("client-id (default)", False),
+def test_the_most_specific_comes_first_and_says_who_shares_it() -> None:
+    assert [(str(entity), scope) for entity, scope in candidates("alice", "x")] == [
+        ("user alice, client-id x", ("alice", "x")),
+        ("user alice, client-id (default)", ("alice", "x")),
+        ("user alice", ("alice", None)),
+        ("user (default), client-id x", ("alice", "x")),
+        ("user (default), client-id (default)", ("alice", "x")),
+        ("user (default)", ("alice", None)),
+        ("client-id x", (None, "x")),
+        ("client-id (default)", (None, "x")),
     ]
 
 

@@ -41,6 +41,14 @@ TOPIC_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 
 CONNECTIONS_MAX: Final = "max.connections"
 
+CONNECTIONS_PER_ADDRESS_MAX: Final = "max.connections.per.ip"
+
+_OF_NODES: Final = {
+    CONNECTIONS_MAX: "connections-max",
+    CONNECTIONS_PER_ADDRESS_MAX: "connections-per-address-max",
+}
+"""Settings of nodes that can be changed while they run, by Kafka's name."""
+
 _OF_THE_CLUSTER: Final = frozenset({"min.insync.replicas", "unclean.leader.election.enable"})
 """The controller uses these, whichever node leads."""
 
@@ -48,8 +56,9 @@ _OF_THE_CLUSTER: Final = frozenset({"min.insync.replicas", "unclean.leader.elect
 def _declared() -> dict[str, Setting]:
     topics = TopicSettings.declared()
     found = {name: dataclasses.replace(topics[of_topic], name=name) for name, of_topic in TOPIC_DEFAULTS.items()}
-    _, connections = Config.declared()["connections-max"]
-    return {**found, CONNECTIONS_MAX: dataclasses.replace(connections, name=CONNECTIONS_MAX)}
+    nodes = Config.declared()
+    found.update({name: dataclasses.replace(nodes[of_node][1], name=name) for name, of_node in _OF_NODES.items()})
+    return found
 
 
 DECLARED: Final[Mapping[str, Setting]] = MappingProxyType(_declared())
@@ -73,7 +82,10 @@ class BrokerSettings:
 
     def __init__(self, config: Config) -> None:
         self._me = str(config.node_id)
-        self._static_connections_max = config.connections_max
+        self._static = {
+            CONNECTIONS_MAX: config.connections_max,
+            CONNECTIONS_PER_ADDRESS_MAX: config.connections_per_address_max,
+        }
         self._by_scope: Mapping[str, Mapping[str, str]] = {}
         self._listeners: list[Callable[[], None]] = []
 
@@ -98,8 +110,16 @@ class BrokerSettings:
     @property
     def connections_max(self) -> int:
         """Return how many connections may be open at the same time."""
-        text = self._in_force.get(CONNECTIONS_MAX)
-        return self._static_connections_max if text is None else int(text)
+        return self._number(CONNECTIONS_MAX)
+
+    @property
+    def connections_per_address_max(self) -> int:
+        """How many connections of one address may be open at the same time."""
+        return self._number(CONNECTIONS_PER_ADDRESS_MAX)
+
+    def _number(self, name: str) -> int:
+        text = self._in_force.get(name)
+        return self._static[name] if text is None else int(text)
 
     @property
     def _in_force(self) -> dict[str, str]:

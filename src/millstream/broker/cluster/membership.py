@@ -77,6 +77,10 @@ class Membership:
         live = {} if self._cluster is None else self._cluster.live
         return [live[node] for node in sorted(live)] or [self.me]
 
+    def addresses(self) -> str:
+        """Return where live nodes are reached by other nodes, as a client takes it."""
+        return ",".join(f"{node.host}:{node.port}" for node in self.nodes())
+
     def nodes_of(self, listener: str, reached_at: str) -> list[tuple[Node, str, int]]:
         """Return every node with the address that clients of a listener connect to."""
         found = ((node, node.address_for(listener, reached_at)) for node in self.nodes())

@@ -38,12 +38,12 @@ class ClientQuotas:
         """Whether any client's bytes are limited in this way."""
         return any(key in limits for limits in self._limits.values())
 
-    def find(self, key: str, client_id: str) -> Allotment | None:
+    def find(self, key: str, user: str, client_id: str) -> Allotment | None:
         """Return how many bytes a second a client may take; None if nothing limits it."""
-        for entity, is_shared in candidates(client_id):
+        for entity, scope in candidates(user, client_id):
             rate = self._limits.get(entity, {}).get(key)
             if rate is not None:
-                return Allotment(rate, is_shared)
+                return Allotment(rate, scope)
         return None
 
     async def alter(

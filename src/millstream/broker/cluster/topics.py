@@ -41,7 +41,7 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric, Sample, gauge
 from millstream.core.partition_state import PartitionState, sole
 from millstream.core.tasks import finish
-from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
+from millstream.core.topic import AUDIT, INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
 
 _logger = logging.getLogger(__name__)
 
@@ -349,10 +349,13 @@ class Topics:
         changes: Mapping[str, str | None],
         *,
         replace: bool = False,
+        internal: bool = False,
         validate_only: bool = False,
         timeout_s: float = AGREEMENT_S,
     ) -> Topic:
         """Set some of a topic's settings; None resets a setting to the node's default, `replace` all others."""
+        if name == AUDIT and not internal:
+            raise PolicyViolation(f"topic {name!r} is append-only; set how long it is kept with audit-retention-ms")
 
         def altered(topic: Topic) -> Topic:
             overrides = {} if replace else dict(topic.overrides)

@@ -21,8 +21,10 @@ from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.reply import Buffers
+from millstream.broker.security.changes import record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
+from millstream.core.quota import ANONYMOUS
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
@@ -113,6 +115,11 @@ class ClientInfo:
     fetch_requests: int = 0
     fetched_bytes: int = 0
 
+    @property
+    def user(self) -> str:
+        """The name of its principal, by which quotas know it."""
+        return ANONYMOUS if self.rights is None else self.rights.principal.removeprefix("User:")
+
 
 W = TypeVar("W", Receive, SettleRequest)
 
@@ -174,7 +181,8 @@ class Api(ABC, Generic[RequestT, ResponseT]):
                 # Not loaded earlier: it brings the messages of all APIs.
                 from millstream.broker.security.guards import guard_of
 
-                response = await guard_of(self.key)(self, upgraded, client, client.rights)
+                work = guard_of(self.key)(self, upgraded, client, client.rights)
+                response = await record_changes(type(self).__name__, upgraded, client.rights, work)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
@@ -222,7 +230,9 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
                 response = await self.handle_from(client, request)
             else:
                 check_needs(await self.needs(request), client.rights)
-                response = self.redact(await self.handle_from(client, request), client.rights)
+                work = self.handle_from(client, request)
+                response = await record_changes(type(self).__name__, request, client.rights, work)
+                response = self.redact(response, client.rights)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.response_type(error=int(error_code(error)), message=error_message(error))
@@ -236,7 +246,7 @@ def encode_private(header: RequestHeader, response: Any) -> Buffers:
 
 def refuse_unless_described(header: RequestHeader, client: ClientInfo) -> Buffers | None:
     """The response to a private request about the node, from a client that may not describe the cluster."""
-    if client.rights is None or client.rights.cluster(Operation.DESCRIBE):
+    if client.rights is None or client.rights.check(Operation.DESCRIBE, ResourceType.CLUSTER):
         return None
     refused = f"{client.rights.principal} may not describe the cluster"
     return encode_private(header, Response(error=int(ErrorCode.cluster_authorization_failed), message=refused))

@@ -30,7 +30,7 @@ from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads
 from millstream.broker.security.rights import Rights
-from millstream.core.acl import Operation
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.codec import RequestHeader
@@ -498,7 +498,7 @@ def _encode(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
 
 def _check_follower(rights: Rights, node: NodeId) -> None:
     """Raise `ProtocolViolation` unless a client may follow, and as the node that it says it is."""
-    if not rights.cluster(Operation.CLUSTER_ACTION):
+    if not rights.check(Operation.CLUSTER_ACTION, ResourceType.CLUSTER):
         raise ProtocolViolation(f"{rights.principal} may not follow partitions: it is not a node of this cluster")
     if rights.node_id is not None and rights.node_id != node:
         raise ProtocolViolation(f"node {rights.node_id} sent a fetch in the name of node {node}")

@@ -51,7 +51,17 @@ _TOPICS_REMEMBERED: Final = 1000
 class Portion:
     """The records of a request for one partition, and their outcome."""
 
-    __slots__ = ("appended", "code", "index", "is_checked", "message", "record_errors", "records", "topic")
+    __slots__ = (
+        "appended",
+        "code",
+        "index",
+        "is_checked",
+        "is_of_node",
+        "message",
+        "record_errors",
+        "records",
+        "topic",
+    )
 
     def __init__(self, topic: str | UUID, index: int, records: memoryview | None) -> None:
         self.topic = topic
@@ -59,6 +69,8 @@ class Portion:
         self.records = records
         self.is_checked = False
         """Whether every record is known to have a key."""
+        self.is_of_node = False
+        """Whether a node of this cluster sends them, which may write to the audit log."""
         self.appended: AppendedRange | None = None
         self.code = ErrorCode.none
         self.message: str | None = None

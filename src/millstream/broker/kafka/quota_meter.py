@@ -14,11 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
+from weakref import WeakValueDictionary
 
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.kafka.api import ClientInfo
 from millstream.core.metric import Metric, Sample, gauge
-from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
+from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE, Scope
 
 WINDOW_S: Final = 10.0
 """How many seconds' worth of bytes a client may take at once after it was silent."""
@@ -27,13 +28,13 @@ THROTTLE_MS_MAX: Final = 300_000
 """No client is muted for longer, however large its debt: it has to notice that the broker is there."""
 
 CLIENTS_MAX: Final = 10_000
-"""The number of client ids that are remembered; beyond it, the oldest one starts over."""
+"""The number of users' client ids that are remembered; beyond it, the oldest one starts over."""
 
 
 class Bucket:
     """The bytes that the clients of a quota may still use."""
 
-    __slots__ = ("_at", "_level", "_rate")
+    __slots__ = ("__weakref__", "_at", "_level", "_rate")
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -59,8 +60,8 @@ class QuotaMeter:
     def __init__(self, quotas: ClientQuotas, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._quotas = quotas
         self._clock = clock
-        self._shared: Bucket | None = None
-        self._by_client: OrderedDict[str, Bucket | None] = OrderedDict()
+        self._by_scope: WeakValueDictionary[Scope, Bucket] = WeakValueDictionary()
+        self._by_client: OrderedDict[tuple[str, str], Bucket | None] = OrderedDict()
         self.key = key
         self.is_limiting = False
         """Whether there is any quota of this kind. While there is none, nothing else here is touched."""
@@ -78,7 +79,7 @@ class QuotaMeter:
 
     def take(self, client: ClientInfo, size: int) -> int:
         """As `charge`, for requests that share their connection with others: these are held back by `owed_ms`."""
-        bucket = self._bucket(client.client_id)
+        bucket = self._bucket(client)
         debt_s = 0.0 if bucket is None else bucket.take(size, self._clock())
         if not debt_s:
             return 0
@@ -89,38 +90,38 @@ class QuotaMeter:
 
     def owed_ms(self, client: ClientInfo) -> int:
         """Return how many milliseconds a client has to wait for its debt."""
-        bucket = self._bucket(client.client_id) if self.is_limiting else None
+        bucket = self._bucket(client) if self.is_limiting else None
         debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
         return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
 
     def allowance(self, client: ClientInfo, size: int) -> int:
         """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""
-        bucket = self._bucket(client.client_id) if self.is_limiting else None
+        bucket = self._bucket(client) if self.is_limiting else None
         return size if bucket is None else min(size, bucket.size)
 
-    def _bucket(self, client_id: str) -> Bucket | None:
+    def _bucket(self, client: ClientInfo) -> Bucket | None:
+        key = (client.user, client.client_id)
         try:
-            return self._by_client[client_id]
+            return self._by_client[key]
         except KeyError:
-            bucket = self._by_client[client_id] = self._look_up(client_id)
+            bucket = self._by_client[key] = self._look_up(*key)
             if len(self._by_client) > CLIENTS_MAX:
                 self._by_client.popitem(last=False)
             return bucket
 
-    def _look_up(self, client_id: str) -> Bucket | None:
-        found = self._quotas.find(self.key, client_id)
+    def _look_up(self, user: str, client_id: str) -> Bucket | None:
+        found = self._quotas.find(self.key, user, client_id)
         if found is None:
             return None
-        if not found.is_shared:
-            return Bucket(found.rate, self._clock())
-        if self._shared is None:
-            self._shared = Bucket(found.rate, self._clock())
-        return self._shared
+        bucket = self._by_scope.get(found.scope)
+        if bucket is None:
+            bucket = self._by_scope[found.scope] = Bucket(found.rate, self._clock())
+        return bucket
 
     def _reset(self) -> None:
         self.is_limiting = self._quotas.has(self.key)
-        self._shared = None
         self._by_client.clear()
+        self._by_scope.clear()
 
 
 class QuotaMeters:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from millstream.broker.cluster.declared_state import DeclaredState
+from millstream.broker.cluster.leader_appender import LeaderAppender
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.topics import Topics
@@ -118,6 +119,7 @@ from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
+from millstream.broker.security.audit import AuditLog
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -189,6 +191,10 @@ class ServedApis:
         self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
         self._publish_once = PublishOnce(parts.topics, self._meters.produce)
+        self._audit: AuditLog | None = None
+        if parts.config.authorizes:
+            appender = LeaderAppender(parts.topics, parts.membership.addresses, client_id="audit")
+            self._audit = AuditLog(parts.declared.security.audit, parts.topics, appender, parts.config)
         self.apis: list[Api[Any, Any] | RawApi] = [
             self._produce,
             self._publish_once,
@@ -221,12 +227,16 @@ class ServedApis:
         )
         self._parts.declared.security.has_topic = lambda name: topics.get(name) is not None
         self._parts.topics.on_deletion(lambda _topic: self._groups.topic_deleted())
+        if self._audit is not None:
+            self._audit.start(self._parts.supervise)
         self._parts.node.state = READY
 
     async def close(self) -> None:
         """Answer all waiting requests, and wait until everything written is acknowledged."""
         self._parts.node.state = STOPPING
         self._fetch.stop()
+        if self._audit is not None:
+            await self._audit.close()
         await self._subscriptions.close()
         await self._transactions.close()
         await self._groups.close()
@@ -340,6 +350,7 @@ class ServedApis:
             self._meters,
             lag,
             process,
+            *(() if self._audit is None else (self._audit,)),
         )
         self.node_status = NodeStatus(
             parts.node,
@@ -355,7 +366,7 @@ class ServedApis:
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
         yield DescribeClientQuotas(self._parts.declared.quotas)
-        yield AlterClientQuotas(self._parts.declared.quotas)
+        yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.declared.security
         # Rules that nobody keeps to would be worse than none.
         rules = security if self._parts.config.authorizes else None

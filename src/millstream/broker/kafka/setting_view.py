@@ -34,6 +34,7 @@ _KAFKA_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "auto-create-topics": "auto.create.topics.enable",
         "connection-idle-ms": "connections.max.idle.ms",
         "connections-max": "max.connections",
+        "connections-per-address-max": "max.connections.per.ip",
         "data": "log.dirs",
         "default-partitions": "num.partitions",
         "default-replication": "default.replication.factor",
@@ -82,7 +83,6 @@ _MISSING: Final[Mapping[str, str]] = MappingProxyType(
         "log.cleaner.io.buffer.size": _CLEANER,
         "log.cleaner.io.max.bytes.per.second": _CLEANER,
         "log.cleaner.threads": _CLEANER,
-        "max.connections.per.ip": "connections are not limited by address; those of one address share its turn",
         "num.io.threads": "a node runs in one event loop",
         "num.network.threads": "a node runs in one event loop",
     }

@@ -294,7 +294,7 @@ class SubscriptionService:
 
     def _wire_client(self) -> Client:
         if self._client is None:
-            self._client = Client.connect(self._addresses(), client_id="subscriptions")
+            self._client = Client.connect(self._membership.addresses(), client_id="subscriptions")
         return self._client
 
     @property
@@ -333,7 +333,7 @@ class SubscriptionService:
                 store=self._store,
                 clock=self.clock,
                 random=self._random,
-                appender=DeadLetterAppender(self.topics, self._addresses),
+                appender=DeadLetterAppender(self.topics, self._membership.addresses),
                 next_producer_id=self._producer_ids.next,
                 filter_cache=FilterCache(FilterWorker()),
                 forget=self.states.forget,
@@ -377,9 +377,6 @@ class SubscriptionService:
         """The topics of a subscription; of a share group those of its members."""
         declared = await self.declared.find(name)
         return declared.topics or sorted(self.share_topics.members(name))
-
-    def _addresses(self) -> str:
-        return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
 
 
 def _import_engine(with_filters: bool) -> None:

@@ -59,6 +59,7 @@ class Traffic:
     connections_accepted: int = 0
     connections_refused: int = 0
     connections_failed: int = 0
+    handshakes_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +181,10 @@ class Connection(asyncio.BufferedProtocol):
         """How far the client is in authenticating, where it has to."""
         self.opened: Callable[[Connection], None] | None = None
         """Called when the connection stands, which with TLS is after the handshake."""
+        self.counted_as = ""
+        """The address that it counts for; empty where addresses do not count."""
+        self.known: Callable[[Connection], None] | None = None
+        """Called when the client has authenticated."""
         self.listener = ""
         """The name of the listener that the client connected to."""
         self.deadline: float | None = None
@@ -192,8 +197,6 @@ class Connection(asyncio.BufferedProtocol):
         """Remember the transport and the client's address."""
         # A cast, since uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        if self.opened is not None:
-            self.opened(self)
         peer = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
         self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
@@ -203,6 +206,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
         self._flow = self._turns.join(self.host, self._take_turn)
         self._traffic.connections_accepted += 1
+        if self.opened is not None:
+            self.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection held."""
@@ -343,6 +348,8 @@ class Connection(asyncio.BufferedProtocol):
         self._service = service
         self._limits = limits
         self.deadline = None
+        if self.known is not None:
+            self.known(self)
 
     def drain(self) -> None:
         """Read nothing more, answer pending requests, then close."""

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakSet
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
@@ -29,6 +29,11 @@ ACCEPTS_PER_ROUND = 16
 node would keep new clients waiting behind those who connect and hang up all the time."""
 HANDSHAKE_S = 10.0
 """How long the handshake of TLS may take."""
+UNKNOWN_PER_ADDRESS_MAX = 256
+"""How many clients of one address may be without authentication, where they need it: in the handshake of TLS, in that
+of SASL, or held back after a failure. Their buffers of TLS take up to 256 KiB each."""
+ACCEPT_RETRY_S = 1.0
+"""How long no connection is accepted after the system could not open one, for lack of file descriptors for example."""
 
 
 class _Refused(asyncio.Protocol):
@@ -48,7 +53,9 @@ class Door:
     name: str = ""
     tls: ssl.SSLContext | None = None
     deadline_s: float | None = None
-    """How long a client may stay unknown."""
+    """How long a client may stay unknown; None where clients need not authenticate."""
+    is_limited: bool = True
+    """Whether connections are counted by address; not on the listener for the node's own processes."""
 
 
 class Listener:
@@ -62,12 +69,15 @@ class Listener:
         budget: Budget,
         connections_max: int,
         idle_s: float,
+        per_address_max: int = 2**31,
         turns: Turns | None = None,
     ) -> None:
         self._door = Door(service=service, limits=limits)
         self._budget = budget
         self.connections_max = connections_max
         """May change while it listens; connections beyond it that are open stay."""
+        self.per_address_max = per_address_max
+        """As `connections_max`, for the connections of one address."""
         self._idle_s = idle_s
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.TimerHandle | None = None
@@ -78,21 +88,24 @@ class Listener:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
-        self._handshaking: WeakSet[Connection] = WeakSet()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._accepting: list[socket.socket] = []
+        """Sockets whose connections begin with a handshake of TLS."""
+        self._by_address: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+        """Connections by address whose clients have to authenticate and have not yet."""
         self.traffic = Traffic()
 
     async def start(self, listening: socket.socket, door: Door | None = None) -> None:
         """Accept connections on a socket that is bound already; several may be."""
         loop = asyncio.get_running_loop()
         door = door or self._door
-        for handle in (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))):
-            server = await loop.create_server(
-                partial(self._connection, door),
-                sock=handle,
-                backlog=BACKLOG,
-                ssl=door.tls,
-                ssl_handshake_timeout=None if door.tls is None else HANDSHAKE_S,
-            )
+        if door.tls is not None:
+            self._accepting.append(listening)
+            loop.add_reader(listening, self._accept, listening, door)
+        handles = () if door.tls is not None else (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)))
+        for handle in handles:
+            server = await loop.create_server(partial(self._connection, door), sock=handle, backlog=BACKLOG)
             self._servers.append(server)
         if self._sweep is None:
             self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
@@ -101,12 +114,18 @@ class Listener:
         """Accept no new connections; open ones continue."""
         while self._servers:
             self._servers.pop().close()
+        while self._accepting:
+            listening = self._accepting.pop()
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Let every connection finish its requests, then close them all."""
         self.stop_accepting()
         if self._sweep is not None:
             self._sweep.cancel()
+        for handshake in self._handshakes:
+            handshake.cancel()
         for connection in tuple(self.connections):
             connection.drain()
         try:
@@ -138,38 +157,128 @@ class Listener:
             "Connections closed because of invalid input.",
             traffic.connections_failed,
         )
+        yield counter(
+            "millstream_tls_handshakes_failed_total", "TLS handshakes that failed.", traffic.handshakes_failed
+        )
         yield counter("millstream_requests_total", "Requests received.", traffic.frames_in)
         yield counter("millstream_received_bytes_total", "Bytes received from clients.", traffic.bytes_in)
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
     def _connection(self, door: Door) -> asyncio.BaseProtocol:
-        if len(self.connections) + len(self._handshaking) >= self.connections_max:
+        if self._is_full:
             self.traffic.connections_refused += 1
             return _Refused()
+        connection = self._make(door)
+        connection.opened = partial(self._count, door)
+        self._opened(connection)
+        return connection
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.connections) + len(self._handshakes) >= self.connections_max
+
+    def _make(self, door: Door) -> Connection:
         connection = Connection(
             door.service, door.limits, self._budget, self.traffic, self._closed, self._turns, self._hangups
         )
         connection.listener = door.name
         if door.deadline_s is not None:
             connection.deadline = asyncio.get_running_loop().time() + door.deadline_s
-        if door.tls is None:
-            self._opened(connection)
-        else:
-            # Nothing is said of a handshake that fails; the connection is just gone then.
-            self._handshaking.add(connection)
-            connection.opened = self._opened
         return connection
 
+    def _count(self, door: Door, connection: Connection) -> None:
+        """Count a connection that has begun, and close it if its address has too many."""
+        is_allowed = self._may_enter(connection.host, door)
+        self._enter(connection, connection.host, door)
+        if not is_allowed:
+            self.traffic.connections_refused += 1
+            connection.abort()
+
+    def _may_enter(self, host: str, door: Door) -> bool:
+        if not door.is_limited:
+            return True
+        return self._by_address[host] < self.per_address_max and self._unknown[host] < UNKNOWN_PER_ADDRESS_MAX
+
+    def _enter(self, connection: Connection, host: str, door: Door) -> None:
+        """Count a connection for its address, as unknown until it has authenticated or its handshake is over."""
+        if not door.is_limited:
+            return
+        connection.counted_as = host
+        self._by_address[host] += 1
+        if door.deadline_s is not None or door.tls is not None:
+            self._unknown[host] += 1
+            connection.known = self._known
+
+    def _leave(self, connection: Connection) -> None:
+        if connection.known is not None:
+            self._known(connection)
+        if connection.counted_as:
+            _take_one(self._by_address, connection.counted_as)
+            connection.counted_as = ""
+
     def _opened(self, connection: Connection) -> None:
-        self._handshaking.discard(connection)
         self.connections.add(connection)
         self._connections_peak = max(self._connections_peak, len(self.connections))
         self._all_closed.clear()
 
+    def _known(self, connection: Connection) -> None:
+        connection.known = None
+        _take_one(self._unknown, connection.counted_as)
+
     def _closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
+        self._leave(connection)
         if not self.connections:
             self._all_closed.set()
+
+    # -- TLS ------------------------------------------------------------------------------------------------
+
+    def _accept(self, listening: socket.socket, door: Door) -> None:
+        """Accept connections that begin with a handshake, which is when their addresses count already."""
+        for _ in range(ACCEPTS_PER_ROUND):
+            try:
+                accepted, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _logger.error("connections cannot be accepted", extra={"error": str(error)})
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening)
+                loop.call_later(ACCEPT_RETRY_S, self._accept_again, listening, door)
+                return
+            host = str(address[0])
+            if self._is_full or not self._may_enter(host, door):
+                self.traffic.connections_refused += 1
+                accepted.close()
+                continue
+            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, host, door))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    def _accept_again(self, listening: socket.socket, door: Door) -> None:
+        if listening in self._accepting:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening, door)
+
+    async def _shake_hands(self, accepted: socket.socket, host: str, door: Door) -> None:
+        connection = self._make(door)
+        connection.opened = partial(self._shaken, door)
+        accepted.setblocking(False)
+        self._enter(connection, host, door)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        except OSError as error:
+            self.traffic.handshakes_failed += 1
+            _logger.info("TLS handshake failed", extra={"peer": host, "error": str(error)})
+        finally:
+            if connection not in self.connections:
+                self._leave(connection)
+
+    def _shaken(self, door: Door, connection: Connection) -> None:
+        self._opened(connection)
+        if door.deadline_s is None and connection.known is not None:
+            self._known(connection)
 
     def _sweep_connections(self) -> None:
         loop = asyncio.get_running_loop()
@@ -187,6 +296,12 @@ class Listener:
             self._connections_peak = len(self.connections)
             trim_after(0)
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
+
+
+def _take_one(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]
 
 
 def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.socket:

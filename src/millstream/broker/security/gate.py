@@ -10,8 +10,9 @@ import asyncio
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
@@ -32,6 +33,8 @@ FRAME_BYTES_MAX: Final = 64 * 1024
 REQUESTS_MAX: Final = 16
 DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
+CERTIFICATE: Final = "TLS"
+"""How a client authenticates that shows a certificate, as the audit log names it."""
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
@@ -56,6 +59,10 @@ class Knowledge:
     node_secret: bytes
     """By which this node's own processes sign in; another one with each start."""
     assertions: Assertions
+    connections_max: int = 2**31
+    """How many connections one principal may have open."""
+    connections: Counter[str] = field(default_factory=Counter)
+    """How many each principal has open; nodes do not count."""
     session_s_max: float = 0.0
     """How long a session lasts at most; 0 for no end."""
 
@@ -111,6 +118,9 @@ class Gate:
                 session.admit_certificate(certificate)
             except AuthenticationFailed as error:
                 self.knowledge.attempts.total += 1
+                self.knowledge.state.audit.fail_sign_in(
+                    _subject(certificate), connection.host, connection.listener, CERTIFICATE, str(error)
+                )
                 raise ProtocolViolation(str(error)) from error
         return session
 
@@ -124,6 +134,7 @@ class Session:
         self._mechanism_name = ""
         self._mechanism: Mechanism | None = None
         self._ends: asyncio.TimerHandle | None = None
+        self._counted_as = ""
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -181,13 +192,14 @@ class Session:
             said, verified = answer
             if self.verified is not None and not (self._is_default or verified.principal == self.verified.principal):
                 raise AuthenticationFailed("a connection cannot become another principal's")
+            lasts = self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
         except AuthenticationFailed as error:
             self._mechanism = None
             await self._fail(error, mechanism.user)
             raise
         self._mechanism = None
         self.takes_tokens = False
-        return said, self.admit(verified) if self._mechanism_name != ASSERTION else self._admit(verified, None)
+        return said, lasts
 
     async def answer_token(self, message: bytes) -> Buffers:
         """Answer a bare SASL message in the same way."""
@@ -217,12 +229,38 @@ class Session:
         return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
 
     def close(self) -> None:
-        """Forget the timer of a connection that is gone."""
+        """Release what a connection that is gone has held."""
+        self._cancel_timer()
+        if self._counted_as:
+            connections = self._gate.knowledge.connections
+            connections[self._counted_as] -= 1
+            if not connections[self._counted_as]:
+                del connections[self._counted_as]
+            self._counted_as = ""
+
+    def _cancel_timer(self) -> None:
         if self._ends is not None:
             self._ends.cancel()
 
+    def _count(self, principal: str) -> None:
+        """Count the connection for its principal; raise `AuthenticationFailed` if that has too many."""
+        knowledge = self._gate.knowledge
+        if knowledge.connections[principal] >= knowledge.connections_max:
+            raise AuthenticationFailed(
+                f"{principal} has {knowledge.connections_max} connections open, as many as "
+                "connections-per-principal-max allows"
+            )
+        knowledge.connections[principal] += 1
+        self._counted_as = principal
+
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
+        if self.verified is None and node_id is None and self._gate.requires:
+            self._count(verified.principal)
+        is_recorded = not self._gate.is_internal and self._mechanism_name != ASSERTION
+        if self.verified is None and self._gate.requires and is_recorded:
+            mechanism = self._mechanism_name or CERTIFICATE
+            knowledge.state.audit.sign_in(verified.principal, connection.host, connection.listener, mechanism)
         self.verified = verified
         self.rights = Rights(
             knowledge.state,
@@ -235,7 +273,7 @@ class Session:
         if client is not None:
             client.rights = self.rights
         connection.serve_with(self._gate.service, self._gate.limits)
-        self.close()
+        self._cancel_timer()
         is_password = self._mechanism_name != "" and not self._gate.is_internal
         lasts = knowledge.session_s_max if is_password else 0.0
         if verified.expires_at is not None:
@@ -251,9 +289,9 @@ class Session:
         self._connection.fail(AuthenticationFailed("the session has ended without authenticating again"))
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:
-        attempts, connection = self._gate.knowledge.attempts, self._connection
+        knowledge, connection = self._gate.knowledge, self._connection
         # An assertion cannot be guessed, and the address is that of a gateway with many callers.
-        pause_s = attempts.pause_s(connection.host, user) if self._mechanism_name != ASSERTION else 0.0
+        pause_s = knowledge.attempts.pause_s(connection.host, user) if self._mechanism_name != ASSERTION else 0.0
         _logger.warning(
             "authentication failed",
             extra={
@@ -263,12 +301,17 @@ class Session:
                 "reason": str(error),
             },
         )
+        knowledge.state.audit.fail_sign_in(user, connection.host, connection.listener, self._mechanism_name, str(error))
         connection.deadline = None
         await asyncio.sleep(pause_s)
         connection.drain()
 
 
 _NODE_PRINCIPAL: Final = "Node:self"
+
+
+def _subject(certificate: Any) -> str:
+    return str(certificate.subject.rfc4514_string())
 
 
 class _NodeSecret:

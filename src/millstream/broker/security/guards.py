@@ -1,15 +1,15 @@
-"""What each Kafka API needs, and how it answers a client that may not: one guard for each, by API key.
+"""What each Kafka API needs, and how it answers a client that lacks it: one guard per API key.
 
-A guard takes out of a request what its client may not do, has the API answer the rest, and puts in for each part that
-was taken out the error that Kafka gives; what the client may not know of is left out of the answer. An API without a
-guard is refused, and a test fails for it. The APIs that read their own frames (Produce, Fetch, OffsetCommit) and
-Millstream's private requests ask for themselves; `ASK_THEMSELVES` names the former, `needs` of the latter is abstract.
+A guard removes from a request what its client may not do, lets the API answer the rest, and adds the error that Kafka
+gives for each removed part; what the client may not know of is left out of the answer. An API without a guard is
+refused, and a test fails for it. APIs that read their own frames (`AUTHORIZE_THEMSELVES`) and Millstream's private
+requests (`needs`) authorize themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
@@ -53,21 +53,24 @@ from kio.schema.types import BrokerId, GroupId, ProducerId, TopicName
 from kio.schema.write_txn_markers.v2 import response as write_markers
 from kio.static.primitive import Records, TZAware, i16, i32, i64
 
+from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import ClusterNotAuthorized
+from millstream.core.tasks import finish
 
-Guard = Callable[[Any, Any, Any, Rights], Awaitable[Any]]
-"""Answers for an API: the API, the request in its newest version, the client and what it may do."""
+Guard = Callable[[Any, Any, Any, Rights], Coroutine[Any, Any, Any]]
+"""Answers for an API, given the API, the request in its newest version, the client and its rights."""
 
 READ, WRITE, CREATE, DELETE = Operation.READ, Operation.WRITE, Operation.CREATE, Operation.DELETE
 ALTER, DESCRIBE = Operation.ALTER, Operation.DESCRIBE
 DESCRIBE_CONFIGS, ALTER_CONFIGS = Operation.DESCRIBE_CONFIGS, Operation.ALTER_CONFIGS
+CLUSTER_ACTION = Operation.CLUSTER_ACTION
 TOPIC, GROUP, CLUSTER = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER
 TRANSACTIONAL_ID = ResourceType.TRANSACTIONAL_ID
 
-ASK_THEMSELVES: Final = frozenset({0, 1, 8})
-"""Produce, Fetch and OffsetCommit, which are no messages of kio's."""
+AUTHORIZE_THEMSELVES: Final = frozenset({0, 1, 8})
+"""Produce, Fetch and OffsetCommit, which parse their own frames."""
 
 _TOPIC_DENIED: Final = ErrorCode.topic_authorization_failed
 _GROUP_DENIED: Final = ErrorCode.group_authorization_failed
@@ -87,12 +90,12 @@ _GUARDS: Final[dict[int, Guard]] = {}
 
 
 def guard_of(key: int) -> Guard:
-    """The guard of an API; one that refuses everything for an API that has none."""
+    """Return the guard of an API; for an API without one, a guard that refuses everything."""
     return _GUARDS.get(key, _refuse)
 
 
 def guarded_keys() -> frozenset[int]:
-    """Every API that has a guard."""
+    """Return the keys of all APIs that have a guard."""
     return frozenset(_GUARDS)
 
 
@@ -108,8 +111,11 @@ def _guards(*keys: int) -> Callable[[Guard], Guard]:
     return register
 
 
+# -- building blocks ----------------------------------------------------------------------------------------------
+
+
 def _message_of(request: Any) -> Any:
-    """The message of a request that may come with its version."""
+    """Return the message of a request that may come with its version."""
     return getattr(request, "message", request)
 
 
@@ -117,7 +123,67 @@ def _with_message(request: Any, message: Any) -> Any:
     return request._replace(message=message) if hasattr(request, "message") else message
 
 
-# -- everybody ----------------------------------------------------------------------------------------------------
+def _throttled(response: type, **fields: Any) -> Any:
+    from millstream.broker.kafka.api import NO_THROTTLE
+
+    return response(throttle_time=NO_THROTTLE, **fields)
+
+
+def _divide(asked: Iterable[Any], may: Callable[[Any], bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Divide what a request asks for into what the client may do and what is refused."""
+    allowed: list[Any] = []
+    denied: list[Any] = []
+    for one in asked:
+        (allowed if may(one) else denied).append(one)
+    return tuple(allowed), tuple(denied)
+
+
+def _extend(response: Any, field: str, refused: Iterable[Any]) -> Any:
+    """Add the errors of what was refused to the response for the rest."""
+    return dataclasses.replace(response, **{field: (*getattr(response, field), *refused)})
+
+
+def _refuse_partitions(
+    result: Callable[..., Any],
+    partitions: Iterable[Any],
+    code: ErrorCode,
+    *,
+    index: str = "partition_index",
+    **more: Any,
+) -> tuple[Any, ...]:
+    """Return an error for each partition, which a request names by a number or by an object with its index."""
+    return tuple(result(**{index: getattr(one, index, one)}, error_code=code, **more) for one in partitions)
+
+
+def _each(
+    kind: ResourceType,
+    operation: Operation,
+    refused: Callable[[Any], Any],
+    *,
+    asked: str = "topics",
+    answered: str = "topics",
+    name: str = "name",
+    group: Operation | None = None,
+) -> Guard:
+    """Return a guard for requests whose resources are answered one by one.
+
+    `name` is the field with a resource's name; empty if the request holds the names themselves. `group` is what the
+    request needs on its group as a whole.
+    """
+
+    async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
+        if group is not None:
+            rights.require(group, GROUP, request.group_id)
+        allowed, denied = _divide(
+            getattr(request, asked), lambda one: rights.check(operation, kind, getattr(one, name) if name else one)
+        )
+        response = await api.handle(dataclasses.replace(request, **{asked: allowed}), client)
+        return _extend(response, answered, map(refused, denied))
+
+    return guard
+
+
+# -- everyone -----------------------------------------------------------------------------------------------------
 
 
 @_guards(17, 18, 36, 60)
@@ -129,11 +195,11 @@ async def _open(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
 # -- the cluster --------------------------------------------------------------------------------------------------
 
 
-def _needs_cluster(operation: Operation, refused: Callable[[Any], Any] | None = None) -> Guard:
-    """A guard for requests about the cluster; without `refused`, the API itself can answer with an error."""
+def _on_cluster(operation: Operation, refused: Callable[[Any], Any] | None = None) -> Guard:
+    """Return a guard for requests about the cluster; without `refused`, the API answers with an error itself."""
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-        if refused is not None and not rights.cluster(operation):
+        if refused is not None and not rights.check(operation, CLUSTER):
             return refused(request)
         rights.require(operation, CLUSTER)
         return await api.handle(request, client)
@@ -141,24 +207,13 @@ def _needs_cluster(operation: Operation, refused: Callable[[Any], Any] | None = 
     return guard
 
 
-def _throttled(response: type, **fields: Any) -> Any:
-    from millstream.broker.kafka.api import NO_THROTTLE
-
-    return response(throttle_time=NO_THROTTLE, **fields)
-
-
-def _replica_log_dirs_refused(request: Any) -> Any:
+def _refuse_log_dirs(request: Any) -> Any:
+    refused = replica_log_dirs.AlterReplicaLogDirPartitionResult
     return _throttled(
         replica_log_dirs.AlterReplicaLogDirsResponse,
         results=tuple(
             replica_log_dirs.AlterReplicaLogDirTopicResult(
-                topic_name=topic.name,
-                partitions=tuple(
-                    replica_log_dirs.AlterReplicaLogDirPartitionResult(
-                        partition_index=index, error_code=_CLUSTER_DENIED
-                    )
-                    for index in topic.partitions
-                ),
+                topic_name=topic.name, partitions=_refuse_partitions(refused, topic.partitions, _CLUSTER_DENIED)
             )
             for folder in request.dirs
             for topic in folder.topics
@@ -166,18 +221,16 @@ def _replica_log_dirs_refused(request: Any) -> Any:
     )
 
 
-def _election_refused(request: Any) -> Any:
+def _refuse_election(request: Any) -> Any:
+    refused, text = elect_leaders.PartitionResult, _MESSAGES[_CLUSTER_DENIED]
     return _throttled(
         elect_leaders.ElectLeadersResponse,
         error_code=_CLUSTER_DENIED,
         replica_election_results=tuple(
             elect_leaders.ReplicaElectionResult(
                 topic=topic.topic,
-                partition_result=tuple(
-                    elect_leaders.PartitionResult(
-                        partition_id=index, error_code=_CLUSTER_DENIED, error_message=_MESSAGES[_CLUSTER_DENIED]
-                    )
-                    for index in topic.partitions
+                partition_result=_refuse_partitions(
+                    refused, topic.partitions, _CLUSTER_DENIED, index="partition_id", error_message=text
                 ),
             )
             for topic in request.topic_partitions or ()
@@ -185,29 +238,24 @@ def _election_refused(request: Any) -> Any:
     )
 
 
-def _reassignment_refused(request: Any) -> Any:
+def _refuse_reassignment(request: Any) -> Any:
+    refused, text = reassign.ReassignablePartitionResponse, _MESSAGES[_CLUSTER_DENIED]
     return _throttled(
         reassign.AlterPartitionReassignmentsResponse,
         error_code=_CLUSTER_DENIED,
-        error_message=_MESSAGES[_CLUSTER_DENIED],
+        error_message=text,
         responses=tuple(
             reassign.ReassignableTopicResponse(
                 name=topic.name,
-                partitions=tuple(
-                    reassign.ReassignablePartitionResponse(
-                        partition_index=partition.partition_index,
-                        error_code=_CLUSTER_DENIED,
-                        error_message=_MESSAGES[_CLUSTER_DENIED],
-                    )
-                    for partition in topic.partitions
-                ),
+                partitions=_refuse_partitions(refused, topic.partitions, _CLUSTER_DENIED, error_message=text),
             )
             for topic in request.topics
         ),
     )
 
 
-def _markers_refused(request: Any) -> Any:
+def _refuse_markers(request: Any) -> Any:
+    refused = write_markers.WritableTxnMarkerPartitionResult
     return write_markers.WriteTxnMarkersResponse(
         markers=tuple(
             write_markers.WritableTxnMarkerResult(
@@ -215,12 +263,7 @@ def _markers_refused(request: Any) -> Any:
                 topics=tuple(
                     write_markers.WritableTxnMarkerTopicResult(
                         name=topic.name,
-                        partitions=tuple(
-                            write_markers.WritableTxnMarkerPartitionResult(
-                                partition_index=index, error_code=_CLUSTER_DENIED
-                            )
-                            for index in topic.partition_indexes
-                        ),
+                        partitions=_refuse_partitions(refused, topic.partition_indexes, _CLUSTER_DENIED),
                     )
                     for topic in marker.topics
                 ),
@@ -230,7 +273,7 @@ def _markers_refused(request: Any) -> Any:
     )
 
 
-def _quotas_refused(request: Any) -> Any:
+def _refuse_quotas(request: Any) -> Any:
     return _throttled(
         alter_quotas.AlterClientQuotasResponse,
         entries=tuple(
@@ -247,123 +290,85 @@ def _quotas_refused(request: Any) -> Any:
     )
 
 
-_GUARDS[29] = _needs_cluster(DESCRIBE)  # DescribeAcls
-_GUARDS[30] = _GUARDS[31] = _needs_cluster(ALTER)  # CreateAcls, DeleteAcls
-_GUARDS[50] = _needs_cluster(DESCRIBE)  # DescribeUserScramCredentials
-_GUARDS[51] = _needs_cluster(ALTER)  # AlterUserScramCredentials
-_GUARDS[57] = _needs_cluster(ALTER)  # UpdateFeatures
-_GUARDS[27] = _needs_cluster(Operation.CLUSTER_ACTION, _markers_refused)  # WriteTxnMarkers
-_GUARDS[34] = _needs_cluster(ALTER, _replica_log_dirs_refused)  # AlterReplicaLogDirs
-_GUARDS[35] = _needs_cluster(  # DescribeLogDirs
-    DESCRIBE,
-    lambda _: _throttled(describe_log_dirs.DescribeLogDirsResponse, error_code=_CLUSTER_DENIED, results=()),
+def _refuse_all(response: type, **fields: Any) -> Callable[[Any], Any]:
+    """Return the response to a request that is refused as a whole."""
+    return lambda _request: _throttled(response, error_code=_CLUSTER_DENIED, **fields)
+
+
+_TEXT: Final = _MESSAGES[_CLUSTER_DENIED]
+_GUARDS[29] = _on_cluster(DESCRIBE)  # DescribeAcls
+_GUARDS[30] = _GUARDS[31] = _on_cluster(ALTER)  # CreateAcls, DeleteAcls
+_GUARDS[50] = _on_cluster(DESCRIBE)  # DescribeUserScramCredentials
+_GUARDS[51] = _on_cluster(ALTER)  # AlterUserScramCredentials
+_GUARDS[57] = _on_cluster(ALTER)  # UpdateFeatures
+_GUARDS[27] = _on_cluster(CLUSTER_ACTION, _refuse_markers)  # WriteTxnMarkers
+_GUARDS[34] = _on_cluster(ALTER, _refuse_log_dirs)  # AlterReplicaLogDirs
+_GUARDS[35] = _on_cluster(  # DescribeLogDirs
+    DESCRIBE, _refuse_all(describe_log_dirs.DescribeLogDirsResponse, results=())
 )
-_GUARDS[43] = _needs_cluster(ALTER, _election_refused)  # ElectLeaders
-_GUARDS[45] = _needs_cluster(ALTER, _reassignment_refused)  # AlterPartitionReassignments
-_GUARDS[46] = _needs_cluster(  # ListPartitionReassignments
-    DESCRIBE,
-    lambda _: _throttled(
-        list_reassignments.ListPartitionReassignmentsResponse,
-        error_code=_CLUSTER_DENIED,
-        error_message=_MESSAGES[_CLUSTER_DENIED],
-        topics=(),
-    ),
+_GUARDS[43] = _on_cluster(ALTER, _refuse_election)  # ElectLeaders
+_GUARDS[45] = _on_cluster(ALTER, _refuse_reassignment)  # AlterPartitionReassignments
+_GUARDS[46] = _on_cluster(  # ListPartitionReassignments
+    DESCRIBE, _refuse_all(list_reassignments.ListPartitionReassignmentsResponse, error_message=_TEXT, topics=())
 )
-_GUARDS[48] = _needs_cluster(  # DescribeClientQuotas
-    DESCRIBE_CONFIGS,
-    lambda _: _throttled(
-        describe_quotas.DescribeClientQuotasResponse,
-        error_code=_CLUSTER_DENIED,
-        error_message=_MESSAGES[_CLUSTER_DENIED],
-        entries=None,
-    ),
+_GUARDS[48] = _on_cluster(  # DescribeClientQuotas
+    DESCRIBE_CONFIGS, _refuse_all(describe_quotas.DescribeClientQuotasResponse, error_message=_TEXT, entries=None)
 )
-_GUARDS[49] = _needs_cluster(ALTER_CONFIGS, _quotas_refused)  # AlterClientQuotas
-_GUARDS[74] = _needs_cluster(  # ListConfigResources
-    DESCRIBE_CONFIGS,
-    lambda _: _throttled(list_configs.ListConfigResourcesResponse, error_code=_CLUSTER_DENIED, config_resources=()),
+_GUARDS[49] = _on_cluster(ALTER_CONFIGS, _refuse_quotas)  # AlterClientQuotas
+_GUARDS[74] = _on_cluster(  # ListConfigResources
+    DESCRIBE_CONFIGS, _refuse_all(list_configs.ListConfigResourcesResponse, config_resources=())
 )
 
 
 # -- topics -------------------------------------------------------------------------------------------------------
 
 
-def _by_topic(
-    operation: Operation,
-    response_field: str,
-    refused: Callable[[Any], Any],
-    *,
-    request_field: str = "topics",
-    name: str = "name",
-) -> Guard:
-    """A guard for requests about topics, each of which is answered on its own."""
-
-    async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-        asked = getattr(request, request_field)
-        allowed = tuple(one for one in asked if rights.topic(operation, getattr(one, name)))
-        response = await api.handle(dataclasses.replace(request, **{request_field: allowed}), client)
-        denied = tuple(refused(one) for one in asked if not rights.topic(operation, getattr(one, name)))
-        return dataclasses.replace(response, **{response_field: (*getattr(response, response_field), *denied)})
-
-    return guard
-
-
-def _list_offsets_refused(topic: Any) -> Any:
-    refused = list_offsets.ListOffsetsPartitionResponse
-    indexes = (partition.partition_index for partition in topic.partitions)
-    partitions = tuple(refused(partition_index=index, error_code=_TOPIC_DENIED) for index in indexes)
+def _refuse_list_offsets(topic: Any) -> Any:
+    partitions = _refuse_partitions(list_offsets.ListOffsetsPartitionResponse, topic.partitions, _TOPIC_DENIED)
     return list_offsets.ListOffsetsTopicResponse(name=topic.name, partitions=partitions)
 
 
-def _leader_epoch_refused(topic: Any) -> Any:
-    indexes = (partition.partition for partition in topic.partitions)
-    partitions = tuple(leader_epoch.EpochEndOffset(error_code=_TOPIC_DENIED, partition=index) for index in indexes)
+def _refuse_leader_epoch(topic: Any) -> Any:
+    partitions = _refuse_partitions(leader_epoch.EpochEndOffset, topic.partitions, _TOPIC_DENIED, index="partition")
     return leader_epoch.OffsetForLeaderTopicResult(topic=topic.topic, partitions=partitions)
 
 
-def _delete_records_refused(topic: Any) -> Any:
-    return delete_records.DeleteRecordsTopicResult(
-        name=topic.name,
-        partitions=tuple(
-            delete_records.DeleteRecordsPartitionResult(
-                partition_index=partition.partition_index, low_watermark=i64(-1), error_code=_TOPIC_DENIED
-            )
-            for partition in topic.partitions
-        ),
+def _refuse_delete_records(topic: Any) -> Any:
+    refused = delete_records.DeleteRecordsPartitionResult
+    partitions = _refuse_partitions(refused, topic.partitions, _TOPIC_DENIED, low_watermark=i64(-1))
+    return delete_records.DeleteRecordsTopicResult(name=topic.name, partitions=partitions)
+
+
+def _refuse_producers(topic: Any) -> Any:
+    partitions = _refuse_partitions(
+        describe_producers.PartitionResponse,
+        topic.partition_indexes,
+        _TOPIC_DENIED,
+        error_message=None,
+        active_producers=(),
     )
+    return describe_producers.TopicResponse(name=topic.name, partitions=partitions)
 
 
-def _producers_refused(topic: Any) -> Any:
-    return describe_producers.TopicResponse(
-        name=topic.name,
-        partitions=tuple(
-            describe_producers.PartitionResponse(
-                partition_index=index, error_code=_TOPIC_DENIED, error_message=None, active_producers=()
-            )
-            for index in topic.partition_indexes
-        ),
-    )
-
-
-def _create_partitions_refused(topic: Any) -> Any:
+def _refuse_create_partitions(topic: Any) -> Any:
     return create_partitions.CreatePartitionsTopicResult(
         name=topic.name, error_code=_TOPIC_DENIED, error_message=_MESSAGES[_TOPIC_DENIED]
     )
 
 
-_GUARDS[2] = _by_topic(DESCRIBE, "topics", _list_offsets_refused)  # ListOffsets
-_GUARDS[21] = _by_topic(DELETE, "topics", _delete_records_refused)  # DeleteRecords
-_GUARDS[23] = _by_topic(DESCRIBE, "topics", _leader_epoch_refused, name="topic")  # OffsetForLeaderEpoch
-_GUARDS[37] = _by_topic(ALTER, "results", _create_partitions_refused)  # CreatePartitions
-_GUARDS[61] = _by_topic(READ, "topics", _producers_refused)  # DescribeProducers
+_GUARDS[2] = _each(TOPIC, DESCRIBE, _refuse_list_offsets)  # ListOffsets
+_GUARDS[21] = _each(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
+_GUARDS[23] = _each(TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic")  # OffsetForLeaderEpoch
+_GUARDS[37] = _each(TOPIC, ALTER, _refuse_create_partitions, answered="results")  # CreatePartitions
+_GUARDS[61] = _each(TOPIC, READ, _refuse_producers)  # DescribeProducers
 
 
 @_guards(3)
 async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """Metadata: the topics that the client may describe.
+    """Metadata: DESCRIBE on each topic, and CREATE on the cluster or the topic to create a missing one.
 
-    Those that it may not are left out where all are asked for. By name they are refused, whether they exist or not; by
-    id they are unknown. A topic that is missing is created only for who may create it.
+    A request for all topics gets those that the client may describe. A topic asked for by name is refused, whether it
+    exists or not; by id it is unknown.
     """
     if request.topics is None:
         response = await api.handle(request, client)
@@ -374,25 +379,33 @@ async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         name = wanted.name if wanted.topic_id is None else rights.topic_name(wanted.topic_id)
         if name is None:
             allowed.append(wanted)
-        elif not rights.topic(DESCRIBE, name):
-            denied.append(_metadata_refused(wanted))
+        elif not rights.check(DESCRIBE, TOPIC, name):
+            denied.append(_refuse_metadata(wanted))
         elif not request.allow_auto_topic_creation or rights.has_topic(name):
             allowed.append(wanted)
-        elif rights.cluster(CREATE) or rights.topic(CREATE, name):
+        elif rights.cluster(CREATE) or rights.check(CREATE, TOPIC, name):
             creating.append(wanted)
         else:
-            denied.append(_metadata_refused(wanted))
+            denied.append(_refuse_metadata(wanted))
     response = await api.handle(
         dataclasses.replace(request, topics=tuple(allowed), allow_auto_topic_creation=False), client
     )
     topics = response.topics
     if creating:
-        created = await api.handle(dataclasses.replace(request, topics=tuple(creating)), client)
+        created = await finish(_create_missing(api, request, client, rights, creating))
         topics = (*topics, *created.topics)
     return dataclasses.replace(response, topics=(*_with_topic_operations(topics, rights), *denied))
 
 
-def _metadata_refused(wanted: Any) -> Any:
+async def _create_missing(api: Any, request: Any, client: Any, rights: Rights, missing: Sequence[Any]) -> Any:
+    response = await api.handle(dataclasses.replace(request, topics=tuple(missing)), client)
+    for wanted in missing:
+        if rights.has_topic(wanted.name):
+            rights.record("Metadata", Change(activity=Activity.CREATE, kind="topic", name=wanted.name))
+    return response
+
+
+def _refuse_metadata(wanted: Any) -> Any:
     is_by_id = wanted.topic_id is not None
     return metadata.MetadataResponseTopic(
         error_code=ErrorCode.unknown_topic_id if is_by_id else _TOPIC_DENIED,
@@ -415,13 +428,12 @@ def _with_topic_operations(topics: Iterable[Any], rights: Rights) -> tuple[Any, 
 @_guards(75)
 async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """DescribeTopicPartitions: as Metadata."""
-    allowed = tuple(topic for topic in request.topics if rights.topic(DESCRIBE, topic.name))
+    allowed, refused = _divide(request.topics, lambda topic: rights.check(DESCRIBE, TOPIC, topic.name))
     denied = tuple(
         topic_partitions.DescribeTopicPartitionsResponseTopic(
             error_code=_TOPIC_DENIED, name=topic.name, topic_id=None, is_internal=False, partitions=()
         )
-        for topic in request.topics
-        if not rights.topic(DESCRIBE, topic.name)
+        for topic in refused
     )
     if request.topics and not allowed:
         return _throttled(topic_partitions.DescribeTopicPartitionsResponse, topics=denied, next_cursor=None)
@@ -432,9 +444,9 @@ async def _describe_topic_partitions(api: Any, request: Any, client: Any, rights
 
 @_guards(19)
 async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """CreateTopics: CREATE on the cluster or on the topic; settings are told to who may describe them."""
+    """CreateTopics: CREATE on the cluster or on the topic; settings are shown with DESCRIBE_CONFIGS."""
     may_all = rights.cluster(CREATE)
-    allowed = tuple(topic for topic in request.topics if may_all or rights.topic(CREATE, topic.name))
+    allowed, denied = _divide(request.topics, lambda topic: may_all or rights.check(CREATE, TOPIC, topic.name))
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     created = tuple(
         topic
@@ -448,7 +460,7 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
         )
         for topic in response.topics
     )
-    denied = tuple(
+    refused = tuple(
         create_topics.CreatableTopicResult(
             name=topic.name,
             topic_id=None,
@@ -456,76 +468,80 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
             error_message=_MESSAGES[_TOPIC_DENIED],
             configs=(),
         )
-        for topic in request.topics
-        if topic not in allowed
+        for topic in denied
     )
-    return dataclasses.replace(response, topics=(*created, *denied))
+    return dataclasses.replace(response, topics=(*created, *refused))
 
 
 @_guards(20)
 async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DeleteTopics: DELETE on the topic; the name of one that is asked for by id only for who may describe it."""
-    allowed, denied = [], []
-    for wanted in request.topics:
-        name = wanted.name if wanted.topic_id is None else rights.topic_name(wanted.topic_id)
-        if name is None or rights.topic(DELETE, name):
-            allowed.append(wanted)
-            continue
-        shown = wanted.topic_id is None or rights.topic(DESCRIBE, name)
-        denied.append(
-            delete_topics.DeletableTopicResult(
-                name=TopicName(name) if shown else None,
-                topic_id=wanted.topic_id,
-                error_code=_TOPIC_DENIED,
-                error_message=_MESSAGES[_TOPIC_DENIED],
-            )
-        )
-    response = await api.handle(dataclasses.replace(request, topics=tuple(allowed)), client)
-    return dataclasses.replace(response, responses=(*response.responses, *denied))
+    """DeleteTopics: DELETE on the topic; the name of a topic asked for by id is shown with DESCRIBE."""
+    allowed, denied = _divide(request.topics, lambda topic: _may(rights, DELETE, topic))
+    response = await api.handle(dataclasses.replace(request, topics=allowed), client)
+    return _extend(response, "responses", (_refuse_deletion(topic, rights) for topic in denied))
+
+
+def _refuse_deletion(wanted: Any, rights: Rights) -> Any:
+    name = wanted.name if wanted.topic_id is None else rights.topic_name(wanted.topic_id)
+    is_shown = name is not None and (wanted.topic_id is None or rights.topic(DESCRIBE, name))
+    return delete_topics.DeletableTopicResult(
+        name=TopicName(name) if is_shown else None,
+        topic_id=wanted.topic_id,
+        error_code=_TOPIC_DENIED,
+        error_message=_MESSAGES[_TOPIC_DENIED],
+    )
+
+
+def _may(rights: Rights, operation: Operation, topic: Any) -> bool:
+    """Whether the client may do something with a topic that is named or has an id; an unknown id hides nothing."""
+    name = topic.name if topic.topic_id is None else rights.topic_name(topic.topic_id)
+    return name is None or rights.check(operation, TOPIC, name)
 
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def _by_config_resource(operation: Operation, result: Callable[..., Any], field: str, **more: Any) -> Guard:
+def _by_config_resource(operation: Operation, result: Callable[..., Any], answered: str, **more: Any) -> Guard:
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-        codes = [_config_refusal(resource, operation, rights) for resource in request.resources]
-        pairs = list(zip(request.resources, codes, strict=True))
-        allowed = tuple(resource for resource, code in pairs if code is None)
-        response = await api.handle(dataclasses.replace(request, resources=allowed), client)
-        denied = tuple(
-            result(
-                error_code=code,
-                error_message=_MESSAGES[code],
-                resource_type=resource.resource_type,
-                resource_name=resource.resource_name,
-                **more,
-            )
-            for resource, code in pairs
-            if code is not None
+        allowed, denied = _divide(
+            request.resources, lambda one: rights.check(operation, _config_kind(one), _config_name(one))
         )
-        return dataclasses.replace(response, **{field: (*getattr(response, field), *denied)})
+        response = await api.handle(dataclasses.replace(request, resources=allowed), client)
+        return _extend(response, answered, map(refuse, denied))
+
+    def refuse(resource: Any) -> Any:
+        code = _CONFIG_DENIED[_config_kind(resource)]
+        return result(
+            error_code=code,
+            error_message=_MESSAGES[code],
+            resource_type=resource.resource_type,
+            resource_name=resource.resource_name,
+            **more,
+        )
 
     return guard
 
 
-def _config_refusal(resource: Any, operation: Operation, rights: Rights) -> ErrorCode | None:
-    if resource.resource_type == _CONFIG_TOPIC:
-        return None if rights.topic(operation, resource.resource_name) else _TOPIC_DENIED
-    if resource.resource_type == _CONFIG_GROUP:
-        return None if rights.group(operation, resource.resource_name) else _GROUP_DENIED
-    return None if rights.cluster(operation) else _CLUSTER_DENIED
+_CONFIG_DENIED: Final = {TOPIC: _TOPIC_DENIED, GROUP: _GROUP_DENIED, CLUSTER: _CLUSTER_DENIED}
 
 
-_GUARDS[32] = _by_config_resource(
+def _config_kind(resource: Any) -> ResourceType:
+    return {_CONFIG_TOPIC: TOPIC, _CONFIG_GROUP: GROUP}.get(resource.resource_type, CLUSTER)
+
+
+def _config_name(resource: Any) -> str:
+    return CLUSTER_NAME if _config_kind(resource) is CLUSTER else str(resource.resource_name)
+
+
+_GUARDS[32] = _by_config_resource(  # DescribeConfigs
     DESCRIBE_CONFIGS, describe_configs.DescribeConfigsResult, "results", configs=()
-)  # DescribeConfigs
-_GUARDS[33] = _by_config_resource(
+)
+_GUARDS[33] = _by_config_resource(  # AlterConfigs
     ALTER_CONFIGS, alter_configs.AlterConfigsResourceResponse, "responses"
-)  # AlterConfigs
-_GUARDS[44] = _by_config_resource(
+)
+_GUARDS[44] = _by_config_resource(  # IncrementalAlterConfigs
     ALTER_CONFIGS, incremental_configs.AlterConfigsResourceResponse, "responses"
-)  # IncrementalAlterConfigs
+)
 
 
 # -- groups -------------------------------------------------------------------------------------------------------
@@ -551,27 +567,26 @@ async def _group_heartbeat(api: Any, request: Any, client: Any, rights: Rights) 
 async def _find_coordinator(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """FindCoordinator: DESCRIBE on the group or the transactional id."""
     if request.key_type not in (_GROUP_KEY, _TRANSACTION_KEY):
-        rights.require(Operation.CLUSTER_ACTION, CLUSTER)
+        rights.require(CLUSTER_ACTION, CLUSTER)
         return await api.handle(request, client)
     kind = GROUP if request.key_type == _GROUP_KEY else TRANSACTIONAL_ID
     code = _GROUP_DENIED if request.key_type == _GROUP_KEY else _TRANSACTION_DENIED
-    allowed = tuple(key for key in request.coordinator_keys if rights.allows(DESCRIBE, kind, key))
+    allowed, refused = _divide(request.coordinator_keys, lambda key: rights.check(DESCRIBE, kind, key))
     denied = tuple(
         find_coordinator.Coordinator(
             key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=None
         )
-        for key in request.coordinator_keys
-        if not rights.allows(DESCRIBE, kind, key)
+        for key in refused
     )
     if not allowed and denied:
         return _throttled(find_coordinator.FindCoordinatorResponse, coordinators=denied)
     response = await api.handle(dataclasses.replace(request, coordinator_keys=allowed), client)
-    return dataclasses.replace(response, coordinators=(*response.coordinators, *denied))
+    return _extend(response, "coordinators", denied)
 
 
 @_guards(16)
 async def _list_groups(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """ListGroups: all with DESCRIBE on the cluster, else those that the client may describe."""
+    """ListGroups: all groups with DESCRIBE on the cluster, otherwise those that the client may describe."""
     response = await api.handle(request, client)
     if rights.cluster(DESCRIBE):
         return response
@@ -579,18 +594,16 @@ async def _list_groups(api: Any, request: Any, client: Any, rights: Rights) -> A
     return dataclasses.replace(response, groups=seen)
 
 
-def _by_group(refused: Callable[[str], Any], *, asked: str = "groups") -> Guard:
-    """A guard for requests that describe groups, with what the client may do with each."""
+def _describing_groups(refused: Callable[[str], Any], *, asked: str = "groups") -> Guard:
+    """Return a guard for requests that describe groups, with what the client may do with each."""
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
         message = _message_of(request)
-        groups = getattr(message, asked)
-        allowed = tuple(group for group in groups if rights.group(DESCRIBE, group))
+        allowed, denied = _divide(getattr(message, asked), lambda group: rights.check(DESCRIBE, GROUP, group))
         message = dataclasses.replace(message, **{asked: allowed})
         response = await api.handle(_with_message(request, message), client)
-        told = tuple(_without_hidden_topics(_with_group_operations(one, rights), rights) for one in response.groups)
-        denied = tuple(refused(group) for group in groups if not rights.group(DESCRIBE, group))
-        return dataclasses.replace(response, groups=(*told, *denied))
+        shown = tuple(_without_hidden_topics(_with_group_operations(one, rights), rights) for one in response.groups)
+        return dataclasses.replace(response, groups=(*shown, *map(refused, denied)))
 
     return guard
 
@@ -602,7 +615,7 @@ def _with_group_operations(group: Any, rights: Rights) -> Any:
 
 
 def _without_hidden_topics(group: Any, rights: Rights) -> Any:
-    """A group that has topics which the client may not describe is not described, as in Kafka."""
+    """Describe no group that has topics which the client may not describe, as in Kafka."""
     names: set[str] = set()
     for member in group.members:
         names.update(getattr(member, "subscribed_topic_names", None) or ())
@@ -618,7 +631,7 @@ def _without_hidden_topics(group: Any, rights: Rights) -> Any:
     )
 
 
-def _described_group_refused(group: str) -> Any:
+def _refuse_described_group(group: str) -> Any:
     return describe_groups.DescribedGroup(
         error_code=_GROUP_DENIED,
         error_message=None,
@@ -630,7 +643,7 @@ def _described_group_refused(group: str) -> Any:
     )
 
 
-def _new_group_refused(described: type) -> Callable[[str], Any]:
+def _refuse_group_as(described: type) -> Callable[[str], Any]:
     return lambda group: described(
         error_code=_GROUP_DENIED,
         error_message=_MESSAGES[_GROUP_DENIED],
@@ -643,75 +656,52 @@ def _new_group_refused(described: type) -> Callable[[str], Any]:
     )
 
 
-_GUARDS[15] = _by_group(_described_group_refused)  # DescribeGroups
-_GUARDS[69] = _by_group(_new_group_refused(describe_consumer_groups.DescribedGroup), asked="group_ids")
-_GUARDS[77] = _by_group(_new_group_refused(describe_share_groups.DescribedGroup), asked="group_ids")
+def _refuse_group_deletion(group: Any) -> Any:
+    return delete_groups.DeletableGroupResult(group_id=group, error_code=_GROUP_DENIED)
 
 
-@_guards(42)
-async def _delete_groups(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DeleteGroups: DELETE on each group."""
-    allowed = tuple(group for group in request.groups_names if rights.group(DELETE, group))
-    response = await api.handle(dataclasses.replace(request, groups_names=allowed), client)
-    denied = tuple(
-        delete_groups.DeletableGroupResult(group_id=group, error_code=_GROUP_DENIED)
-        for group in request.groups_names
-        if not rights.group(DELETE, group)
-    )
-    return dataclasses.replace(response, results=(*response.results, *denied))
+def _refuse_offset_deletion(topic: Any) -> Any:
+    partitions = _refuse_partitions(offset_delete.OffsetDeleteResponsePartition, topic.partitions, _TOPIC_DENIED)
+    return offset_delete.OffsetDeleteResponseTopic(name=topic.name, partitions=partitions)
+
+
+_GUARDS[15] = _describing_groups(_refuse_described_group)  # DescribeGroups
+_GUARDS[69] = _describing_groups(  # ConsumerGroupDescribe
+    _refuse_group_as(describe_consumer_groups.DescribedGroup), asked="group_ids"
+)
+_GUARDS[77] = _describing_groups(  # ShareGroupDescribe
+    _refuse_group_as(describe_share_groups.DescribedGroup), asked="group_ids"
+)
+_GUARDS[42] = _each(  # DeleteGroups
+    GROUP, DELETE, _refuse_group_deletion, asked="groups_names", answered="results", name=""
+)
+_GUARDS[47] = _each(TOPIC, READ, _refuse_offset_deletion, group=DELETE)  # OffsetDelete
 
 
 @_guards(9)
 async def _offset_fetch(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """OffsetFetch: DESCRIBE on the group and on the topics; where all topics are asked for, those that it may see."""
+    """OffsetFetch: DESCRIBE on the group and on the topics; a request for all topics gets those it may describe."""
     answers = []
     for query in request:
-        if not rights.group(DESCRIBE, query.group_id):
+        if not rights.check(DESCRIBE, GROUP, query.group_id):
             answers.append(api.refuse(query, _GROUP_DENIED))
             continue
         if query.topics is None:
             (answer,) = await api.handle((query,), client)
-            seen = tuple(topic for topic in answer.topics if _may(rights, DESCRIBE, topic))
+            seen = tuple(topic for topic in answer.topics if _is_visible(rights, topic))
             answers.append(dataclasses.replace(answer, topics=seen))
             continue
-        denied = tuple(topic for topic in query.topics if not _may(rights, DESCRIBE, topic))
-        allowed = tuple(topic for topic in query.topics if topic not in denied)
+        allowed, denied = _divide(query.topics, lambda topic: _may(rights, DESCRIBE, topic))
         (answer,) = await api.handle((dataclasses.replace(query, topics=allowed),), client)
         if answer.code is ErrorCode.none:
-            refused = tuple(api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied)
-            answer = dataclasses.replace(answer, topics=(*answer.topics, *refused))
+            answer = _extend(answer, "topics", (api.refuse_topic(topic, _TOPIC_DENIED) for topic in denied))
         answers.append(answer)
     return tuple(answers)
 
 
-def _may(rights: Rights, operation: Operation, topic: Any) -> bool:
-    """Whether a client may do something with a topic that is named, or has an id; one that is unknown hides nothing."""
-    if topic.topic_id is None:
-        return rights.topic(operation, topic.name)
-    name = rights.topic_name(topic.topic_id)
-    return name is None or rights.topic(operation, name)
-
-
-@_guards(47)
-async def _offset_delete(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """OffsetDelete: DELETE on the group, READ on the topics."""
-    rights.require(DELETE, GROUP, request.group_id)
-    allowed = tuple(topic for topic in request.topics if rights.topic(READ, topic.name))
-    denied = tuple(
-        offset_delete.OffsetDeleteResponseTopic(
-            name=topic.name,
-            partitions=tuple(
-                offset_delete.OffsetDeleteResponsePartition(
-                    partition_index=partition.partition_index, error_code=_TOPIC_DENIED
-                )
-                for partition in topic.partitions
-            ),
-        )
-        for topic in request.topics
-        if topic not in allowed
-    )
-    response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    return dataclasses.replace(response, topics=(*response.topics, *denied))
+def _is_visible(rights: Rights, topic: Any) -> bool:
+    name = topic.name if topic.topic_id is None else rights.topic_name(topic.topic_id)
+    return name is None or rights.topic(DESCRIBE, name)
 
 
 # -- transactions -------------------------------------------------------------------------------------------------
@@ -719,12 +709,12 @@ async def _offset_delete(api: Any, request: Any, client: Any, rights: Rights) ->
 
 @_guards(22)
 async def _init_producer_id(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """InitProducerId: WRITE on the transactional id; without one, to write anything at all."""
+    """InitProducerId: WRITE on the transactional id; without one, WRITE on any topic."""
     transactional_id = request.message.transactional_id
     if transactional_id is not None:
         rights.require(WRITE, TRANSACTIONAL_ID, transactional_id)
     elif not rights.allows_any(WRITE, TOPIC):
-        rights.require(Operation.IDEMPOTENT_WRITE, CLUSTER, CLUSTER_NAME)
+        rights.require(Operation.IDEMPOTENT_WRITE, CLUSTER)
     return await api.handle(request, client)
 
 
@@ -745,31 +735,31 @@ async def _add_offsets(api: Any, request: Any, client: Any, rights: Rights) -> A
 
 @_guards(24)
 async def _add_partitions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """AddPartitionsToTxn: WRITE on the transactional id and on the topics, all of them or nothing is added.
+    """AddPartitionsToTxn: WRITE on the transactional id and on all topics, or nothing is added.
 
     From version 4 on it is a request between nodes.
     """
     is_of_client = request.version < 4
-    if not is_of_client and not rights.cluster(Operation.CLUSTER_ACTION):
+    if not is_of_client and not rights.check(CLUSTER_ACTION, CLUSTER):
         return _throttled(
             add_partitions.AddPartitionsToTxnResponse, error_code=_CLUSTER_DENIED, results_by_transaction=()
         )
     allowed, refused = [], []
     for one in request.transactions:
         names = {topic.name for topic in one.topics}
-        denied = {name for name in names if is_of_client and not rights.topic(WRITE, name)}
-        if is_of_client and not rights.transaction(WRITE, one.transactional_id):
-            refused.append(_add_partitions_refused(one, dict.fromkeys(names, _TRANSACTION_DENIED)))
+        denied = {name for name in names if is_of_client and not rights.check(WRITE, TOPIC, name)}
+        if is_of_client and not rights.check(WRITE, TRANSACTIONAL_ID, one.transactional_id):
+            refused.append(_refuse_added(one, dict.fromkeys(names, _TRANSACTION_DENIED)))
         elif denied:
             codes = {name: _TOPIC_DENIED if name in denied else ErrorCode.operation_not_attempted for name in names}
-            refused.append(_add_partitions_refused(one, codes))
+            refused.append(_refuse_added(one, codes))
         else:
             allowed.append(one)
     response = await api.handle(request._replace(transactions=tuple(allowed)), client)
-    return dataclasses.replace(response, results_by_transaction=(*response.results_by_transaction, *refused))
+    return _extend(response, "results_by_transaction", refused)
 
 
-def _add_partitions_refused(one: Any, codes: dict[str, ErrorCode]) -> Any:
+def _refuse_added(one: Any, codes: dict[str, ErrorCode]) -> Any:
     return add_partitions.AddPartitionsToTxnResult(
         transactional_id=one.transactional_id,
         topic_results=tuple(
@@ -791,29 +781,22 @@ def _add_partitions_refused(one: Any, codes: dict[str, ErrorCode]) -> Any:
 async def _txn_offset_commit(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """TxnOffsetCommit: WRITE on the transactional id, READ on the group and on the topics."""
     message = request.message
-    if not rights.transaction(WRITE, message.transactional_id):
-        return _txn_offsets_refused(message.topics, _TRANSACTION_DENIED)
-    if not rights.group(READ, message.group_id):
-        return _txn_offsets_refused(message.topics, _GROUP_DENIED)
-    allowed = tuple(topic for topic in message.topics if rights.topic(READ, topic.name))
-    denied = tuple(topic for topic in message.topics if not rights.topic(READ, topic.name))
+    if not rights.check(WRITE, TRANSACTIONAL_ID, message.transactional_id):
+        return _refuse_txn_offsets(message.topics, _TRANSACTION_DENIED)
+    if not rights.check(READ, GROUP, message.group_id):
+        return _refuse_txn_offsets(message.topics, _GROUP_DENIED)
+    allowed, denied = _divide(message.topics, lambda topic: rights.check(READ, TOPIC, topic.name))
     response = await api.handle(request._replace(message=dataclasses.replace(message, topics=allowed)), client)
-    refused = _txn_offsets_refused(denied, _TOPIC_DENIED)
-    return dataclasses.replace(response, topics=(*response.topics, *refused.topics))
+    return _extend(response, "topics", _refuse_txn_offsets(denied, _TOPIC_DENIED).topics)
 
 
-def _txn_offsets_refused(topics: Sequence[Any], code: ErrorCode) -> Any:
+def _refuse_txn_offsets(topics: Sequence[Any], code: ErrorCode) -> Any:
+    refused = txn_offset_commit.TxnOffsetCommitResponsePartition
     return _throttled(
         txn_offset_commit.TxnOffsetCommitResponse,
         topics=tuple(
             txn_offset_commit.TxnOffsetCommitResponseTopic(
-                name=topic.name,
-                partitions=tuple(
-                    txn_offset_commit.TxnOffsetCommitResponsePartition(
-                        partition_index=partition.partition_index, error_code=code
-                    )
-                    for partition in topic.partitions
-                ),
+                name=topic.name, partitions=_refuse_partitions(refused, topic.partitions, code)
             )
             for topic in topics
         ),
@@ -822,14 +805,14 @@ def _txn_offsets_refused(topics: Sequence[Any], code: ErrorCode) -> Any:
 
 @_guards(65)
 async def _describe_transactions(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DescribeTransactions: DESCRIBE on the transactional id; of its topics those that the client may describe."""
-    allowed = tuple(one for one in request.transactional_ids if rights.transaction(DESCRIBE, one))
+    """DescribeTransactions: DESCRIBE on the transactional id, and on the topics that are shown."""
+    allowed, denied = _divide(request.transactional_ids, lambda one: rights.check(DESCRIBE, TRANSACTIONAL_ID, one))
     response = await api.handle(dataclasses.replace(request, transactional_ids=allowed), client)
-    told = tuple(
+    shown = tuple(
         dataclasses.replace(state, topics=tuple(one for one in state.topics if rights.topic(DESCRIBE, one.topic)))
         for state in response.transaction_states
     )
-    denied = tuple(
+    refused = tuple(
         describe_transactions.TransactionState(
             error_code=_TRANSACTION_DENIED,
             transactional_id=one,
@@ -840,10 +823,9 @@ async def _describe_transactions(api: Any, request: Any, client: Any, rights: Ri
             producer_epoch=i16(0),
             topics=(),
         )
-        for one in request.transactional_ids
-        if not rights.transaction(DESCRIBE, one)
+        for one in denied
     )
-    return dataclasses.replace(response, transaction_states=(*told, *denied))
+    return dataclasses.replace(response, transaction_states=(*shown, *refused))
 
 
 @_guards(66)
@@ -857,14 +839,27 @@ async def _list_transactions(api: Any, request: Any, client: Any, rights: Rights
 # -- share groups -------------------------------------------------------------------------------------------------
 
 
-@_guards(78)
-async def _share_fetch(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """ShareFetch: READ on the group and on the topics, also on those that the session remembers."""
-    rights.require(READ, GROUP, request.group_id or "")
-    return await _share(api, request, client, rights, share_fetch.ShareFetchableTopicResponse, _share_fetch_refused)
+def _reading_share(result: Callable[..., Any], refused: Callable[[Any], Any]) -> Guard:
+    """Return a guard for ShareFetch and ShareAcknowledge: READ on the group and on the topics."""
+
+    async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
+        rights.require(READ, GROUP, request.group_id or "")
+        allowed, denied = _divide(request.topics, lambda topic: _may_read_id(rights, topic.topic_id))
+        response = await api.handle(dataclasses.replace(request, topics=allowed), client)
+        return _extend(response, "responses", (refuse_topic(topic) for topic in denied))
+
+    def refuse_topic(topic: Any) -> Any:
+        return result(topic_id=topic.topic_id, partitions=tuple(map(refused, topic.partitions)))
+
+    return guard
 
 
-def _share_fetch_refused(partition: Any) -> Any:
+def _may_read_id(rights: Rights, topic_id: UUID | None) -> bool:
+    name = None if topic_id is None else rights.topic_name(topic_id)
+    return name is None or rights.check(READ, TOPIC, name)
+
+
+def _refuse_share_fetch(partition: Any) -> Any:
     return share_fetch.PartitionData(
         partition_index=partition.partition_index,
         error_code=_TOPIC_DENIED,
@@ -877,15 +872,7 @@ def _share_fetch_refused(partition: Any) -> Any:
     )
 
 
-@_guards(79)
-async def _share_acknowledge(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """ShareAcknowledge: READ on the group and on the topics."""
-    rights.require(READ, GROUP, request.group_id or "")
-    refused = share_acknowledge.ShareAcknowledgeTopicResponse
-    return await _share(api, request, client, rights, refused, _share_acknowledge_refused)
-
-
-def _share_acknowledge_refused(partition: Any) -> Any:
+def _refuse_share_acknowledge(partition: Any) -> Any:
     return share_acknowledge.PartitionData(
         partition_index=partition.partition_index,
         error_code=_TOPIC_DENIED,
@@ -894,92 +881,55 @@ def _share_acknowledge_refused(partition: Any) -> Any:
     )
 
 
-async def _share(
-    api: Any, request: Any, client: Any, rights: Rights, result: Callable[..., Any], refused: Callable[[Any], Any]
-) -> Any:
-    def may_read(topic_id: UUID | None) -> bool:
-        name = None if topic_id is None else rights.topic_name(topic_id)
-        return name is None or rights.topic(READ, name)
-
-    allowed = tuple(topic for topic in request.topics if may_read(topic.topic_id))
-    response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    denied = tuple(
-        result(topic_id=topic.topic_id, partitions=tuple(refused(partition) for partition in topic.partitions))
-        for topic in request.topics
-        if not may_read(topic.topic_id)
+def _refuse_share_offsets(topic: Any) -> Any:
+    return alter_share_offsets.AlterShareGroupOffsetsResponseTopic(
+        topic_name=topic.topic_name,
+        topic_id=None,
+        partitions=_refuse_partitions(
+            alter_share_offsets.AlterShareGroupOffsetsResponsePartition,
+            topic.partitions,
+            _TOPIC_DENIED,
+            error_message=_MESSAGES[_TOPIC_DENIED],
+        ),
     )
-    return dataclasses.replace(response, responses=(*response.responses, *denied))
+
+
+def _refuse_share_deletion(topic: Any) -> Any:
+    return delete_share_offsets.DeleteShareGroupOffsetsResponseTopic(
+        topic_name=topic.topic_name,
+        topic_id=None,
+        error_code=_TOPIC_DENIED,
+        error_message=_MESSAGES[_TOPIC_DENIED],
+    )
+
+
+_GUARDS[78] = _reading_share(share_fetch.ShareFetchableTopicResponse, _refuse_share_fetch)  # ShareFetch
+_GUARDS[79] = _reading_share(  # ShareAcknowledge
+    share_acknowledge.ShareAcknowledgeTopicResponse, _refuse_share_acknowledge
+)
+_GUARDS[91] = _each(  # AlterShareGroupOffsets
+    TOPIC, READ, _refuse_share_offsets, answered="responses", name="topic_name", group=READ
+)
+_GUARDS[92] = _each(  # DeleteShareGroupOffsets
+    TOPIC, READ, _refuse_share_deletion, answered="responses", name="topic_name", group=DELETE
+)
 
 
 @_guards(90)
 async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DescribeShareGroupOffsets: DESCRIBE on the groups; of their topics those that the client may describe."""
-    allowed = []
-    for group in request.groups:
-        if rights.group(DESCRIBE, group.group_id):
-            topics = group.topics
-            if topics is not None:
-                topics = tuple(topic for topic in topics if rights.topic(DESCRIBE, topic.topic_name))
-            allowed.append(dataclasses.replace(group, topics=topics))
-    response = await api.handle(dataclasses.replace(request, groups=tuple(allowed)), client)
-    told = tuple(
-        dataclasses.replace(
-            group, topics=tuple(topic for topic in group.topics if rights.topic(DESCRIBE, topic.topic_name))
-        )
-        for group in response.groups
-    )
-    denied = tuple(
+    """DescribeShareGroupOffsets: DESCRIBE on the groups, and on the topics that are shown."""
+
+    def visible(topics: Any) -> Any:
+        return None if topics is None else tuple(one for one in topics if rights.topic(DESCRIBE, one.topic_name))
+
+    allowed, denied = _divide(request.groups, lambda group: rights.check(DESCRIBE, GROUP, group.group_id))
+    asked = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in allowed)
+    response = await api.handle(dataclasses.replace(request, groups=asked), client)
+    shown = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in response.groups)
+    refused = tuple(
         share_offsets.DescribeShareGroupOffsetsResponseGroup(
-            group_id=group.group_id,
-            topics=(),
-            error_code=_GROUP_DENIED,
-            error_message=_MESSAGES[_GROUP_DENIED],
+            group_id=group.group_id, topics=(), error_code=_GROUP_DENIED, error_message=_MESSAGES[_GROUP_DENIED]
         )
-        for group in request.groups
-        if not rights.group(DESCRIBE, group.group_id)
+        for group in denied
     )
-    return dataclasses.replace(response, groups=(*told, *denied))
-
-
-@_guards(91)
-async def _alter_share_offsets(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """AlterShareGroupOffsets: READ on the group and on the topics."""
-    rights.require(READ, GROUP, request.group_id)
-    allowed = tuple(topic for topic in request.topics if rights.topic(READ, topic.topic_name))
-    response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    denied = tuple(
-        alter_share_offsets.AlterShareGroupOffsetsResponseTopic(
-            topic_name=topic.topic_name,
-            topic_id=None,
-            partitions=tuple(
-                alter_share_offsets.AlterShareGroupOffsetsResponsePartition(
-                    partition_index=partition.partition_index,
-                    error_code=_TOPIC_DENIED,
-                    error_message=_MESSAGES[_TOPIC_DENIED],
-                )
-                for partition in topic.partitions
-            ),
-        )
-        for topic in request.topics
-        if topic not in allowed
-    )
-    return dataclasses.replace(response, responses=(*response.responses, *denied))
-
-
-@_guards(92)
-async def _delete_share_offsets(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DeleteShareGroupOffsets: DELETE on the group, READ on the topics."""
-    rights.require(DELETE, GROUP, request.group_id)
-    allowed = tuple(topic for topic in request.topics if rights.topic(READ, topic.topic_name))
-    response = await api.handle(dataclasses.replace(request, topics=allowed), client)
-    denied = tuple(
-        delete_share_offsets.DeleteShareGroupOffsetsResponseTopic(
-            topic_name=topic.topic_name,
-            topic_id=None,
-            error_code=_TOPIC_DENIED,
-            error_message=_MESSAGES[_TOPIC_DENIED],
-        )
-        for topic in request.topics
-        if topic not in allowed
-    )
-    return dataclasses.replace(response, responses=(*response.responses, *denied))
+    return dataclasses.replace(response, groups=(*shown, *refused))

@@ -256,6 +256,7 @@ class Listeners:
             name=bound.config.name,
             tls=None if bound.tls is None else bound.tls.context,
             deadline_s=DEADLINE_S if requires else None,
+            is_limited=not gate.is_internal,
         )
 
     def _knowledge(self, state: SecurityState, membership: Membership, supervise: Supervise) -> Knowledge:
@@ -291,6 +292,7 @@ class Listeners:
             node_secret=self._secret.encode(),
             assertions=assertions,
             session_s_max=config.session_max_ms / 1000,
+            connections_max=config.connections_per_principal_max,
         )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
+from millstream.broker.security.audit import Change
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
-from millstream.core.credential import ApiToken
+from millstream.core.credential import ApiToken, ScramCredential
 from millstream.core.errors import (
     ClusterNotAuthorized,
     GroupNotAuthorized,
@@ -77,6 +78,22 @@ class Rights:
             self._decisions[key] = decision
         return decision
 
+    def check(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
+        """Answer as `allows`, and record a denial: what the client asked for is refused, not just left out."""
+        is_allowed = self.allows(operation, kind, name)
+        if not is_allowed:
+            self._state.audit.deny(self.principal, self.host, operation, kind, name)
+        return is_allowed
+
+    def record(self, api: str, change: Change) -> None:
+        """Record a change that the client has made."""
+        self._state.audit.change(self.principal, self.host, api, change)
+
+    @property
+    def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
+        """The credentials of all users as they are now."""
+        return self._state.credentials
+
     def allows_any(self, operation: Operation, kind: ResourceType) -> bool:
         """Whether the client may do an operation on at least one resource of a type."""
         if self.node_id is not None:
@@ -102,7 +119,7 @@ class Rights:
 
     def require(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> None:
         """Raise the error of the resource's type unless the client may."""
-        if not self.allows(operation, kind, name):
+        if not self.check(operation, kind, name):
             what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
             raise _ERRORS[kind](f"{self.principal} may not {operation.name.lower().replace('_', ' ')} {what}")
 

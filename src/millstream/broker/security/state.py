@@ -13,6 +13,7 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.core.acl import Acl, AclFilter, check_principal
 from millstream.core.credential import ApiToken, DeclaredSecurity, ScramCredential, SecurityChange
@@ -60,6 +61,8 @@ class SecurityState:
         self._listeners: list[Callable[[], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
+        self.audit = AuditTrail()
+        """Where sign-ins, denials and changes are recorded."""
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
         """Finds the name of a topic by its id, for requests that know only that."""
         self.has_topic: Callable[[str], bool] = lambda _name: False

@@ -19,6 +19,7 @@ from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
 
+from millstream.broker.cluster.leader_appender import LeaderAppender
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
@@ -30,7 +31,6 @@ from millstream.core.errors import (
     BatchTooLarge,
     DamagedRange,
     MillstreamError,
-    NotLeader,
     OffsetOutOfRange,
     ProducerRejected,
     TopicExists,
@@ -39,7 +39,6 @@ from millstream.core.errors import (
 from millstream.core.ids import Offset, OffsetRange, ProducerId
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
-from millstream.protocol.wire.client import Client
 
 _KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
 
@@ -51,23 +50,12 @@ _TOPIC_SETTINGS: Final = {
     "retention.until.max.ms": str(_KEPT_MS_MAX),
 }
 
-_CLIENT_ID: Final = "dead-letters"
 
-_TIMEOUT_S: Final = 30.0
-
-
-class DeadLetterAppender:
-    """Append letters to dead letter topics, wherever their partitions are led."""
+class DeadLetterAppender(LeaderAppender):
+    """Appends letters to dead letter topics, which it creates."""
 
     def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
-        self._topics = topics
-        self._addresses = addresses
-        self._client: Client | None = None
-
-    async def close(self) -> None:
-        """Close the connections to other nodes."""
-        if self._client is not None:
-            await self._client.close()
+        super().__init__(topics, addresses, client_id="dead-letters")
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic, which is created if it does not exist."""
@@ -79,19 +67,6 @@ class DeadLetterAppender:
         if found is None:
             raise UnknownTopic(f"the dead letter topic {topic!r} is being created; try again")
         return found.partitions
-
-    async def append(self, topic: str, index: int, batch: bytearray) -> Offset:
-        """Append a batch of an idempotent producer; return its offset, also if it was stored before."""
-        try:
-            partition = self._topics.partition(topic, index)
-            if partition.is_leader:
-                return (await partition.append(batch)).base_offset
-        except (NotLeader, UnknownTopic):
-            # Another node leads the partition, or will soon; the client finds out.
-            pass
-        if self._client is None:
-            self._client = Client.connect(self._addresses(), client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S)
-        return Offset((await self._client.produce(topic, index, batch)).base_offset)
 
 
 _logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from millstream.client.admin.topics import node_configs
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
 from millstream.core.credential import (
     ITERATIONS,
@@ -21,6 +22,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 _SALT_BYTES = 24
+_SUPER_USERS = "super-users"
 
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
@@ -79,6 +81,12 @@ async def _alter(client: Client, request: object) -> None:
     for result in (await client.send(None, request)).results:
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about=f"user {result.user!r}")
+
+
+async def super_users_setting(client: Client) -> str | None:
+    """Return the super users as a node's configuration names them; None if the client may not see that."""
+    node = next(iter((await client.metadata([])).nodes))
+    return (await node_configs(client, node, (_SUPER_USERS,))).get(_SUPER_USERS)
 
 
 async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:

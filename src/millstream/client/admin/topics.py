@@ -174,18 +174,23 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
     return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
 
 
-async def default_replication(client: Client, node: NodeId) -> int | None:
-    """Return the default number of replicas; None on a single node or if unknown."""
+async def node_configs(client: Client, node: NodeId, keys: Sequence[str]) -> dict[str, str | None]:
+    """Return some settings of a node; nothing if the client may not see them."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
-    keys = (_DEFAULT_REPLICATION, _ETCD)
     resource = messages.DescribeConfigsResource(
-        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=keys
+        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=tuple(keys)
     )
     (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
-    values = {} if result.error_code else {one.name: one.value for one in result.configs}
-    return int(values[_DEFAULT_REPLICATION]) if values.get(_ETCD) and values.get(_DEFAULT_REPLICATION) else None
+    return {} if result.error_code else {one.name: one.value for one in result.configs}
+
+
+async def default_replication(client: Client, node: NodeId) -> int | None:
+    """Return the default number of replicas; None on a single node or if unknown."""
+    values = await node_configs(client, node, (_DEFAULT_REPLICATION, _ETCD))
+    replicas = values.get(_DEFAULT_REPLICATION)
+    return int(replicas) if values.get(_ETCD) and replicas else None
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:

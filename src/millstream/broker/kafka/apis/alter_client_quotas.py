@@ -20,7 +20,7 @@ from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.core.errors import InvalidRequest, MillstreamError
-from millstream.core.quota import QuotaEntity
+from millstream.core.quota import ANONYMOUS, DEFAULT, USER, QuotaEntity
 
 
 class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]):
@@ -29,8 +29,9 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
     key = 49
     versions = (0, 1)
 
-    def __init__(self, quotas: ClientQuotas) -> None:
+    def __init__(self, quotas: ClientQuotas, *, has_users: bool = False) -> None:
         self._quotas = quotas
+        self._has_users = has_users
 
     async def handle(self, request: AlterClientQuotasRequest, client: ClientInfo) -> AlterClientQuotasResponse:
         named = Counter(frozenset(_parts(entry)) for entry in request.entries)
@@ -39,6 +40,7 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
             code, message = ErrorCode.none, None
             try:
                 entity = QuotaEntity.of(_parts(entry))
+                self._check_user(entity)
                 if named[frozenset(_parts(entry))] > 1:
                     raise InvalidRequest(f"{entity} is named more than once in the request")
                 await self._quotas.alter(entity, _changes(entry), validate_only=request.validate_only)
@@ -47,6 +49,14 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
             entity_data = tuple(EntityData(entity_type=kind, entity_name=name) for kind, name in _parts(entry))
             entries.append(EntryData(error_code=code, error_message=message, entity=entity_data))
         return AlterClientQuotasResponse(throttle_time=NO_THROTTLE, entries=tuple(entries))
+
+    def _check_user(self, entity: QuotaEntity) -> None:
+        user = dict(entity.parts).get(USER)
+        if user not in (DEFAULT, ANONYMOUS) and not self._has_users:
+            raise InvalidRequest(
+                f"there is no user {user!r}: without authentication every client is the user {ANONYMOUS}; "
+                "set the quota for that user, for the default user, or by client id"
+            )
 
 
 def _parts(entry: asked.EntryData) -> list[tuple[str, str | None]]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_LISTENER: Final = "http"
+"""What the audit log calls the gateway."""
 _SECRET_LENGTH_MAX: Final = 16 * 1024
 _USER_LENGTH_MAX: Final = 512
 
@@ -71,7 +73,10 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
                 "authentication over HTTP failed",
                 extra={"host": request.host, "user": user[:128], "reason": str(error)},
             )
+            knowledge.state.audit.fail_sign_in(user, request.host, _LISTENER, request.scheme, str(error))
             return AuthenticateResponse(error=int(error_code(error)), message=str(error), pause_ms=int(pause_s * 1000))
+        if request.scheme:
+            knowledge.state.audit.sign_in(verified.principal, request.host, _LISTENER, request.scheme)
         return AuthenticateResponse(
             principal=verified.principal,
             identity=knowledge.assertions.identity_of(verified),

@@ -30,7 +30,7 @@ from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.security.rights import Rights
-from millstream.core.acl import Operation
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, ProtocolViolation
 from millstream.protocol.messages.codec import REQUEST_LIMITS, RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
@@ -192,9 +192,9 @@ class OffsetCommit:
 
 def _check_allowed(rights: Rights, group_id: str, name: str | None) -> ErrorCode | None:
     """Ask for READ on the group and on a topic; one that is unknown hides nothing."""
-    if not rights.group(Operation.READ, group_id):
+    if not rights.check(Operation.READ, ResourceType.GROUP, group_id):
         return ErrorCode.group_authorization_failed
-    if name is not None and not rights.topic(Operation.READ, name):
+    if name is not None and not rights.check(Operation.READ, ResourceType.TOPIC, name):
         return ErrorCode.topic_authorization_failed
     return None
 

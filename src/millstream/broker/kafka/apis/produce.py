@@ -44,7 +44,7 @@ from millstream.broker.net.reply import Buffers, Promise, Reply
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.transaction_gate import TransactionGate
 from millstream.broker.security.rights import Rights
-from millstream.core.acl import Operation
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import (
     CorruptBatch,
     InvalidBatch,
@@ -55,6 +55,7 @@ from millstream.core.errors import (
     UnsupportedCompression,
 )
 from millstream.core.metric import Metric, counter, gauge
+from millstream.core.topic import AUDIT
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import (
     COMPRESSION_MASK,
@@ -172,12 +173,14 @@ class Produce:
     def _authorize(self, request: Request, rights: Rights) -> None:
         """Refuse what the client may not write: a whole transaction, or single topics."""
         transactional_id = request.transactional_id
-        may_use = transactional_id is None or rights.transaction(Operation.WRITE, transactional_id)
+        write = Operation.WRITE
+        may_use = transactional_id is None or rights.check(write, ResourceType.TRANSACTIONAL_ID, transactional_id)
         for portion in request.portions:
+            portion.is_of_node = rights.node_id is not None
             name = portion.topic if isinstance(portion.topic, str) else rights.topic_name(portion.topic)
             if not may_use:
                 portion.fail(ErrorCode.transactional_id_authorization_failed, _NOT_ALLOWED)
-            elif name is not None and not rights.topic(Operation.WRITE, name):
+            elif name is not None and not rights.check(write, ResourceType.TOPIC, name):
                 portion.fail(ErrorCode.topic_authorization_failed, _NOT_ALLOWED)
             if portion.code is not ErrorCode.none:
                 # So that neither the log nor the coordinator of the transaction gets to see them.
@@ -269,7 +272,7 @@ class Produce:
             raise CorruptBatch("the request holds no records for this partition")
         partition = self._partition(portion)
         if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
-            _check_allowed(partition, records, version)
+            _check_allowed(partition, portion, records, version)
         codec = _flags(records) & COMPRESSION_MASK
         if codec:
             check_declared_size(codec, records[HEADER_BYTES:])
@@ -333,8 +336,8 @@ def _is_transactional(records: memoryview | None) -> bool:
     return records is not None and len(records) > _FLAGS_AT and bool(records[_FLAGS_AT] & TRANSACTIONAL_FLAG)
 
 
-def _check_allowed(partition: Partition, records: memoryview, version: int) -> None:
-    if partition.topic.is_internal:
+def _check_allowed(partition: Partition, portion: Portion, records: memoryview, version: int) -> None:
+    if partition.topic.is_internal and not (portion.is_of_node and partition.topic.name == AUDIT):
         raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
     if version < FIRST_WITH_ZSTD and _flags(records) & COMPRESSION_MASK == COMPRESSION_ZSTD:
         raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")

@@ -1,0 +1,232 @@
+"""What each API changes of what is declared: the table by which changes are recorded in the audit log.
+
+Each API is in `CHANGES` or in `CHANGES_NOTHING`, by the name of its class; a test fails for one that is in neither. A
+function of `CHANGES` reads off a request and its response what has been changed. Values of settings are recorded for
+topics, nodes and quotas only: those of subscriptions and pipelines may be secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from millstream.broker.security.audit import Activity, Change
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.tasks import finish
+
+CREATE, UPDATE, DELETE = Activity.CREATE, Activity.UPDATE, Activity.DELETE
+
+Users = Mapping[tuple[str, str], Any]
+"""The credentials before the request, by user and mechanism."""
+Changes = Callable[[Any, Any, Users], Iterable[Change]]
+
+_TIMED_OUT: Final = 7
+_CONFIG_KINDS: Final = {2: "topic", 4: "node", 32: "group"}
+
+
+async def record_changes(api: str, request: Any, rights: Rights, work: Coroutine[Any, Any, Any]) -> Any:
+    """Await the response of an API, and record what was changed.
+
+    A change is carried out and recorded even if the client leaves meanwhile, or it could leave to hide what it did.
+    """
+    changes = CHANGES.get(api)
+    if changes is None or getattr(request, "validate_only", False):
+        return await work
+    users = rights.credentials
+
+    async def carry_out() -> Any:
+        response = await work
+        for change in changes(request, response, users):
+            rights.record(api, change)
+        return response
+
+    return await finish(carry_out())
+
+
+def _done(results: Iterable[Any]) -> Iterator[Any]:
+    """Yield the results of what was done; after a timeout, it may have been."""
+    return (result for result in results if result.error_code in (0, _TIMED_OUT))
+
+
+def _topics_created(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    asked = {topic.name: topic for topic in request.topics}
+    for topic in _done(response.topics):
+        settings = {config.name: config.value for config in asked[topic.name].configs}
+        yield Change(activity=CREATE, kind="topic", name=topic.name, data=settings)
+
+
+def _topics_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for topic in _done(response.responses):
+        yield Change(activity=DELETE, kind="topic", name=topic.name or str(topic.topic_id))
+
+
+def _partitions_added(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    counts = {topic.name: int(topic.count) for topic in request.topics}
+    for topic in _done(response.results):
+        yield Change(activity=UPDATE, kind="topic", name=topic.name, data={"partitions": counts[topic.name]})
+
+
+def _settings_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    asked = {(one.resource_type, one.resource_name): one.configs for one in request.resources}
+    for result in _done(response.responses):
+        kind = _CONFIG_KINDS.get(result.resource_type, "configuration")
+        settings = asked[result.resource_type, result.resource_name]
+        # Groups include subscriptions, whose settings may be secrets.
+        data = {one.name: None if kind == "group" else one.value for one in settings}
+        yield Change(activity=UPDATE, kind=kind, name=result.resource_name or "(all)", data=data)
+
+
+def _quotas_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for entry, result in zip(request.entries, response.entries, strict=True):
+        if result.error_code == 0:
+            name = ", ".join(f"{one.entity_type} {one.entity_name or '(default)'}" for one in entry.entity)
+            data = {one.key: None if one.remove else float(one.value) for one in entry.ops}
+            yield Change(activity=UPDATE, kind="quota", name=name, data=data)
+
+
+def _users_changed(request: Any, response: Any, users: Users) -> Iterator[Change]:
+    known = {user for user, _mechanism in users}
+    put = {one.name for one in request.upsertions}
+    for result in _done(response.results):
+        if result.user in put:
+            activity = UPDATE if result.user in known else CREATE
+        else:
+            gone = {one.mechanism for one in request.deletions if one.name == result.user}
+            held = sum(user == result.user for user, _mechanism in users)
+            activity = DELETE if len(gone) >= held else UPDATE
+        yield Change(activity=activity, kind="user", name=result.user)
+
+
+def _acls_created(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for creation, result in zip(request.creations, response.results, strict=True):
+        if result.error_code == 0:
+            yield _acl_change(CREATE, creation, creation.resource_pattern_type)
+
+
+def _acls_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for found in _done(response.filter_results):
+        for acl in _done(found.matching_acls):
+            yield _acl_change(DELETE, acl, acl.pattern_type)
+
+
+def _acl_change(activity: Activity, rule: Any, pattern: int) -> Change:
+    acl = Acl(
+        resource_type=ResourceType(rule.resource_type),
+        resource_name=rule.resource_name,
+        pattern=PatternType(pattern),
+        principal=rule.principal,
+        host=rule.host,
+        operation=Operation(rule.operation),
+        permission=Permission(rule.permission_type),
+    )
+    return Change(activity=activity, kind="acl", name=str(acl), data={"principal": acl.principal})
+
+
+def _groups_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for group in _done(response.results):
+        yield Change(activity=DELETE, kind="group", name=group.group_id)
+
+
+def _offsets_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    """OffsetDelete, AlterShareGroupOffsets, DeleteShareGroupOffsets: offsets of a group, by topic."""
+    if response.error_code == 0:
+        topics = [getattr(topic, "topic_name", None) or topic.name for topic in request.topics]
+        yield Change(activity=UPDATE, kind="group", name=request.group_id, data={"offsets of": topics})
+
+
+def _replicas_moved(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    done = {(topic.name, one.partition_index) for topic in response.responses for one in _done(topic.partitions)}
+    for topic in request.topics:
+        for partition in topic.partitions:
+            if (topic.name, partition.partition_index) in done:
+                replicas = None if partition.replicas is None else [int(node) for node in partition.replicas]
+                name = f"{topic.name}-{partition.partition_index}"
+                yield Change(activity=UPDATE, kind="partition", name=name, data={"replicas": replicas})
+
+
+def _leaders_elected(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for topic in response.replica_election_results:
+        for one in _done(topic.partition_result):
+            yield Change(activity=UPDATE, kind="partition", name=f"{topic.topic}-{one.partition_id}")
+
+
+def _records_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    for topic in response.topics:
+        for one in _done(topic.partitions):
+            data = {"log start offset": int(one.low_watermark)}
+            yield Change(activity=DELETE, kind="records", name=f"{topic.name}-{one.partition_index}", data=data)
+
+
+def _of_one(kind: str, activity: Activity) -> Changes:
+    """A private request that changes one thing, which it names."""
+
+    def changes(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            yield Change(activity=activity, kind=kind, name=request.name, data=_details(request))
+
+    return changes
+
+
+def _details(request: Any) -> dict[str, Any]:
+    details: dict[str, Any] = {}
+    for name in ("topics", "topic", "kind", "wanted", "parked", "to"):
+        value = getattr(request, name, None)
+        if value is not None:
+            details[name] = value
+    if getattr(request, "settings", None):
+        details["settings"] = sorted(request.settings)
+    if hasattr(request, "put"):
+        details["rules"] = sorted({*(rule.name for rule in request.put), *request.delete})
+    return details
+
+
+CHANGES: Final[Mapping[str, Changes]] = {
+    "AlterClientQuotas": _quotas_changed,
+    "AlterConfigs": _settings_changed,
+    "AlterPartitionReassignments": _replicas_moved,
+    "AlterShareGroupOffsets": _offsets_changed,
+    "AlterUserScramCredentials": _users_changed,
+    "CreateAcls": _acls_created,
+    "CreatePartitions": _partitions_added,
+    "CreateTopics": _topics_created,
+    "DeleteAcls": _acls_deleted,
+    "DeleteGroups": _groups_deleted,
+    "DeleteRecords": _records_deleted,
+    "DeleteShareGroupOffsets": _offsets_changed,
+    "DeleteTopics": _topics_deleted,
+    "ElectLeaders": _leaders_elected,
+    "IncrementalAlterConfigs": _settings_changed,
+    "OffsetDelete": _offsets_changed,
+    "PipelineAlter": _of_one("pipeline", UPDATE),
+    "PipelineCreate": _of_one("pipeline", CREATE),
+    "PipelineDelete": _of_one("pipeline", DELETE),
+    "RuleChange": _of_one("pipeline", UPDATE),
+    "SubscriptionAlter": _of_one("subscription", UPDATE),
+    "SubscriptionCreate": _of_one("subscription", CREATE),
+    "SubscriptionDelete": _of_one("subscription", DELETE),
+    "SubscriptionForget": _of_one("subscription", UPDATE),
+    "SubscriptionRevive": _of_one("subscription", UPDATE),
+    "SubscriptionSeek": _of_one("subscription", UPDATE),
+}
+
+CHANGES_NOTHING: Final = frozenset(
+    {
+        # They read, or authenticate. Metadata records the topics that it creates itself.
+        *("ApiVersions", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
+        *("DescribeClientQuotas", "DescribeCluster", "DescribeConfigs", "DescribeGroups", "DescribeLogDirs"),
+        *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
+        *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
+        *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
+        *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
+        *("SaslHandshake", "ShareGroupDescribe", "SubscriptionList"),
+        # They change data and progress, not what is declared.
+        *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
+        *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),
+        *("OffsetCommit", "PipelineLanded", "PrepareTransaction", "Produce", "PublishOnce", "ShareAcknowledge"),
+        *("ShareFetch", "ShareGroupHeartbeat", "SubscriptionReceive", "SubscriptionSettle", "SyncGroup"),
+        *("TxnOffsetCommit", "WriteQueueStates", "WriteTxnMarkers"),
+        # They have no effect here.
+        *("AlterReplicaLogDirs", "UpdateFeatures"),
+    }
+)

@@ -1,0 +1,100 @@
+"""`millstream quota`: limit the bytes per second of users and client ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import print_answer, print_json, print_line, print_table, sized
+from millstream.core.quota import CLIENT_ID, CONSUMER_BYTE_RATE, DEFAULT, LIMITS, PRODUCER_BYTE_RATE, USER, QuotaEntity
+
+app = typer.Typer(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
+
+Entity = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TYPE:NAME…",
+        help="For whom: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` without a "
+        "name stand for each one that has no quota of its own.",
+        show_default=False,
+    ),
+]
+Rate = Annotated[float | None, typer.Option(metavar="BYTES", min=1, help="Bytes per second.", show_default=False)]
+
+
+@app.command("set")
+def set_(
+    entity: Entity,
+    produce: Rate = None,
+    consume: Rate = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Limit what a user, a client id, or a user's client id may produce and consume."""
+    rates = {PRODUCER_BYTE_RATE: produce, CONSUMER_BYTE_RATE: consume}
+    changes = {key: rate for key, rate in rates.items() if rate is not None}
+    if not changes:
+        raise CommandFailed("give --produce, --consume or both", ExitCode.USAGE)
+    _change(_parse(entity), changes, brokers, timeout, as_json)
+
+
+@app.command("remove")
+def remove(
+    entity: Entity,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Remove a quota; the next, less specific one applies."""
+    _change(_parse(entity), dict.fromkeys(LIMITS), brokers, timeout, as_json)
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """List all quotas."""
+    from millstream.client.admin.quotas import list_quotas
+
+    quotas = ask(brokers, timeout, list_quotas)
+    if as_json:
+        print_json({"quotas": [_document(entity, limits) for entity, limits in quotas.items()]})
+    elif quotas:
+        rows = [[str(entity), *(_shown(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items()]
+        print_table(("for", "produce/s", "consume/s"), sorted(rows, key=lambda row: str(row[0])))
+    else:
+        print_line("No quotas.")
+
+
+def _change(
+    entity: QuotaEntity, changes: dict[str, float] | dict[str, None], brokers: str, timeout: float, as_json: bool
+) -> None:
+    from millstream.client.admin.quotas import alter_quota
+
+    ask(brokers, timeout, lambda client: alter_quota(client, entity, changes))
+    limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())
+    print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=as_json)
+
+
+def _parse(texts: Iterable[str]) -> QuotaEntity:
+    parts: list[tuple[str, str | None]] = []
+    for text in texts:
+        kind, colon, name = text.partition(":")
+        if kind not in (USER, CLIENT_ID):
+            raise CommandFailed(f"quotas are for user:NAME and client-id:ID, not {text!r}", ExitCode.USAGE)
+        parts.append((kind, name if colon else DEFAULT))
+    return QuotaEntity.of(parts)
+
+
+def _document(entity: QuotaEntity, limits: Any) -> dict[str, Any]:
+    return {"entity": dict(entity.parts), **limits}
+
+
+def _shown(rate: float | None) -> str | None:
+    return None if rate is None else sized(rate)

@@ -1,0 +1,98 @@
+"""`millstream user`, `acl` and `quota` against a locked broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.embedded import EmbeddedBroker
+from millstream_testing.command import CommandLine, Outcome
+from millstream_testing.security import declare_security
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Commands as the super user `admin`."""
+    data: Path = tmp_path_factory.mktemp("access") / "data"
+    declare_security(data, {"admin": "admin-password"})
+    broker = EmbeddedBroker(data, settings={"auth": "required", "super-users": "admin"})
+    broker.start_and_wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLSTREAM_USER", "admin")
+        patch.setenv("MILLSTREAM_PASSWORD", "admin-password")
+        yield CommandLine(broker.kafka_address)
+    broker.stop_and_wait()
+
+
+def test_a_role_is_the_rules_that_it_prints(run: Run) -> None:
+    granted = run("acl", "grant", "User:ann", "worker", "topic:orders", "group:billing")
+    assert granted.lines == [
+        "allow User:ann read topic:orders",
+        "allow User:ann read group:billing",
+        "allow User:ann describe_configs group:billing",
+    ]
+    assert run("acl", "explain", "User:ann", "read", "topic:orders").lines == [
+        "allowed: allow User:ann read topic:orders"
+    ]
+    assert run("acl", "explain", "User:ann", "write", "topic:orders").lines == ["denied: no rule allows it"]
+    assert run("acl", "revoke", "User:ann", "worker", "topic:orders", "group:billing").lines == ["3 rules removed."]
+    assert run("acl", "list", "--principal", "User:ann", "--json").document == {"acls": []}
+
+
+def test_revoking_a_role_leaves_denials(run: Run) -> None:
+    run("acl", "deny", "User:dan", "read", "topic:payroll")
+    run("acl", "grant", "User:dan", "reader", "topic:payroll")
+    assert run("acl", "explain", "User:dan", "read", "topic:payroll").lines == [
+        "denied: deny User:dan read topic:payroll"
+    ]
+    run("acl", "revoke", "User:dan", "reader", "topic:payroll")
+    (left,) = run("acl", "list", "--principal", "User:dan", "--json").document["acls"]
+    assert (left["permission"], left["operation"]) == ("deny", "read")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("boss", "topic:orders"), "the roles are reader, writer, worker, operator"),
+        (("writer", "group:billing"), "a writer has no rights on a group, only on"),
+    ],
+)
+def test_a_role_that_makes_no_sense_is_refused(run: Run, arguments: tuple[str, ...], says: str) -> None:
+    refused = run("acl", "grant", "User:ann", *arguments)
+    assert refused.code != 0
+    assert says in refused.err
+
+
+def test_explain_knows_super_users(run: Run) -> None:
+    assert run("acl", "explain", "User:admin", "alter", "cluster").lines == ["allowed: User:admin is a super user"]
+    document = run("acl", "explain", "User:admin", "alter", "cluster", "--json").document
+    assert document == {"allowed": True, "super_user": True, "rule": None}
+
+
+def test_quotas_are_set_listed_and_removed(run: Run) -> None:
+    assert run("quota", "set", "user:eve", "--produce", 1024).code == 0
+    assert run("quota", "set", "user", "client-id:app", "--consume", 2048).code == 0
+    quotas = run("quota", "list", "--json").document["quotas"]
+    assert {"entity": {"user": "eve"}, "producer_byte_rate": 1024.0} in quotas
+    assert {"entity": {"user": None, "client-id": "app"}, "consumer_byte_rate": 2048.0} in quotas
+    assert run("quota", "remove", "user:eve").code == 0
+    assert run("quota", "remove", "user", "client-id:app").code == 0
+    assert run("quota", "list").lines == ["No quotas."]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--produce", "5"), ("user:a",), ("team:a", "--produce", "5"), ("user:a", "user:b", "--produce", "5")]
+)
+def test_a_quota_that_is_not_complete_is_refused(run: Run, arguments: tuple[str, ...]) -> None:
+    assert run("quota", "set", *arguments).code == 2
+
+
+def test_the_audit_log_is_printed_by_tail(run: Run) -> None:
+    run("topic", "create", "access-audited")
+    printed = run("tail", "__audit", "--from", "start", "-n", 3)
+    assert printed.code == 0, printed.err
+    assert '"class_name":"Authentication"' in printed.out.replace(" ", "")
