@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import socket
-
-from millstream.broker.node import ChildProcesses, RunningNode
+from millstream.broker.node import ChildProcesses, GatewaySockets, RunningNode
 from millstream.core.config import Config
 from millstream.gateway.child import HttpChild
 from millstream.gateway.push.child import PushChild
 from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
 
 
-def _gateway(listening: socket.socket, kafka_address: str, config: Config) -> HttpChild:
+def _gateway(sockets: GatewaySockets, kafka_address: str, config: Config) -> HttpChild:
     return HttpChild(
-        listening,
+        sockets.http,
         kafka_address,
-        hosts=[config.http, config.advertise, *config.http_hosts.split(",")],
+        registry=sockets.registry,
+        hosts=[config.http, config.registry, config.advertise, *config.http_hosts.split(",")],
         authenticates=config.auth if config.authorizes else None,
         tls=config.http_tls,
         log_level=config.log_level,

@@ -98,6 +98,21 @@ class GatewayProcess(ChildProcess, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySockets:
+    """The sockets that the broker binds for the gateway."""
+
+    http: socket.socket
+    registry: socket.socket | None = None
+    """Where the schema registry is served without a prefix."""
+
+    def listen(self) -> None:
+        """Let clients connect."""
+        listen(self.http, flag="http")
+        if self.registry is not None:
+            listen(self.registry, flag="registry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningNode:
     """What a child process may use of the node that runs it."""
 
@@ -116,7 +131,7 @@ class RunningNode:
 class ChildProcesses:
     """How the child processes of a node are created: the table that the composition root takes."""
 
-    gateway: Callable[[socket.socket, str, Config], GatewayProcess] | None = None
+    gateway: Callable[[GatewaySockets, str, Config], GatewayProcess] | None = None
     beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
     """By name; each is run once the APIs answer, and stopped in the reverse order."""
 
@@ -166,9 +181,9 @@ class Broker:
         self._data = os.path.abspath(config.data)
         self._listeners = Listeners(config)
         self._sealing = Sealing(None)
-        self._http_socket: socket.socket | None = None
+        self._gateway_sockets: GatewaySockets | None = None
         # Kept, because the addresses are still asked for after the sockets are closed.
-        self._kafka_at = self._http_at = ""
+        self._kafka_at = self._http_at = self._registry_at = ""
         self._revoked: RevokedSessions | None = None
         self._served: ServedApis | None = None
         self._store: LogStore | None = None
@@ -240,8 +255,8 @@ class Broker:
         self._report_start("the logs are open, the APIs are loading")
         # Not earlier: clients that connect while logs are recovered would wait without knowing why.
         self._listeners.listen()
-        if self._http_socket is not None:
-            listen(self._http_socket, flag="http")
+        if self._gateway_sockets is not None:
+            self._gateway_sockets.listen()
 
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
@@ -286,28 +301,34 @@ class Broker:
         settings.on_change(follow_settings)
         return listener
 
-    async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
-        """Bind the gateway's address; the process is started when there is something to report."""
-        self._http_socket = await self._bind_http()
-        self._undo.callback(self._http_socket.close)
-        self._http_at = address_of(self._http_socket)
-        self._gateway = make(self._http_socket, self._listeners.internal_address, self._config)
+    async def _prepare_gateway(self, make: Callable[[GatewaySockets, str, Config], GatewayProcess]) -> None:
+        """Bind the gateway's addresses; the process is started when there is something to report."""
+        http = await self._bind_http(self._config.http, "http")
+        self._http_at = address_of(http)
+        registry = None
+        if self._config.registry:
+            registry = await self._bind_http(self._config.registry, "registry")
+            self._registry_at = address_of(registry)
+        self._gateway_sockets = GatewaySockets(http=http, registry=registry)
+        self._gateway = make(self._gateway_sockets, self._listeners.internal_address, self._config)
 
     def _report_start(self, starting: str) -> None:
         """Let the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
             self._gateway.report_starting(starting)
 
-    async def _bind_http(self) -> socket.socket:
+    async def _bind_http(self, given: str, flag: str) -> socket.socket:
         """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
-        address = parse_address(self._config.http, name="http")
+        address = parse_address(given, name=flag)
         was_killed = self._files.exists(f"{self._data}/{LOCK_NAME}") and not self._files.exists(
             f"{self._data}/{CLEAN_STOP_NAME}"
         )
         deadline = self._clock.monotonic() + (_ORPHAN_S if was_killed else 0.0)
         while True:
             try:
-                return bind(*address, flag="http", listening=False)
+                bound = bind(*address, flag=flag, listening=False)
+                self._undo.callback(bound.close)
+                return bound
             except AddressTaken:
                 if self._clock.monotonic() >= deadline:
                     raise
@@ -556,10 +577,10 @@ class Broker:
 
     async def _serve_start_report(self, reason: str) -> None:
         """Let the gateway say why the node is not up yet, before the loop is busy."""
-        if self._gateway is None or self._http_socket is None:
+        if self._gateway is None or self._gateway_sockets is None:
             return
         self._gateway.report_starting(reason)
-        listen(self._http_socket, flag="http")
+        self._gateway_sockets.listen()
         self._begin_gateway(self._gateway)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._gateway.spawned(), _SPAWN_S_MAX)
@@ -605,6 +626,11 @@ class Broker:
     def http_address(self) -> str:
         """Where HTTP is served, with the real port; empty without a gateway."""
         return self._http_at
+
+    @property
+    def registry_address(self) -> str:
+        """Where the schema registry has a port of its own, with the real one; empty if it has none."""
+        return self._registry_at
 
     @property
     def http_url(self) -> str:

@@ -36,6 +36,7 @@ ORDER = (
     "group",
     "subscription",
     "dlq",
+    "schema",
     "pipeline",
     "transaction",
     "user",

@@ -16,6 +16,7 @@ from millstream.core.errors import (
     InvalidRequest,
     NotFound,
     RequestTimedOut,
+    SchemaRegistryError,
     StoreDenied,
     StoreUnavailable,
     TransactionRejected,
@@ -59,6 +60,9 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (RequestTimedOut, ExitCode.TIMED_OUT),
 )
 
+_REGISTRY_CODES = {404: ExitCode.NOT_FOUND, 409: ExitCode.CONFLICT, 422: ExitCode.USAGE}
+"""By the HTTP status with which the registry's codes begin."""
+
 
 def exit_code_of(error: Exception) -> ExitCode:
     """Return the exit code for an error."""
@@ -67,4 +71,6 @@ def exit_code_of(error: Exception) -> ExitCode:
     if isinstance(error, AddressTaken):
         # Only an address in use is a conflict; others can never be bound.
         return ExitCode.CONFLICT if getattr(error.__cause__, "errno", None) == EADDRINUSE else ExitCode.FAILED
+    if isinstance(error, SchemaRegistryError):
+        return _REGISTRY_CODES.get(int(str(error.code)[:3]), ExitCode.FAILED)
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

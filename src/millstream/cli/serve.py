@@ -177,7 +177,8 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     from millstream.broker.cluster.membership import is_any_address
 
     if as_json:
-        print_json({"kafka": broker.kafka_address, "http": broker.http_address})
+        registry = {"registry": broker.registry_address} if broker.registry_address else {}
+        print_json({"kafka": broker.kafka_address, "http": broker.http_address, **registry})
         return
     print_line(f"millstream {__version__} is ready")
     is_everywhere = is_any_address(parse_address(broker.kafka_address, name="kafka")[0])
@@ -188,6 +189,8 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
     )
     print_line(f"  kafka  {broker.kafka_address}  ({where})")
     if broker.http_address:
-        print_line(f"  http   {broker.http_url}  (/docs /healthz /readyz /metrics)")
+        print_line(f"  http   {broker.http_url}  (/docs /healthz /readyz /metrics /registry)")
+    if broker.registry_address:
+        print_line(f"  schema http://{broker.registry_address}")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")

@@ -101,6 +101,12 @@ class Config:
         "either, HTTP is served over TLS.",
     )
     http_tls_key: str = setting("http-tls-key", "", "File with the private key of `http-tls-cert`.")
+    registry: str = setting(
+        "registry",
+        "",
+        "HOST:PORT at which the schema registry is served without a prefix, usually port 8081; port 0 picks a free "
+        "one. Empty serves it under `/registry` of `http` only.",
+    )
     advertise: str = setting(
         "advertise",
         "",

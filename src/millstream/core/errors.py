@@ -78,6 +78,7 @@ MillstreamError
 │   └── UnknownLeaderEpoch         the caller knows a newer one
 ├── NotEnoughReplicas
 ├── QuotaExceeded                  the client must wait until it is within its quota
+├── SchemaRegistryError            what the schema registry answers, with the code of Confluent's registry
 ├── ElectionRefused
 │   ├── ElectionNotNeeded          the requested replica already leads
 │   ├── PreferredUnavailable       the preferred replica is down or not in sync
@@ -466,6 +467,14 @@ class QuotaExceeded(MillstreamError):
     def __init__(self, message: str, *, wait_s: float = 1.0) -> None:
         super().__init__(message)
         self.wait_s = wait_s
+
+
+class SchemaRegistryError(MillstreamError):
+    """The schema registry cannot do what was asked; the code is the one that Confluent's registry has for it."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ElectionRefused(MillstreamError):

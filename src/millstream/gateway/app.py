@@ -1,6 +1,7 @@
 """What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
 
 GET /         what is served here
+     /registry/…  Confluent Schema Registry's API, also at the root of a port of its own
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
@@ -38,6 +39,8 @@ from millstream.gateway.api.table import ROUTES
 from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
+from millstream.gateway.registry.app import PREFIX as REGISTRY_PREFIX
+from millstream.gateway.registry.app import RegistryApp
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
@@ -55,6 +58,7 @@ def build_app(
     services: Services | None = None,
     site: OriginCheck | None = None,
     callers: Callers | None = None,
+    registry_port: int | None = None,
 ) -> ASGIApp:
     """Build the gateway's ASGI application; without `callers`, everyone may do everything."""
     named = site or OriginCheck()
@@ -92,12 +96,20 @@ def build_app(
     if services is None:
         return own_pages
     api = Api(ROUTES, services, named, callers)
+    registry = RegistryApp(services, named, callers)
+    own_registry = RegistryApp(services, named, callers, prefix="")
     beginning = PREFIX + "/"
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # Tested before any other routing, since most requests are for the API, which answers everything below its
         # prefix.
-        return (api if scope["path"].startswith(beginning) else own_pages)(scope, receive, send)
+        path = scope["path"]
+        if registry_port is not None and scope["server"][1] == registry_port:
+            return own_registry(scope, receive, send)
+        if path.startswith(beginning):
+            return api(scope, receive, send)
+        is_registry = path.startswith(f"{REGISTRY_PREFIX}/") or path == REGISTRY_PREFIX
+        return (registry if is_registry else own_pages)(scope, receive, send)
 
     return serve_any
 
@@ -120,6 +132,7 @@ class _Pages:
             "metrics": "/metrics",
             "api": "/openapi.json",
             "docs": "/docs",
+            "registry": REGISTRY_PREFIX,
         }
         return JSONLine({"name": "millstream", "version": __version__, "links": links})
 

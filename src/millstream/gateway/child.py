@@ -44,6 +44,7 @@ class HttpChild(SupervisedChild):
         listening: socket.socket,
         kafka_address: str,
         *,
+        registry: socket.socket | None = None,
         hosts: Sequence[str] = (),
         authenticates: str | None = None,
         tls: tuple[str, str] | None = None,
@@ -53,6 +54,7 @@ class HttpChild(SupervisedChild):
     ) -> None:
         super().__init__(backoff_min_s=backoff_min_s)
         self._listening = listening
+        self._registry = registry
         self._kafka_address = kafka_address
         self._hosts = list(hosts)
         self._authenticates = authenticates
@@ -77,9 +79,10 @@ class HttpChild(SupervisedChild):
         self._write()
 
     async def stop(self) -> None:
-        """Stop the child once its requests are finished, and close the listening socket."""
+        """Stop the child once its requests are finished, and close the listening sockets."""
         await super().stop()
-        self._listening.close()
+        for one in self._sockets:
+            one.close()
 
     async def _spawn(self) -> Process:
         self._line, child_end = socket.socketpair()
@@ -92,7 +95,7 @@ class HttpChild(SupervisedChild):
                 *self._command(),
                 stdin=child_end.fileno(),
                 stdout=sys.stderr,
-                pass_fds=(self._listening.fileno(),),
+                pass_fds=[one.fileno() for one in self._sockets],
                 env=child_environment(),
                 start_new_session=True,
             )
@@ -129,9 +132,14 @@ class HttpChild(SupervisedChild):
             asyncio.get_running_loop().remove_reader(line)
             line.close()
 
+    @property
+    def _sockets(self) -> list[socket.socket]:
+        return [self._listening, *([] if self._registry is None else [self._registry])]
+
     def _command(self) -> list[str]:
         options = {
             "descriptor": self._listening.fileno(),
+            "registry": None if self._registry is None else self._registry.fileno(),
             "kafka": self._kafka_address,
             "hosts": self._hosts,
             "authenticates": self._authenticates,

@@ -84,20 +84,24 @@ async def serve(
     kafka_address: str,
     hosts: Sequence[str],
     *,
+    registry: socket.socket | None,
     authenticates: str | None,
     tls: ssl.SSLContext | None,
 ) -> None:
-    """Serve until the broker closes the pipe."""
+    """Serve until the broker closes the pipe; what arrives at `registry` is for the schema registry."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
     broker = BrokerStatusPipe(line)
     services = Services(kafka_address, starting=lambda: broker.starting)
     callers = None if authenticates is None else Callers(services, requires=authenticates == AUTHENTICATION_REQUIRED)
-    server = Server(build_app(services.status.ask, broker.health, services, OriginCheck(hosts), callers), tls)
+    port = None if registry is None else registry.getsockname()[1]
+    app = build_app(services.status.ask, broker.health, services, OriginCheck(hosts), callers, registry_port=port)
+    server = Server(app, tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
-        await server.serve(sockets=[listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))])
+        doubles = [listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)]
+        await server.serve(sockets=[listening, *doubles, *([] if registry is None else [registry])])
     finally:
         if callers is not None:
             await callers.close()
@@ -135,7 +139,17 @@ def main() -> None:
     raise_open_files_limit()
     listening = socket.socket(fileno=options["descriptor"])
     tls = None if options["tls"] is None else _follow_tls(*options["tls"])
-    uvloop.run(serve(listening, options["kafka"], options["hosts"], authenticates=options["authenticates"], tls=tls))
+    registry = None if options["registry"] is None else socket.socket(fileno=options["registry"])
+    uvloop.run(
+        serve(
+            listening,
+            options["kafka"],
+            options["hosts"],
+            registry=registry,
+            authenticates=options["authenticates"],
+            tls=tls,
+        )
+    )
 
 
 def _follow_tls(certificate: str, key: str) -> ssl.SSLContext:

@@ -67,6 +67,7 @@ async def test_the_index_lists_what_is_served() -> None:
             "metrics": "/metrics",
             "api": "/openapi.json",
             "docs": "/docs",
+            "registry": "/registry",
         },
     }
 

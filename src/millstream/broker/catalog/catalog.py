@@ -32,6 +32,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
+from millstream.broker.catalog.schema_store import SchemaTransaction, read_schema_changes
 from millstream.broker.catalog.sealing import SealedSecret, Sealing
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
@@ -77,6 +78,7 @@ from millstream.core.errors import (
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.private_file import read_secret
 from millstream.core.quota import QuotaEntity
+from millstream.core.schema import SchemaChanges
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
 
@@ -683,6 +685,17 @@ class Catalog:
         with self._change() as connection:
             if not delete_pipeline(connection, pipeline.pipeline_id):
                 raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
+
+    def schema_changes(self, since: int) -> SchemaChanges:
+        """Return what the schema registry stored after a change."""
+        with self._read() as connection:
+            return read_schema_changes(connection, since)
+
+    def change_schemas(self, since: int, work: Callable[[SchemaTransaction], None]) -> SchemaChanges:
+        """Change the schema registry in one transaction, while no other node does; return all that is new."""
+        with self._change() as connection:
+            work(SchemaTransaction(connection))
+            return read_schema_changes(connection, since)
 
     def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
         """Return an insert that supports `ON CONFLICT`, which both databases write in the same way."""

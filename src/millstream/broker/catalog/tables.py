@@ -153,3 +153,49 @@ acls = Table(
     Column("permission", Integer, nullable=False),
 )
 """Access rules. The id is a hash of the other columns, which are too long for a key."""
+
+schemas = Table(
+    "schemas",
+    metadata,
+    Column("context", String(255), primary_key=True),
+    Column("schema_id", Integer, primary_key=True, autoincrement=False),
+    Column("guid", String(36), nullable=False, index=True),
+    Column("schema_type", String(16), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("refs", JSON, nullable=False),
+    Column("metadata", JSON, nullable=True),
+    Column("rule_set", JSON, nullable=True),
+    Column("change", BigInteger, nullable=False, index=True),
+)
+"""Registered schemas. A row is never updated: an id keeps its schema."""
+
+schema_versions = Table(
+    "schema_versions",
+    metadata,
+    Column("context", String(255), primary_key=True),
+    Column("subject", String(1024), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("schema_id", Integer, nullable=False),
+    Column("state", Integer, nullable=False),
+    Column("change", BigInteger, nullable=False, index=True),
+)
+"""The versions of subjects. One that was deleted permanently keeps its row, so that every node learns of it."""
+
+schema_settings = Table(
+    "schema_settings",
+    metadata,
+    Column("context", String(255), primary_key=True),
+    Column("subject", String(1024), primary_key=True),
+    Column("config", JSON, nullable=False),
+    Column("mode", String(32), nullable=True),
+    Column("change", BigInteger, nullable=False, index=True),
+)
+"""Settings of subjects, and of contexts, whose subject is empty. A row never goes, it is emptied."""
+
+schema_contexts = Table(
+    "schema_contexts",
+    metadata,
+    Column("context", String(255), primary_key=True),
+    Column("last_id", Integer, nullable=False),
+)
+"""The last schema id that was given out in each context."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import CoordinationStore, Put
 from millstream.core.backoff import Backoff
@@ -17,6 +18,7 @@ from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
+from millstream.core.schema import SchemaChanges
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
 
@@ -144,6 +146,14 @@ class Declarations:
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
         """Delete a pipeline with its rules."""
         await self._change(lambda catalog: catalog.delete_pipeline(pipeline))
+
+    async def schema_changes(self, since: int) -> SchemaChanges:
+        """Return what the schema registry stored after a change."""
+        return await self.call(lambda catalog: catalog.schema_changes(since))
+
+    async def change_schemas(self, since: int, work: Callable[[SchemaTransaction], None]) -> SchemaChanges:
+        """Change the schema registry in one transaction, and return all that is new."""
+        return await self._change(lambda catalog: catalog.change_schemas(since, work))
 
     async def call(self, ask: Callable[[Catalog], T]) -> T:
         """Run one call of the catalog, without blocking the loop."""

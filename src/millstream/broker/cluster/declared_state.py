@@ -14,6 +14,7 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -28,6 +29,7 @@ class DeclaredState:
     groups: DeclaredGroups
     subscriptions: Subscriptions
     pipelines: Pipelines
+    schemas: SchemaRegistry
 
     @classmethod
     def of(
@@ -40,6 +42,7 @@ class DeclaredState:
             groups=DeclaredGroups(declarations, config),
             subscriptions=Subscriptions(declarations, clock, new_id=new_id),
             pipelines=Pipelines(declarations, clock, new_id=new_id),
+            schemas=SchemaRegistry(declarations),
         )
 
     async def load(self) -> None:

@@ -83,6 +83,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.UnknownLeaderEpoch: ErrorCode.unknown_leader_epoch,
     errors.NotEnoughReplicas: ErrorCode.not_enough_replicas,
     errors.QuotaExceeded: ErrorCode.throttling_quota_exceeded,
+    errors.SchemaRegistryError: ErrorCode.invalid_request,
     errors.ElectionRefused: ErrorCode.election_not_needed,
     errors.ElectionNotNeeded: ErrorCode.election_not_needed,
     errors.PreferredUnavailable: ErrorCode.preferred_leader_not_available,

@@ -85,6 +85,17 @@ from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
+from millstream.broker.kafka.apis.schema_apis import (
+    SchemaCheck,
+    SchemaConfigure,
+    SchemaDelete,
+    SchemaGet,
+    SchemaList,
+    SchemaLookup,
+    SchemaRegister,
+    SchemaSettings,
+    SchemaSubject,
+)
 from millstream.broker.kafka.apis.secret_list import SecretList
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
@@ -205,6 +216,7 @@ class ServedApis:
             *self._subscription_apis(),
             *self._share_apis(),
             *self._pipeline_apis(),
+            *self._schema_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -240,6 +252,7 @@ class ServedApis:
         await self._subscriptions.close()
         await self._transactions.close()
         await self._groups.close()
+        await self._parts.declared.schemas.close()
 
     def _topic_apis(self) -> Iterable[Api[Any, Any]]:
         topics, membership = self._parts.topics, self._parts.membership
@@ -333,6 +346,18 @@ class ServedApis:
         yield PipelineList(pipelines, self.pipeline_board)
         yield RuleChange(pipelines, subscriptions, notes)
         yield PipelineLanded(self._landed)
+
+    def _schema_apis(self) -> Iterable[RawApi]:
+        schemas = self._parts.declared.schemas
+        yield SchemaRegister(schemas)
+        yield SchemaLookup(schemas)
+        yield SchemaCheck(schemas)
+        yield SchemaGet(schemas)
+        yield SchemaList(schemas)
+        yield SchemaSubject(schemas)
+        yield SchemaDelete(schemas)
+        yield SchemaSettings(schemas)
+        yield SchemaConfigure(schemas)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

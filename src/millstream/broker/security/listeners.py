@@ -79,8 +79,11 @@ class Listeners:
             from millstream.broker.security.tls import PrincipalRules
 
             PrincipalRules(config.tls_principal_rules)
-        if config.http:
-            self._check_http()
+        if config.registry and not config.http:
+            raise InvalidSetting("--registry is served by the HTTP gateway; give it an address with --http, too")
+        for flag, address in (("--http", config.http), ("--registry", config.registry)):
+            if address:
+                self._check_http(flag, address)
         for listener in config.all_listeners:
             if not (listener.requires_authentication or listener.is_loopback or config.insecure):
                 flag = "--kafka" if listener.name == DEFAULT_LISTENER else f"listener {listener.name!r}"
@@ -93,20 +96,20 @@ class Listeners:
         if config.in_cluster:
             self._check_node_listener()
 
-    def _check_http(self) -> None:
+    def _check_http(self, flag: str, address: str) -> None:
         config = self._config
         if config.http_tls is not None:
             from millstream.broker.security.tls import FollowedTls, TlsFiles
 
             certificate, key = config.http_tls
             FollowedTls(TlsFiles(certificate=certificate, key=key))
-        if is_loopback(config.http) or config.insecure:
+        if is_loopback(address) or config.insecure:
             return
         if not config.http_authenticates:
-            raise InvalidSetting(_exposed("--http", config.http))
+            raise InvalidSetting(_exposed(flag, address))
         if config.http_tls is None:
             raise InvalidSetting(
-                f"--http {config.http} is reachable by other machines, and callers would send their passwords to it in "
+                f"{flag} {address} is reachable by other machines, and callers would send their passwords to it in "
                 "plain text; give --tls-cert and --tls-key (or --http-tls-cert and --http-tls-key), listen on a "
                 "loopback address, or pass --insecure if the network is trusted"
             )

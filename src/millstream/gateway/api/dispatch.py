@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, Final, Generic, Protocol, TypeVar, get_args
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
@@ -36,13 +36,21 @@ from millstream.gateway.request_memory import ClientDisconnected, Receive, Reque
 S = TypeVar("S")
 
 
+class _Located(Protocol):
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+
 class PathTree(Generic[S]):
     """Handlers by path: literal segments first, then named ones."""
 
     def __init__(self) -> None:
         self._root: _Node[S] = _Node()
 
-    def add(self, route: Route[Any, Any], served: S) -> None:
+    def add(self, route: _Located, served: S) -> None:
         """Register a handler under the path and method of a route."""
         node = self._root
         for segment in route.path.removeprefix("/").split("/"):

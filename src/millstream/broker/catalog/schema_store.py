@@ -1,0 +1,187 @@
+"""Schemas in the catalog: rows with the number of the change that wrote them, so that nodes read only what is new.
+
+Changes take their numbers from one counter, which each locks until it is committed: they are serialized across nodes,
+and whoever has read up to a number has seen every change before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Table, and_, delete, insert, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from millstream.broker.catalog.tables import (
+    counters,
+    schema_contexts,
+    schema_settings,
+    schema_versions,
+    schemas,
+)
+from millstream.core.schema import (
+    GLOBAL_CONTEXT,
+    QualifiedSubject,
+    SchemaChanges,
+    SchemaContent,
+    SchemaReference,
+    StoredSchema,
+    SubjectSettings,
+    SubjectVersion,
+)
+
+_COUNTER: Final = "schema-changes"
+_LIVE, _DELETED, _GONE = range(3)
+
+
+def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
+    """Return what was stored after a change."""
+    last = connection.execute(select(counters.c.next_value).where(counters.c.name == _COUNTER)).scalar_one_or_none()
+    if last is None or last <= since:
+        return SchemaChanges(last=since)
+    # Not beyond the number just read: a later change may be committed between two of these statements.
+    found: dict[str, list[Any]] = {}
+    for table in (schemas, schema_versions, schema_settings):
+        wanted = and_(table.c.change > since, table.c.change <= last)
+        found[table.name] = list(connection.execute(select(table).where(wanted).order_by(table.c.change)))
+    return SchemaChanges(
+        last=int(last),
+        schemas=[_stored(row) for row in found[schemas.name]],
+        versions=[_version(row) for row in found[schema_versions.name]],
+        settings=[_settings(row) for row in found[schema_settings.name]],
+    )
+
+
+class SchemaTransaction:
+    """One change of the registry; all others wait until it is committed."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._is_shared = connection.dialect.name != "sqlite"
+        first = self._insert(counters).values(name=_COUNTER, next_value=1)
+        grown = {"next_value": counters.c.next_value + 1}
+        connection.execute(first.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
+        number = connection.execute(select(counters.c.next_value).where(counters.c.name == _COUNTER)).scalar_one()
+        self._number = int(number)
+
+    def is_unchanged(self, subject: QualifiedSubject, since: int) -> bool:
+        """Whether neither the subject nor the settings that apply to it have changed since."""
+        for table in (schema_versions, schema_settings):
+            about = _here(table, subject)
+            if table is schema_settings:
+                scopes = (QualifiedSubject(subject.context, ""), QualifiedSubject(GLOBAL_CONTEXT, ""))
+                about = or_(about, *(_here(table, scope) for scope in scopes))
+            if self._connection.execute(select(table.c.change).where(about, table.c.change > since).limit(1)).first():
+                return False
+        return True
+
+    def find_schema(self, context: str, content: SchemaContent) -> StoredSchema | None:
+        """Return the oldest schema of a context with this content."""
+        equal = and_(schemas.c.context == context, schemas.c.guid == str(content.guid))
+        row = self._connection.execute(select(schemas).where(equal).order_by(schemas.c.schema_id).limit(1)).first()
+        return None if row is None else _stored(row)
+
+    def schema(self, context: str, schema_id: int) -> StoredSchema | None:
+        """Return the schema with an id."""
+        row = self._connection.execute(select(schemas).where(_with_id(context, schema_id))).first()
+        return None if row is None else _stored(row)
+
+    def add_schema(self, context: str, content: SchemaContent, *, schema_id: int | None = None) -> StoredSchema:
+        """Store content under its next id, or under the given one, which no other content may have."""
+        given = self._next_id(context) if schema_id is None else schema_id
+        if schema_id is not None:
+            self._skip_ids(context, schema_id)
+        stored = StoredSchema(context=context, schema_id=given, guid=str(content.guid), content=content)
+        self._connection.execute(
+            insert(schemas).values(
+                context=context,
+                schema_id=given,
+                guid=stored.guid,
+                schema_type=content.schema_type,
+                text=content.text,
+                refs=[list(one) for one in content.references],
+                metadata=content.metadata,
+                rule_set=content.rule_set,
+                change=self._number,
+            )
+        )
+        return stored
+
+    def put_version(self, version: SubjectVersion) -> None:
+        """Store a version of a subject; one that is gone takes its schema along, if no other version has it."""
+        state = _GONE if version.is_gone else _DELETED if version.is_deleted else _LIVE
+        values = {"schema_id": version.schema_id, "state": state, "change": self._number}
+        self._put(schema_versions, version.subject, values, version=version.version)
+        if version.is_gone:
+            self._drop_unused(version.subject.context, version.schema_id)
+
+    def put_settings(self, settings: SubjectSettings) -> None:
+        """Store configuration and mode of a subject or context."""
+        values = {"config": dict(settings.config), "mode": settings.mode, "change": self._number}
+        self._put(schema_settings, settings.subject, values)
+
+    def _put(self, table: Table, subject: QualifiedSubject, values: dict[str, Any], **key: int) -> None:
+        row = self._insert(table).values(context=subject.context, subject=subject.name, **key, **values)
+        self._connection.execute(row.on_conflict_do_update(index_elements=list(table.primary_key), set_=values))
+
+    def _next_id(self, context: str) -> int:
+        first = self._insert(schema_contexts).values(context=context, last_id=1)
+        grown = {"last_id": schema_contexts.c.last_id + 1}
+        self._connection.execute(first.on_conflict_do_update(index_elements=[schema_contexts.c.context], set_=grown))
+        last = select(schema_contexts.c.last_id).where(schema_contexts.c.context == context)
+        return int(self._connection.execute(last).scalar_one())
+
+    def _skip_ids(self, context: str, schema_id: int) -> None:
+        """Give out no id up to this one."""
+        known = self._insert(schema_contexts).values(context=context, last_id=schema_id)
+        self._connection.execute(known.on_conflict_do_nothing(index_elements=[schema_contexts.c.context]))
+        lower = and_(schema_contexts.c.context == context, schema_contexts.c.last_id < schema_id)
+        self._connection.execute(update(schema_contexts).where(lower).values(last_id=schema_id))
+
+    def _drop_unused(self, context: str, schema_id: int) -> None:
+        uses = select(schema_versions.c.version).where(
+            schema_versions.c.context == context,
+            schema_versions.c.schema_id == schema_id,
+            schema_versions.c.state != _GONE,
+        )
+        if self._connection.execute(uses.limit(1)).first() is None:
+            self._connection.execute(delete(schemas).where(_with_id(context, schema_id)))
+
+    def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
+        return postgresql.insert(table) if self._is_shared else sqlite.insert(table)
+
+
+def _here(table: Table, subject: QualifiedSubject) -> ColumnElement[bool]:
+    return and_(table.c.context == subject.context, table.c.subject == subject.name)
+
+
+def _with_id(context: str, schema_id: int) -> ColumnElement[bool]:
+    return and_(schemas.c.context == context, schemas.c.schema_id == schema_id)
+
+
+def _stored(row: Any) -> StoredSchema:
+    return StoredSchema(
+        context=row.context,
+        schema_id=row.schema_id,
+        guid=row.guid,
+        content=SchemaContent(
+            schema_type=row.schema_type,
+            text=row.text,
+            references=tuple(SchemaReference(*one) for one in row.refs),
+            metadata=row.metadata,
+            rule_set=row.rule_set,
+        ),
+    )
+
+
+def _version(row: Any) -> SubjectVersion:
+    return SubjectVersion(
+        subject=QualifiedSubject(row.context, row.subject),
+        version=row.version,
+        schema_id=row.schema_id,
+        is_deleted=row.state == _DELETED,
+        is_gone=row.state == _GONE,
+    )
+
+
+def _settings(row: Any) -> SubjectSettings:
+    return SubjectSettings(subject=QualifiedSubject(row.context, row.subject), config=dict(row.config), mode=row.mode)

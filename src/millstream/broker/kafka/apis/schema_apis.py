@@ -1,0 +1,445 @@
+"""Private requests about schemas, which carry what Confluent's REST API asks and answers.
+
+A subject is authorized as the topic that it is for: `orders-key` and `orders-value` as `orders`, any other as a topic
+of its own name. A refusal of the registry has Confluent's code.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.errors import SchemaRegistryError
+from millstream.core.schema import (
+    QualifiedSubject,
+    RegistryCode,
+    SchemaContent,
+    SchemaReference,
+    StoredSchema,
+    SubjectVersion,
+)
+from millstream.protocol.private.schema_messages import (
+    CHECK_KEY,
+    CONFIGURE_KEY,
+    DELETE_KEY,
+    GET_KEY,
+    LIST_KEY,
+    LOOKUP_KEY,
+    REGISTER_KEY,
+    SETTINGS_KEY,
+    SUBJECT_KEY,
+    CheckResponse,
+    CheckSchema,
+    Configure,
+    DeletedResponse,
+    DeleteSubject,
+    GetSchema,
+    GetSettings,
+    GetSubject,
+    ListSubjects,
+    LookupSchema,
+    RegisterSchema,
+    RegistryResponse,
+    SchemaBody,
+    SchemaMessage,
+    SchemaResponse,
+    SettingsResponse,
+    SubjectResponse,
+    SubjectsResponse,
+)
+
+EVERY_CONTEXT: Final = ":*:"
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
+
+
+def topic_of(subject: str) -> str:
+    """The topic whose access rules apply to a subject."""
+    name = QualifiedSubject.parse(subject).name
+    return name.removesuffix("-value") if name.endswith("-value") else name.removesuffix("-key")
+
+
+def subject_need(operation: Operation, subject: str) -> Need:
+    """What a request about a subject needs; one about a context needs the cluster."""
+    if not QualifiedSubject.parse(subject).name:
+        return (operation, ResourceType.CLUSTER, CLUSTER_NAME)
+    return (operation, ResourceType.TOPIC, topic_of(subject))
+
+
+def may_describe(rights: Rights, subject: str) -> bool:
+    """Whether a client may see a subject."""
+    return rights.topic(Operation.DESCRIBE, topic_of(subject))
+
+
+class RegistryApi(PrivateApi[RequestT, AnswerT]):
+    """A request to the registry; a refusal carries the registry's own code."""
+
+    def __init__(self, registry: SchemaRegistry) -> None:
+        self._registry = registry
+
+    async def handle(self, request: RequestT) -> AnswerT:
+        """Answer, also with the registry's refusal."""
+        try:
+            return await self.answer(request)
+        except SchemaRegistryError as error:
+            refused: AnswerT = self.response_type(code=error.code, message=str(error))
+            return refused
+
+    @abstractmethod
+    async def answer(self, request: RequestT) -> AnswerT:
+        """Carry out a request."""
+
+    async def message_of(self, version: SubjectVersion, wanted: str = "") -> SchemaMessage:
+        """Describe a version of a subject."""
+        return msgspec.structs.replace(
+            await self.message_of_schema(self._registry.schema_of(version), wanted),
+            subject=str(version.subject),
+            version=version.version,
+            deleted=version.is_deleted,
+        )
+
+    async def message_of_schema(self, schema: StoredSchema, wanted: str = "") -> SchemaMessage:
+        """Describe a schema."""
+        content = schema.content
+        return SchemaMessage(
+            id=schema.schema_id,
+            guid=schema.guid,
+            schema_type=content.schema_type,
+            schema=await self._registry.render(schema, wanted),
+            references=content.references,
+            metadata=content.metadata,
+            rule_set=content.rule_set,
+        )
+
+
+def new_schema(body: SchemaBody, *, schema_id: int | None = None, version: int | None = None) -> NewSchema:
+    """Convert what a client sends."""
+    references = tuple(SchemaReference(*one) for one in body.references)
+    content = SchemaContent(
+        schema_type=body.schema_type,
+        text=body.schema,
+        references=references,
+        metadata=body.metadata,
+        rule_set=body.rule_set,
+    )
+    return NewSchema(content=content, normalize=body.normalize, schema_id=schema_id, version=version)
+
+
+class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
+    """Registers a schema as the next version of a subject.
+
+        {"subject": "orders-value", "schema": "…", "schema_type": "AVRO", "references": [["name", "subject", 1], …],
+        "metadata": {…}, "rule_set": {…}, "normalize": false, "id": null, "version": null}
+        answer: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
+        …}}
+
+    A schema that a version of the subject has already is not registered again. `id` and `version` are given in IMPORT
+    mode only. A refusal has Confluent's code: 409 if the schema is incompatible, 42201 if it is invalid.
+    """
+
+    key = REGISTER_KEY
+    request_type = RegisterSchema
+    response_type = SchemaResponse
+
+    async def needs(self, request: RegisterSchema) -> Sequence[Need]:
+        """WRITE on the subject's topic: a producer registers the schemas that it writes with."""
+        return [subject_need(Operation.WRITE, request.subject)]
+
+    async def answer(self, request: RegisterSchema) -> SchemaResponse:
+        """Register it durably."""
+        new = new_schema(request, schema_id=request.id, version=request.version)
+        version = await self._registry.register(QualifiedSubject.parse(request.subject), new)
+        return SchemaResponse(schema=await self.message_of(version))
+
+
+class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
+    """Finds the version of a subject that has a schema.
+
+        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "deleted": false, "format": ""}
+        answer: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
+        …}}
+
+    A refusal has Confluent's code: 40401 for an unknown subject, 40403 if none of its versions has the schema.
+    """
+
+    key = LOOKUP_KEY
+    request_type = LookupSchema
+    response_type = SchemaResponse
+
+    async def needs(self, request: LookupSchema) -> Sequence[Need]:
+        """DESCRIBE on the subject's topic."""
+        return [subject_need(Operation.DESCRIBE, request.subject)]
+
+    async def answer(self, request: LookupSchema) -> SchemaResponse:
+        """Find the newest version with this content."""
+        subject = QualifiedSubject.parse(request.subject)
+        version = await self._registry.lookup(subject, new_schema(request), deleted=request.deleted)
+        return SchemaResponse(schema=await self.message_of(version, request.format))
+
+
+class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
+    """Tells whether a schema is compatible with a subject.
+
+        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest"}
+        answer: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …]}
+
+    Without a version, the schema is checked against those that the subject's level covers. It is compatible if there
+    are no reasons against it.
+    """
+
+    key = CHECK_KEY
+    request_type = CheckSchema
+    response_type = CheckResponse
+
+    async def needs(self, request: CheckSchema) -> Sequence[Need]:
+        """DESCRIBE on the subject's topic."""
+        return [subject_need(Operation.DESCRIBE, request.subject)]
+
+    async def answer(self, request: CheckSchema) -> CheckResponse:
+        """Decide, without registering anything."""
+        subject = QualifiedSubject.parse(request.subject)
+        return CheckResponse(reasons=await self._registry.check(subject, new_schema(request), request.version))
+
+
+class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
+    """Returns a schema by its id or guid, and which versions have it.
+
+        {"id": 1, "guid": "", "subject": "", "format": "", "deleted": false}
+        answer: {"error": 0, "message": null, "code": 0, "schema": {…}, "uses": [["orders-value", 1], …],
+        "ids": [[".", 1], …], "max_id": 7}
+
+    The subject says in which context the id is; without one it is the default context. `format` is `serialized` for the
+    descriptor of a Protobuf schema, `resolved` for an Avro schema with its references written out.
+    """
+
+    key = GET_KEY
+    request_type = GetSchema
+    response_type = SchemaResponse
+
+    async def needs(self, request: GetSchema) -> Sequence[Need]:
+        """Nothing: the schema is only returned to clients that may describe one of the topics it is for."""
+        return ()
+
+    def redact(self, response: SchemaResponse, rights: Rights) -> SchemaResponse:
+        """Hide schemas and subjects that the client may not describe."""
+        if response.schema is None or rights.cluster(Operation.DESCRIBE):
+            return response
+        uses = [use for use in response.uses if may_describe(rights, use[0])]
+        if not uses:
+            missing = response.schema.id or response.schema.guid
+            return SchemaResponse(code=RegistryCode.SCHEMA_NOT_FOUND, message=f"Schema {missing} not found")
+        return msgspec.structs.replace(response, uses=uses)
+
+    async def answer(self, request: GetSchema) -> SchemaResponse:
+        """Describe a schema."""
+        if request.guid:
+            found = await self._registry.find_by_guid(request.guid)
+        else:
+            found = [await self._registry.find_schema(request.id, QualifiedSubject.parse(request.subject))]
+        uses = [use for schema in found for use in self._registry.uses(schema)]
+        return SchemaResponse(
+            schema=await self.message_of_schema(found[0], request.format),
+            uses=[(str(use.subject), use.version) for use in uses if request.deleted or not use.is_deleted],
+            ids=[(schema.context, schema.schema_id) for schema in found],
+            max_id=self._registry.max_id(found[0].context),
+        )
+
+
+class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
+    """Lists subjects, their schemas, and contexts.
+
+        {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false}
+        answer: {"error": 0, "message": null, "code": 0, "subjects": ["orders-value", …], "schemas": [{…}, …],
+        "contexts": [".", …]}
+
+    A prefix `:.context:` lists a context, `:*:` all of them; otherwise the subjects of the default context are listed.
+    """
+
+    key = LIST_KEY
+    request_type = ListSubjects
+    response_type = SubjectsResponse
+
+    async def needs(self, request: ListSubjects) -> Sequence[Need]:
+        """Nothing: the list contains the subjects whose topic the client may describe."""
+        return ()
+
+    def redact(self, response: SubjectsResponse, rights: Rights) -> SubjectsResponse:
+        """Leave out the subjects that the client may not describe."""
+        visible = [subject for subject in response.subjects if may_describe(rights, subject)]
+        return msgspec.structs.replace(
+            response,
+            subjects=visible,
+            schemas=[schema for schema in response.schemas if may_describe(rights, schema.subject)],
+            contexts=sorted({".", *(QualifiedSubject.parse(subject).context for subject in visible)}),
+        )
+
+    async def answer(self, request: ListSubjects) -> SubjectsResponse:
+        """List what starts with the prefix."""
+        listed = [
+            (subject, versions)
+            for subject in self._starting_with(request.prefix)
+            if (
+                versions := self._registry.versions(subject).select(
+                    deleted=request.deleted, deleted_only=request.deleted_only
+                )
+            )
+        ]
+        schemas = []
+        if request.schemas:
+            for _subject, versions in listed:
+                chosen = versions[-1:] if request.latest_only else versions
+                schemas += [await self.message_of(version) for version in chosen]
+        return SubjectsResponse(
+            subjects=[str(subject) for subject, _versions in listed],
+            schemas=schemas,
+            contexts=self._registry.contexts(),
+        )
+
+    def _starting_with(self, prefix: str) -> Iterable[QualifiedSubject]:
+        if prefix.startswith(EVERY_CONTEXT):
+            context, name = None, prefix.removeprefix(EVERY_CONTEXT)
+        else:
+            context, name = QualifiedSubject.parse(prefix)
+        return (
+            subject
+            for subject in self._registry.subjects()
+            if context in (None, subject.context) and subject.name.startswith(name)
+        )
+
+
+class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
+    """Returns the versions of a subject, or one of them.
+
+        {"subject": "orders-value", "version": "latest", "deleted": false, "deleted_only": false, "format": "",
+        "metadata": null}
+        answer: {"error": 0, "message": null, "code": 0, "versions": [1, 2], "schema": {…}, "referrers": [3]}
+
+    Without a version, the numbers of all are returned; with one, its schema and the ids of the schemas that refer to
+    it. `metadata` asks for the latest version that has these properties.
+    """
+
+    key = SUBJECT_KEY
+    request_type = GetSubject
+    response_type = SubjectResponse
+
+    async def needs(self, request: GetSubject) -> Sequence[Need]:
+        """DESCRIBE on the subject's topic."""
+        return [subject_need(Operation.DESCRIBE, request.subject)]
+
+    async def answer(self, request: GetSubject) -> SubjectResponse:
+        """Describe a subject."""
+        subject = QualifiedSubject.parse(request.subject)
+        if request.metadata is not None:
+            found = await self._with_properties(subject, request.metadata, deleted=request.deleted)
+            return SubjectResponse(schema=await self.message_of(found, request.format))
+        if request.version is None:
+            versions = await self._registry.find_versions(subject, deleted=request.deleted or request.deleted_only)
+            chosen = versions.select(deleted=request.deleted, deleted_only=request.deleted_only)
+            return SubjectResponse(versions=[version.version for version in chosen])
+        version = await self._registry.find_version(subject, request.version, deleted=request.deleted)
+        return SubjectResponse(
+            schema=await self.message_of(version, request.format), referrers=self._registry.referrers(version)
+        )
+
+    async def _with_properties(
+        self, subject: QualifiedSubject, wanted: Mapping[str, str], *, deleted: bool
+    ) -> SubjectVersion:
+        versions = (await self._registry.find_versions(subject, deleted=deleted)).select(deleted=deleted)
+        for version in reversed(versions):
+            metadata = self._registry.schema_of(version).content.metadata or {}
+            if wanted.items() <= dict(metadata.get("properties") or {}).items():
+                return version
+        raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+
+
+class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
+    """Deletes a subject or one of its versions.
+
+        {"subject": "orders-value", "version": null, "permanent": false}
+        answer: {"error": 0, "message": null, "code": 0, "versions": [1, 2]}
+
+    A deleted version is hidden, but its id still returns its schema. Permanent deletion is for versions that are
+    deleted already. What other schemas refer to is not deleted.
+    """
+
+    key = DELETE_KEY
+    request_type = DeleteSubject
+    response_type = DeletedResponse
+
+    async def needs(self, request: DeleteSubject) -> Sequence[Need]:
+        """DELETE on the subject's topic."""
+        return [subject_need(Operation.DELETE, request.subject)]
+
+    async def answer(self, request: DeleteSubject) -> DeletedResponse:
+        """Delete durably."""
+        subject, permanent = QualifiedSubject.parse(request.subject), request.permanent
+        if request.version is None:
+            return DeletedResponse(versions=await self._registry.delete_subject(subject, permanent=permanent))
+        version = await self._registry.delete_version(subject, request.version, permanent=permanent)
+        return DeletedResponse(versions=[version])
+
+
+class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
+    """Returns configuration and mode of a subject or context.
+
+        {"subject": "", "default_to_global": false}
+        answer: {"error": 0, "message": null, "code": 0, "config": {"compatibilityLevel": "BACKWARD"},
+        "mode": "READWRITE"}
+
+    An empty subject is the default context, `:.name:` another one. Of a subject, only what was set for itself is
+    returned, unless `default_to_global` asks for what applies to it.
+    """
+
+    key = SETTINGS_KEY
+    request_type = GetSettings
+    response_type = SettingsResponse
+
+    async def needs(self, request: GetSettings) -> Sequence[Need]:
+        """DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
+        return [subject_need(Operation.DESCRIBE_CONFIGS, request.subject)]
+
+    async def answer(self, request: GetSettings) -> SettingsResponse:
+        """Describe what is set."""
+        subject = QualifiedSubject.parse(request.subject)
+        if request.default_to_global or not subject.name:
+            return SettingsResponse(config=self._registry.config(subject), mode=self._registry.mode(subject))
+        settings = self._registry.settings(subject)
+        return SettingsResponse(config=settings.config or None, mode=settings.mode)
+
+
+class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
+    """Changes or resets configuration or mode of a subject or context.
+
+        {"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null, "reset_config": false,
+        "reset_mode": false, "force": false}
+        answer: {"error": 0, "message": null, "code": 0, "config": {…}, "mode": null}, which was set before
+
+    IMPORT mode is for subjects and contexts without schemas, unless `force` is given.
+    """
+
+    key = CONFIGURE_KEY
+    request_type = Configure
+    response_type = SettingsResponse
+
+    async def needs(self, request: Configure) -> Sequence[Need]:
+        """ALTER_CONFIGS on the subject's topic, or on the cluster for a context."""
+        return [subject_need(Operation.ALTER_CONFIGS, request.subject)]
+
+    async def answer(self, request: Configure) -> SettingsResponse:
+        """Store what is set from now on."""
+        subject = QualifiedSubject.parse(request.subject)
+        before = self._registry.settings(subject)
+        if request.config is not None or request.reset_config:
+            before = await self._registry.configure(subject, None if request.reset_config else request.config)
+        if request.mode is not None or request.reset_mode:
+            mode = None if request.reset_mode else request.mode
+            before = await self._registry.set_mode(subject, mode, force=request.force)
+        return SettingsResponse(config=before.config or None, mode=before.mode)

@@ -1,0 +1,695 @@
+"""What is registered: every schema, version and setting in memory, changed through the catalog.
+
+Reads are answered from memory, also while the catalog is away. A change is prepared from what is known, and stored only
+if the catalog says that the subject has not changed since; otherwise it is prepared again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from millstream.broker.catalog.schema_store import SchemaTransaction
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.schemas.examiner import SchemaExaminer
+from millstream.core.errors import MillstreamError, SchemaRegistryError
+from millstream.core.schema import (
+    CONTEXT_CHARACTERS_MAX,
+    DEFAULT_LEVEL,
+    GLOBAL_CONTEXT,
+    IMPORT,
+    LEVELS,
+    MODES,
+    READONLY,
+    READONLY_OVERRIDE,
+    READWRITE,
+    SCHEMA_TYPES,
+    SUBJECT_CHARACTERS_MAX,
+    QualifiedSubject,
+    RegistryCode,
+    SchemaChanges,
+    SchemaContent,
+    SchemaReference,
+    StoredSchema,
+    SubjectSettings,
+    SubjectVersion,
+)
+from millstream.protocol.schemas.formats import SchemaText
+
+_logger = logging.getLogger(__name__)
+
+SCHEMA_BYTES_MAX: Final = 1024 * 1024
+REGISTERED_BYTES_MAX: Final = 256 * 1024 * 1024
+"""All schemas together, since every node holds them in memory."""
+REFERENCES_MAX: Final = 1000
+"""The schemas that one refers to, directly or not."""
+ATTEMPTS_MAX: Final = 20
+"""How often a change is prepared again because others changed the same subject."""
+RENDERED_MAX: Final = 256
+LEVEL: Final = "compatibilityLevel"
+_ANNOTATIONS: Final = (("metadata", "Metadata"), ("rule_set", "RuleSet"))
+
+
+class _Stale(MillstreamError):
+    """The subject has changed while its change was prepared."""
+
+
+class Registered(Sequence[SubjectVersion]):
+    """The versions of one subject, deleted ones included, in their order."""
+
+    def __init__(self, versions: Iterable[SubjectVersion]) -> None:
+        self._versions = sorted(versions, key=lambda one: one.version)
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._versions[index]
+
+    @property
+    def live(self) -> list[SubjectVersion]:
+        """The versions that are not deleted."""
+        return [one for one in self._versions if not one.is_deleted]
+
+    def select(self, *, deleted: bool = False, deleted_only: bool = False) -> list[SubjectVersion]:
+        """Those that a client asks for."""
+        if deleted_only:
+            return [one for one in self._versions if one.is_deleted]
+        return list(self._versions) if deleted else self.live
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewSchema:
+    """A schema as a client sends it."""
+
+    content: SchemaContent
+    normalize: bool = False
+    schema_id: int | None = None
+    version: int | None = None
+
+
+class SchemaRegistry:
+    """Every subject of every context."""
+
+    def __init__(self, declarations: Declarations, *, examiner: SchemaExaminer | None = None) -> None:
+        self._declarations = declarations
+        self._examiner = examiner or SchemaExaminer()
+        self._schemas: dict[tuple[str, int], StoredSchema] = {}
+        self._by_guid: dict[str, dict[tuple[str, int], StoredSchema]] = {}
+        self._subjects: dict[QualifiedSubject, dict[int, SubjectVersion]] = {}
+        self._uses: dict[tuple[str, int], set[tuple[QualifiedSubject, int]]] = {}
+        self._referrers: dict[tuple[QualifiedSubject, int], set[tuple[str, int]]] = {}
+        self._settings: dict[QualifiedSubject, SubjectSettings] = {}
+        self._rendered: dict[tuple[str, int, str], str] = {}
+        self._text_bytes = 0
+        self._last = 0
+        self._loads = 0
+        # One read or change of the catalog at a time, so that they are applied in order.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read what the catalog has stored since the last time."""
+        arrived = self._loads
+        async with self._changing:
+            if self._loads > arrived:
+                # Another call began after this one, and has ended.
+                return
+            self._loads += 1
+            self._apply(await self._declarations.schema_changes(self._last))
+
+    async def close(self) -> None:
+        """End the child processes."""
+        await self._examiner.close()
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def subjects(self) -> list[QualifiedSubject]:
+        """Every subject, also those all of whose versions are deleted, in order."""
+        return sorted(self._subjects)
+
+    def contexts(self) -> list[str]:
+        """Every context that has a subject, and the default one."""
+        return sorted({".", *(subject.context for subject in self._subjects)})
+
+    def versions(self, subject: QualifiedSubject) -> Registered:
+        """The versions of a subject."""
+        return Registered(self._subjects.get(self._aliased(subject), {}).values())
+
+    async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
+        """The versions of a subject; raise the error of an unknown subject."""
+        found = self.versions(subject)
+        if not found.select(deleted=deleted):
+            await self.load()
+            found = self.versions(subject)
+        if not found.select(deleted=deleted):
+            raise _no_subject(subject)
+        return found
+
+    async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
+        """One version of a subject: a number, or `latest`."""
+        number = parse_version(wanted)
+        found = await self.find_versions(subject, deleted=deleted)
+        chosen = _choose(found.select(deleted=deleted), number)
+        if chosen is None:
+            await self.load()
+            chosen = _choose(self.versions(subject).select(deleted=deleted), number)
+        if chosen is None:
+            raise SchemaRegistryError(f"Version {wanted} not found.", code=RegistryCode.VERSION_NOT_FOUND)
+        return chosen
+
+    async def find_schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema:
+        """The schema with an id in the context of a subject; one without a context may be in any that has it."""
+        found = self._schema(schema_id, subject)
+        if found is None:
+            await self.load()
+            found = self._schema(schema_id, subject)
+        if found is None:
+            raise SchemaRegistryError(f"Schema {schema_id} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+        return found
+
+    def _schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema | None:
+        here = self._schemas.get((subject.context, schema_id))
+        if here is not None or not subject.name or subject.context != ".":
+            return here
+        contexts = [context for context in self.contexts() if QualifiedSubject(context, subject.name) in self._subjects]
+        return next(
+            (self._schemas[key] for context in contexts if (key := (context, schema_id)) in self._schemas), None
+        )
+
+    async def find_by_guid(self, guid: str) -> list[StoredSchema]:
+        """The schemas with a guid: one in each context that has this content."""
+        if guid not in self._by_guid:
+            await self.load()
+        found = self._by_guid.get(guid)
+        if not found:
+            raise SchemaRegistryError(f"Schema {guid} not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+        return [found[key] for key in sorted(found)]
+
+    def max_id(self, context: str) -> int:
+        """The largest id of a context."""
+        return max((number for here, number in self._schemas if here == context), default=0)
+
+    def schema_of(self, version: SubjectVersion) -> StoredSchema:
+        """The schema of a version."""
+        return self._schemas[version.subject.context, version.schema_id]
+
+    def uses(self, schema: StoredSchema) -> list[SubjectVersion]:
+        """The versions, deleted ones included, that have a schema."""
+        places = sorted(self._uses.get((schema.context, schema.schema_id), ()))
+        return [self._subjects[subject][version] for subject, version in places]
+
+    def referrers(self, version: SubjectVersion) -> list[int]:
+        """The ids of the schemas that refer to a version and are in use."""
+        keys = self._referrers.get((version.subject, version.version), set())
+        return sorted({key[1] for key in keys if any(not use.is_deleted for use in self.uses(self._schemas[key]))})
+
+    async def render(self, schema: StoredSchema, wanted: str) -> str:
+        """The text of a schema in the format that a client asks for."""
+        if wanted not in ("resolved", "serialized"):
+            return schema.content.text
+        key = (schema.context, schema.schema_id, wanted)
+        if key not in self._rendered:
+            text = await self._text_of(schema.content, schema.context)
+            rendered = await self._examiner.render(text, wanted)
+            while len(self._rendered) >= RENDERED_MAX:
+                del self._rendered[next(iter(self._rendered))]
+            self._rendered[key] = rendered
+        return self._rendered[key]
+
+    # -- registering ----------------------------------------------------------------------------------------
+
+    async def lookup(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool = False) -> SubjectVersion:
+        """Find the version of a subject that has a schema."""
+        subject = self._aliased(subject)
+        content = await self._parse(subject, new)
+        await self.find_versions(subject, deleted=deleted)
+        found = self._matching(subject, content, deleted=deleted)
+        if found is None:
+            await self.load()
+            found = self._matching(subject, content, deleted=deleted)
+        if found is None:
+            raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+        return found
+
+    async def register(self, subject: QualifiedSubject, new: NewSchema) -> SubjectVersion:
+        """Register a schema as the next version of a subject, unless one of its versions has it already."""
+        subject = self._aliased(subject)
+        check_subject(subject)
+        parsed = await self._parse(subject, new)
+        for _attempt in range(ATTEMPTS_MAX):
+            since = self._last
+            found = self._matching(subject, parsed)
+            if found is not None and new.schema_id in (None, found.schema_id):
+                return found
+            self._check_mode(subject, new)
+            versions = self.versions(subject)
+            content = self._completed(subject, parsed, versions.live)
+            if self.mode(subject) != IMPORT:
+                await self._check_registration(subject, content, versions)
+            next_version = versions[-1].version + 1 if versions else 1
+            if new.version is not None and self.mode(subject) != IMPORT and new.version != next_version:
+                raise _invalid(f"Version {new.version} is not one more than previous version {next_version - 1}")
+            version = new.version or next_version
+            work = _registration(subject, content, version=version, schema_id=new.schema_id, since=since)
+            try:
+                await self._change(work)
+            except _Stale:
+                await self.load()
+                continue
+            _logger.info("schema registered", extra={"subject": str(subject), "version": version})
+            return self._subjects[subject][version]
+        raise SchemaRegistryError(
+            f"subject {str(subject)!r} is being changed by too many clients; retry", code=RegistryCode.STORE_FAILED
+        )
+
+    async def check(self, subject: QualifiedSubject, new: NewSchema, wanted: str | None) -> Sequence[str]:
+        """Return why a schema is incompatible with one version, or with those that the subject's level covers."""
+        subject = self._aliased(subject)
+        content = await self._parse(subject, new)
+        level = self.level(subject)
+        if wanted is None:
+            versions = (await self.find_versions(subject)).live
+        else:
+            versions = [await self.find_version(subject, wanted)]
+            level = level if level == "NONE" else f"{level.removesuffix('_TRANSITIVE')}_TRANSITIVE"
+        return await self._incompatibilities(subject, content, versions, level)
+
+    async def _parse(self, subject: QualifiedSubject, new: NewSchema) -> SchemaContent:
+        """Check a schema and bring its text into the form in which it is stored."""
+        content = new.content
+        if content.schema_type not in SCHEMA_TYPES:
+            raise _invalid(f"Invalid schema type {content.schema_type}")
+        if not content.text.strip():
+            raise _invalid("Empty schema")
+        if len(content.text.encode()) > SCHEMA_BYTES_MAX:
+            raise SchemaRegistryError(f"a schema takes at most {SCHEMA_BYTES_MAX} bytes", code=RegistryCode.TOO_LARGE)
+        references = tuple([await self._pinned(one, subject.context) for one in content.references])
+        content = dataclasses.replace(content, references=references)
+        texts = await self._examiner.parse(await self._text_of(content, subject.context))
+        is_normal = new.normalize or bool(self.config(subject).get("normalize"))
+        return dataclasses.replace(content, text=texts.normalized if is_normal else texts.canonical)
+
+    async def _pinned(self, reference: SchemaReference, context: str) -> SchemaReference:
+        """Replace the number that means the latest version."""
+        if reference.version >= 0:
+            return reference
+        latest = await self.find_version(_within(context, reference.subject), "latest")
+        return reference._replace(version=latest.version)
+
+    async def _text_of(self, content: SchemaContent, context: str, *, version: int = 0) -> SchemaText:
+        """Add the texts of everything that a schema refers to, each after those that it refers to itself."""
+        found: dict[str, str] = {}
+        # Each reference twice: first its own are added before it, then it is added itself.
+        waiting = [(one, context, False) for one in reversed(content.references)]
+        visited = 0
+        while waiting:
+            reference, here, is_ready = waiting.pop()
+            visited += 1
+            if visited > 2 * REFERENCES_MAX:
+                raise _invalid(f"a schema refers to at most {REFERENCES_MAX} others, directly or not")
+            if reference.name in found:
+                continue
+            referred = await self._referred(reference, here)
+            if is_ready:
+                found[reference.name] = referred.content.text
+                continue
+            waiting.append((reference, here, True))
+            waiting += [(one, referred.context, False) for one in reversed(referred.content.references)]
+        return SchemaText(
+            schema_type=content.schema_type, text=content.text, references=list(found.items()), version=version
+        )
+
+    async def _referred(self, reference: SchemaReference, context: str) -> StoredSchema:
+        try:
+            subject = _within(context, reference.subject)
+            return self.schema_of(await self.find_version(subject, str(reference.version), deleted=True))
+        except SchemaRegistryError as error:
+            raise _invalid(
+                f"the reference {reference.name!r} to version {reference.version} of subject {reference.subject!r} "
+                f"cannot be resolved: {error}"
+            ) from error
+
+    def _matching(
+        self, subject: QualifiedSubject, content: SchemaContent, *, deleted: bool = False
+    ) -> SubjectVersion | None:
+        found = reversed(self.versions(subject).select(deleted=deleted))
+        return next((one for one in found if content.matches(self.schema_of(one).content)), None)
+
+    def _check_mode(self, subject: QualifiedSubject, new: NewSchema) -> None:
+        mode = self.mode(subject)
+        self.check_writable(subject)
+        if new.schema_id is not None and mode != IMPORT:
+            raise _not_permitted(f"Subject {subject} is not in import mode")
+        if new.schema_id is None and mode != READWRITE:
+            raise _not_permitted(f"Subject {subject} is not in read-write mode")
+        if self._text_bytes + len(new.content.text.encode()) > REGISTERED_BYTES_MAX:
+            raise SchemaRegistryError(
+                f"the registry holds {REGISTERED_BYTES_MAX} bytes of schemas, its maximum; delete subjects permanently",
+                code=RegistryCode.TOO_LARGE,
+            )
+
+    def check_writable(self, subject: QualifiedSubject) -> None:
+        """Raise the error of a subject that only takes reads."""
+        if self.mode(subject) in (READONLY, READONLY_OVERRIDE):
+            raise _not_permitted(f"Subject {subject} is in read-only mode")
+
+    def _completed(
+        self, subject: QualifiedSubject, content: SchemaContent, live: Sequence[SubjectVersion]
+    ) -> SchemaContent:
+        """Add the metadata and rules of the version before, and those that the settings add or override."""
+        config = self.config(subject)
+        latest = self.schema_of(live[-1]).content if live else None
+        completed: dict[str, Any] = {}
+        for name, key in _ANNOTATIONS:
+            own = getattr(content, name) or (getattr(latest, name) if latest is not None else None)
+            parts = [config.get(f"default{key}"), own, config.get(f"override{key}")]
+            completed[name] = _merged([part for part in parts if part])
+        return dataclasses.replace(content, **completed)
+
+    async def _check_registration(
+        self, subject: QualifiedSubject, content: SchemaContent, versions: Registered
+    ) -> None:
+        messages = await self._incompatibilities(subject, content, versions.live, self.level(subject))
+        if messages:
+            raise SchemaRegistryError(
+                f'Schema being registered is incompatible with an earlier schema for subject "{subject}", details: '
+                f"[{', '.join(messages)}]",
+                code=RegistryCode.INCOMPATIBLE,
+            )
+
+    async def _incompatibilities(
+        self, subject: QualifiedSubject, content: SchemaContent, versions: Sequence[SubjectVersion], level: str
+    ) -> Sequence[str]:
+        if level == "NONE" or not versions:
+            return ()
+        group = self.config(subject).get("compatibilityGroup")
+        new = await self._text_of(content, subject.context)
+        earlier = []
+        for version in reversed(versions):
+            stored = self.schema_of(version).content
+            if group and _property(stored, group) != _property(content, group):
+                continue
+            earlier.append(await self._text_of(stored, subject.context, version=version.version))
+            if not level.endswith("_TRANSITIVE"):
+                break
+        return await self._examiner.check(new, earlier, level)
+
+    # -- deleting -------------------------------------------------------------------------------------------
+
+    async def delete_subject(self, subject: QualifiedSubject, *, permanent: bool = False) -> list[int]:
+        """Delete all versions of a subject; permanently only those that are deleted already."""
+        subject = self._aliased(subject)
+        versions = await self.find_versions(subject, deleted=True)
+        self.check_writable(subject)
+        if permanent and versions.live:
+            raise SchemaRegistryError(
+                f"Subject '{subject}' was not deleted first before being permanently deleted",
+                code=RegistryCode.SUBJECT_NOT_SOFT_DELETED,
+            )
+        if not permanent and not versions.live:
+            raise SchemaRegistryError(
+                f"Subject '{subject}' was soft deleted. Set permanent=true to delete permanently",
+                code=RegistryCode.SUBJECT_SOFT_DELETED,
+            )
+        affected = list(versions) if permanent else versions.live
+        await self._delete(affected, permanent=permanent, with_settings=True)
+        return [one.version for one in affected]
+
+    async def delete_version(self, subject: QualifiedSubject, wanted: str, *, permanent: bool = False) -> int:
+        """Delete one version of a subject; permanently only if it is deleted already."""
+        subject = self._aliased(subject)
+        parse_version(wanted)
+        self.check_writable(subject)
+        # The last version that is not deleted, for a deletion that is not permanent.
+        is_latest_live = wanted == "latest" and not permanent and bool(self.versions(subject).live)
+        version = await self.find_version(subject, wanted, deleted=not is_latest_live)
+        if permanent and not version.is_deleted:
+            raise SchemaRegistryError(
+                f"Subject '{subject}' Version {wanted} was not deleted first before being permanently deleted",
+                code=RegistryCode.VERSION_NOT_SOFT_DELETED,
+            )
+        if not permanent and version.is_deleted:
+            raise SchemaRegistryError(
+                f"Subject '{subject}' Version {wanted} was soft deleted. Set permanent=true to delete permanently",
+                code=RegistryCode.VERSION_SOFT_DELETED,
+            )
+        await self._delete([version], permanent=permanent)
+        return version.version
+
+    async def _delete(
+        self, versions: Sequence[SubjectVersion], *, permanent: bool, with_settings: bool = False
+    ) -> None:
+        subject = versions[0].subject
+        for version in versions:
+            if self.referrers(version):
+                raise SchemaRegistryError(
+                    "One or more references exist to the schema {magic=1,keytype=SCHEMA,"
+                    f"subject={subject},version={version.version}}}.",
+                    code=RegistryCode.REFERENCE_EXISTS,
+                )
+        since = self._last
+        after = [dataclasses.replace(one, is_deleted=not permanent, is_gone=permanent) for one in versions]
+
+        def work(transaction: SchemaTransaction) -> None:
+            if not transaction.is_unchanged(subject, since):
+                raise _Stale
+            for version in after:
+                transaction.put_version(version)
+            if with_settings and subject in self._settings:
+                transaction.put_settings(SubjectSettings(subject=subject))
+
+        try:
+            await self._change(work)
+        except _Stale as error:
+            await self.load()
+            raise SchemaRegistryError(
+                f"subject {str(subject)!r} was changed at the same time; retry", code=RegistryCode.STORE_FAILED
+            ) from error
+        _logger.info(
+            "schemas deleted",
+            extra={"subject": str(subject), "versions": [one.version for one in after], "permanent": permanent},
+        )
+
+    # -- settings -------------------------------------------------------------------------------------------
+
+    def settings(self, subject: QualifiedSubject) -> SubjectSettings:
+        """What was set for exactly this subject or context."""
+        return self._settings.get(subject) or SubjectSettings(subject=subject)
+
+    def config(self, subject: QualifiedSubject) -> Mapping[str, Any]:
+        """The configuration that applies to a subject."""
+        merged: dict[str, Any] = {LEVEL: DEFAULT_LEVEL}
+        for scope in _scopes(subject):
+            merged.update(self.settings(scope).config)
+        return merged
+
+    def level(self, subject: QualifiedSubject) -> str:
+        """The compatibility level that applies to a subject."""
+        return str(self.config(subject)[LEVEL])
+
+    def mode(self, subject: QualifiedSubject) -> str:
+        """The mode that applies to a subject; one that overrides is that of the context."""
+        modes = [mode for scope in _scopes(subject) if (mode := self.settings(scope).mode) is not None]
+        if READONLY_OVERRIDE in modes[:2]:
+            return READONLY_OVERRIDE
+        return modes[-1] if modes else READWRITE
+
+    async def configure(self, subject: QualifiedSubject, config: Mapping[str, Any] | None) -> SubjectSettings:
+        """Change some of a subject's configuration, or reset all of it; return what was set before."""
+        if config is not None:
+            level = config.get(LEVEL)
+            if level is not None and level not in LEVELS:
+                raise SchemaRegistryError(
+                    "Invalid compatibility level. Valid values are none, backward, forward, full, "
+                    "backward_transitive, forward_transitive, and full_transitive",
+                    code=RegistryCode.INVALID_LEVEL,
+                )
+        check_subject(subject)
+        return await self._set(
+            subject,
+            lambda before: dataclasses.replace(before, config={**before.config, **config} if config else {}),
+        )
+
+    async def set_mode(self, subject: QualifiedSubject, mode: str | None, *, force: bool = False) -> SubjectSettings:
+        """Change the mode of a subject or context, or reset it; return what was set before."""
+        if mode is not None and mode not in MODES:
+            raise SchemaRegistryError(
+                f"Invalid mode. Valid values are {', '.join(MODES)}", code=RegistryCode.INVALID_MODE
+            )
+        check_subject(subject)
+        if (
+            mode == IMPORT
+            and not force
+            and any(
+                one.context == subject.context and subject.name in ("", one.name) and self.versions(one)
+                for one in self._subjects
+            )
+        ):
+            raise _not_permitted("Cannot import since found existing subjects")
+        return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode))
+
+    async def _set(
+        self, subject: QualifiedSubject, change: Callable[[SubjectSettings], SubjectSettings]
+    ) -> SubjectSettings:
+        await self.load()
+        before = self.settings(subject)
+        await self._change(lambda transaction: transaction.put_settings(change(before)))
+        _logger.info("schema settings changed", extra={"subject": str(subject)})
+        return before
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    async def _change(self, work: Callable[[SchemaTransaction], None]) -> None:
+        async with self._changing:
+            self._apply(await self._declarations.change_schemas(self._last, work))
+
+    def _apply(self, changes: SchemaChanges) -> None:
+        for schema in changes.schemas:
+            key = (schema.context, schema.schema_id)
+            if key in self._schemas:
+                continue
+            self._schemas[key] = schema
+            self._by_guid.setdefault(schema.guid, {})[key] = schema
+            self._text_bytes += len(schema.content.text.encode())
+            for reference in schema.content.references:
+                place = (_within(schema.context, reference.subject), reference.version)
+                self._referrers.setdefault(place, set()).add(key)
+        for version in changes.versions:
+            self._apply_version(version)
+        for settings in changes.settings:
+            self._settings[settings.subject] = settings
+        self._last = changes.last
+
+    def _apply_version(self, version: SubjectVersion) -> None:
+        versions = self._subjects.setdefault(version.subject, {})
+        before = versions.pop(version.version, None)
+        if before is not None:
+            self._uses[before.subject.context, before.schema_id].discard((before.subject, before.version))
+        if not version.is_gone:
+            versions[version.version] = version
+            key = (version.subject.context, version.schema_id)
+            self._uses.setdefault(key, set()).add((version.subject, version.version))
+        elif not versions:
+            del self._subjects[version.subject]
+        if before is not None:
+            self._drop_unused((before.subject.context, before.schema_id))
+
+    def _drop_unused(self, key: tuple[str, int]) -> None:
+        if self._uses.get(key):
+            return
+        self._uses.pop(key, None)
+        schema = self._schemas.pop(key, None)
+        if schema is None:
+            return
+        self._text_bytes -= len(schema.content.text.encode())
+        with_guid = self._by_guid[schema.guid]
+        with_guid.pop(key, None)
+        if not with_guid:
+            del self._by_guid[schema.guid]
+        for reference in schema.content.references:
+            self._referrers[_within(schema.context, reference.subject), reference.version].discard(key)
+
+    def _aliased(self, subject: QualifiedSubject) -> QualifiedSubject:
+        """The subject that a name stands for."""
+        alias = self.settings(subject).config.get("alias")
+        return _within(subject.context, alias) if isinstance(alias, str) and alias else subject
+
+
+def _registration(
+    subject: QualifiedSubject, content: SchemaContent, *, version: int, schema_id: int | None, since: int
+) -> Callable[[SchemaTransaction], None]:
+    """Store a version, unless its subject has changed since it was prepared."""
+
+    def work(transaction: SchemaTransaction) -> None:
+        if not transaction.is_unchanged(subject, since):
+            raise _Stale
+        if schema_id is None:
+            stored = transaction.find_schema(subject.context, content)
+        else:
+            stored = transaction.schema(subject.context, schema_id)
+            if stored is not None and stored.content != content:
+                raise _not_permitted(f"Overwrite new schema with id {schema_id} is not permitted.")
+        if stored is None:
+            stored = transaction.add_schema(subject.context, content, schema_id=schema_id)
+        transaction.put_version(SubjectVersion(subject=subject, version=version, schema_id=stored.schema_id))
+
+    return work
+
+
+def parse_version(text: str) -> int | None:
+    """Return the number of a version; None for the latest."""
+    if text in ("latest", "-1"):
+        return None
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 2**31 - 1:
+        return int(text)
+    raise SchemaRegistryError(
+        f"The specified version '{text}' is not a valid version id. Allowed values are between [1, 2^31-1] and the "
+        'string "latest"',
+        code=RegistryCode.INVALID_VERSION,
+    )
+
+
+def check_subject(subject: QualifiedSubject) -> None:
+    """Raise the error of an invalid subject."""
+    text = str(subject)
+    is_too_long = len(subject.name) > SUBJECT_CHARACTERS_MAX or len(subject.context) > CONTEXT_CHARACTERS_MAX
+    if is_too_long or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text):
+        raise SchemaRegistryError(
+            f"The specified subject '{text[:SUBJECT_CHARACTERS_MAX]}' is not a valid subject.",
+            code=RegistryCode.INVALID_SUBJECT,
+        )
+
+
+def _choose(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVersion | None:
+    if number is None:
+        return versions[-1] if versions else None
+    return next((one for one in versions if one.version == number), None)
+
+
+def _within(context: str, subject: str) -> QualifiedSubject:
+    """A subject by a name that a schema of this context uses."""
+    parsed = QualifiedSubject.parse(subject)
+    return parsed if subject.startswith(":.") else QualifiedSubject(context, parsed.name)
+
+
+def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:
+    """Where settings of a subject are looked for, the closest last."""
+    scopes = [QualifiedSubject(GLOBAL_CONTEXT, ""), QualifiedSubject(subject.context, "")]
+    return [*scopes, subject] if subject.name else scopes
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Merge metadata or rules; the later ones win."""
+    if not parts:
+        return None
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            before = merged.get(key)
+            if isinstance(before, dict) and isinstance(value, dict):
+                merged[key] = {**before, **value}
+            elif isinstance(before, list) and isinstance(value, list):
+                names = {one.get("name") for one in value}
+                merged[key] = [*(one for one in before if one.get("name") not in names), *value]
+            else:
+                merged[key] = value
+    return merged
+
+
+def _property(content: SchemaContent, name: str) -> Any:
+    return ((content.metadata or {}).get("properties") or {}).get(name)
+
+
+def _no_subject(subject: QualifiedSubject) -> SchemaRegistryError:
+    return SchemaRegistryError(f"Subject '{subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
+
+
+def _invalid(reason: str) -> SchemaRegistryError:
+    return SchemaRegistryError(reason, code=RegistryCode.INVALID_SCHEMA)
+
+
+def _not_permitted(reason: str) -> SchemaRegistryError:
+    return SchemaRegistryError(reason, code=RegistryCode.NOT_PERMITTED)

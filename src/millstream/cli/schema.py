@@ -1,0 +1,226 @@
+"""`millstream schema`: list, show, compare, register and delete schemas, and set what is compatible."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import print_answer, print_json, print_line, print_table
+from millstream.core.errors import InvalidRequest
+from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
+
+if TYPE_CHECKING:
+    from millstream.protocol.private.schema_messages import SchemaMessage
+    from millstream.protocol.wire.client import Client
+
+app = typer.Typer(help="List, show, compare, register and delete schemas.", no_args_is_help=True)
+
+_TYPES: Final = {".avsc": AVRO, ".json": JSON_SCHEMA, ".proto": PROTOBUF}
+_DEFAULT: Final = "default"
+
+Subject = Annotated[
+    str,
+    typer.Argument(
+        help="The subject: orders-value for the values of topic orders; :.context:orders-value in a context.",
+        show_default=False,
+    ),
+]
+Version = Annotated[str, typer.Option("--version", metavar="NUMBER", help="A version, or `latest`.")]
+
+
+@app.command("list")
+def list_(
+    prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
+    deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones, too.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List subjects with their latest version."""
+    from millstream.client.admin.schemas import SchemaClient
+    from millstream.protocol.private.schema_messages import ListSubjects
+
+    wanted = ListSubjects(prefix=prefix or ":*:", deleted=deleted, schemas=True, latest_only=True)
+    found = ask(brokers, timeout, lambda client: SchemaClient(client).subjects(wanted)).schemas
+    if as_json:
+        print_json({"schemas": [_document(one) for one in found]})
+    elif found:
+        keys = ("subject", "version", "id", "type", "deleted")
+        print_table(keys, [[_document(one)[key] for key in keys] for one in found])
+    else:
+        print_line("No schemas; `millstream schema register SUBJECT FILE` adds one.")
+
+
+@app.command("show")
+def show(
+    subject: Subject,
+    version: Version = "latest",
+    deleted: Annotated[bool, typer.Option("--deleted", help="Also if it is deleted.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Print a version of a subject."""
+    from millstream.client.admin.schemas import SchemaClient
+
+    found = ask(brokers, timeout, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
+    print_answer(_document(found), _readable(found).rstrip("\n"), as_json=as_json)
+
+
+@app.command("diff")
+def diff(
+    subject: Subject,
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A version.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")] = "latest",
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Print the lines in which two versions of a subject differ."""
+    from millstream.client.admin.schemas import SchemaClient
+
+    async def both(client: Client) -> list[SchemaMessage]:
+        return [await SchemaClient(client).version(subject, version) for version in (old, new)]
+
+    before, after = ask(brokers, timeout, both)
+    lines = difflib.unified_diff(
+        _readable(before).splitlines(),
+        _readable(after).splitlines(),
+        f"{subject} version {before.version}",
+        f"{subject} version {after.version}",
+        lineterm="",
+    )
+    for line in lines:
+        print_line(line)
+
+
+@app.command("register")
+def register(
+    subject: Subject,
+    file: Annotated[Path, typer.Argument(help="The file with the schema.", exists=True, dir_okay=False)],
+    schema_type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="AVRO, JSON or PROTOBUF; otherwise the file's name says it (.avsc, .json, .proto).",
+        ),
+    ] = None,
+    references: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reference",
+            metavar="NAME=SUBJECT:VERSION",
+            help="A schema that this one uses by a name; can be repeated.",
+        ),
+    ] = None,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Ignore the order of keys and properties.")] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Register a schema as the next version of a subject."""
+    from millstream.client.admin.schemas import SchemaClient
+    from millstream.protocol.private.schema_messages import RegisterSchema
+
+    request = RegisterSchema(
+        subject=subject,
+        schema=file.read_text(encoding="utf-8"),
+        schema_type=_type_of(file, schema_type),
+        references=[_reference(text) for text in references or ()],
+        normalize=normalize,
+    )
+    made = ask(brokers, timeout, lambda client: SchemaClient(client).register(request))
+    text = f"{subject} version {made.version} is registered with id {made.id}."
+    print_answer({"subject": subject, "version": made.version, "id": made.id}, text, as_json=as_json)
+
+
+@app.command("delete")
+def delete(
+    subject: Subject,
+    version: Annotated[str | None, typer.Option("--version", metavar="NUMBER", help="Only this version.")] = None,
+    permanent: Annotated[
+        bool, typer.Option("--permanent", help="Permanently, which is for what is deleted already.")
+    ] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a subject or one of its versions; messages with its ids can still be read unless it is permanent."""
+    from millstream.client.admin.schemas import SchemaClient
+    from millstream.protocol.private.schema_messages import DeleteSubject
+
+    request = DeleteSubject(subject=subject, version=version, permanent=permanent)
+    versions = ask(brokers, timeout, lambda client: SchemaClient(client).delete(request))
+    listed = ", ".join(str(number) for number in versions)
+    text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
+    print_answer({"subject": subject, "versions": versions}, text, as_json=as_json)
+
+
+@app.command("compatibility")
+def compatibility(
+    subject: Annotated[str, typer.Argument(help="The subject; without one, the default of all.")] = "",
+    level: Annotated[
+        str | None,
+        typer.Option("--set", metavar="LEVEL", help=f"The new level: {', '.join(LEVELS)}, or {_DEFAULT}."),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show or set which schemas are compatible with the versions of a subject."""
+    from millstream.client.admin.schemas import SchemaClient
+    from millstream.protocol.private.schema_messages import Configure
+
+    async def question(client: Client) -> str:
+        schemas = SchemaClient(client)
+        if level == _DEFAULT:
+            await schemas.configure(Configure(subject=subject, reset_config=True))
+        elif level is not None:
+            await schemas.configure(Configure(subject=subject, config={"compatibilityLevel": level.upper()}))
+        found = await schemas.settings(subject, default_to_global=True)
+        return str((found.config or {})["compatibilityLevel"])
+
+    current = ask(brokers, timeout, question)
+    print_answer({"subject": subject, "compatibility": current}, current, as_json=as_json)
+
+
+def _type_of(file: Path, given: str | None) -> str:
+    chosen = (given or _TYPES.get(file.suffix, "")).upper()
+    if chosen not in SCHEMA_TYPES:
+        raise InvalidRequest(f"the type of {file.name} is unknown; give --type {', '.join(sorted(SCHEMA_TYPES))}")
+    return chosen
+
+
+def _reference(text: str) -> tuple[str, str, int]:
+    name, equals, rest = text.partition("=")
+    subject, colon, version = rest.rpartition(":")
+    if not (name and equals and subject and colon and version.isdigit()):
+        raise InvalidRequest(f"a reference is written NAME=SUBJECT:VERSION, not {text!r}")
+    return name, subject, int(version)
+
+
+def _document(schema: SchemaMessage) -> dict[str, Any]:
+    return {
+        "subject": schema.subject,
+        "version": schema.version,
+        "id": schema.id,
+        "guid": schema.guid,
+        "type": schema.schema_type,
+        "schema": schema.schema,
+        "references": [{"name": name, "subject": to, "version": number} for name, to, number in schema.references],
+        "metadata": schema.metadata,
+        "rule_set": schema.rule_set,
+        "deleted": schema.deleted,
+    }
+
+
+def _readable(schema: SchemaMessage) -> str:
+    if schema.schema_type == PROTOBUF:
+        return schema.schema
+    return json.dumps(json.loads(schema.schema), indent=2, ensure_ascii=False)

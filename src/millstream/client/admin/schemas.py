@@ -1,0 +1,108 @@
+"""Operations on the schema registry, over Millstream's private requests."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from millstream.core.errors import ProtocolViolation, SchemaRegistryError
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.schema_messages import (
+    CHECK_KEY,
+    CONFIGURE_KEY,
+    DELETE_KEY,
+    GET_KEY,
+    LIST_KEY,
+    LOOKUP_KEY,
+    REGISTER_KEY,
+    SETTINGS_KEY,
+    SUBJECT_KEY,
+    CheckResponse,
+    CheckSchema,
+    Configure,
+    DeletedResponse,
+    DeleteSubject,
+    GetSchema,
+    GetSettings,
+    GetSubject,
+    ListSubjects,
+    LookupSchema,
+    RegisterSchema,
+    RegistryResponse,
+    SchemaMessage,
+    SchemaResponse,
+    SettingsResponse,
+    SubjectResponse,
+    SubjectsResponse,
+)
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+R = TypeVar("R", bound=RegistryResponse)
+
+_EXAMINING: Final = frozenset({REGISTER_KEY, LOOKUP_KEY, CHECK_KEY})
+"""Requests that wait until a schema is examined, so that others should not wait behind them."""
+
+
+class SchemaClient:
+    """Asks any node; each knows the whole registry. What it refuses is raised as `SchemaRegistryError`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def register(self, request: RegisterSchema) -> SchemaMessage:
+        """Register a schema as the next version of a subject, unless a version has it already."""
+        return _found((await self._ask(REGISTER_KEY, request, SchemaResponse)).schema)
+
+    async def lookup(self, request: LookupSchema) -> SchemaMessage:
+        """Find the version of a subject that has a schema."""
+        return _found((await self._ask(LOOKUP_KEY, request, SchemaResponse)).schema)
+
+    async def check(self, request: CheckSchema) -> list[str]:
+        """Return why a schema is incompatible with a subject; empty if it is compatible."""
+        return list((await self._ask(CHECK_KEY, request, CheckResponse)).reasons)
+
+    async def get(self, request: GetSchema) -> SchemaResponse:
+        """Return a schema by its id or guid."""
+        return await self._ask(GET_KEY, request, SchemaResponse)
+
+    async def subjects(self, request: ListSubjects) -> SubjectsResponse:
+        """List subjects."""
+        return await self._ask(LIST_KEY, request, SubjectsResponse)
+
+    async def subject(self, request: GetSubject) -> SubjectResponse:
+        """Return the versions of a subject, or one of them."""
+        return await self._ask(SUBJECT_KEY, request, SubjectResponse)
+
+    async def version(self, subject: str, version: str = "latest", *, deleted: bool = False) -> SchemaMessage:
+        """Return one version of a subject."""
+        return _found((await self.subject(GetSubject(subject=subject, version=version, deleted=deleted))).schema)
+
+    async def delete(self, request: DeleteSubject) -> list[int]:
+        """Delete a subject or one of its versions; return the numbers of those deleted."""
+        return list((await self._ask(DELETE_KEY, request, DeletedResponse)).versions)
+
+    async def settings(self, subject: str = "", *, default_to_global: bool = False) -> SettingsResponse:
+        """Return configuration and mode of a subject or context."""
+        request = GetSettings(subject=subject, default_to_global=default_to_global)
+        return await self._ask(SETTINGS_KEY, request, SettingsResponse)
+
+    async def configure(self, request: Configure) -> SettingsResponse:
+        """Change configuration or mode; return what was set before."""
+        return await self._ask(CONFIGURE_KEY, request, SettingsResponse)
+
+    async def _ask(self, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+        body = await self._client.private(None, key, encode(request), waits=key in _EXAMINING)
+        response = decode(body, kind)
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        if response.code:
+            raise SchemaRegistryError(response.message or "the registry refuses this", code=response.code)
+        return response
+
+
+def _found(schema: SchemaMessage | None) -> SchemaMessage:
+    if schema is None:
+        raise ProtocolViolation("the registry's answer has no schema")
+    return schema

@@ -1,0 +1,153 @@
+"""Schemas as the registry stores them: immutable texts with ids, versions of subjects, and settings.
+
+A subject belongs to a context, which has its own ids. It is written `:.context:subject`; the default context is `.` and
+is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+DEFAULT_CONTEXT: Final = "."
+GLOBAL_CONTEXT: Final = "__GLOBAL"
+"""The context whose settings are the defaults of all others."""
+
+AVRO, JSON_SCHEMA, PROTOBUF = "AVRO", "JSON", "PROTOBUF"
+SCHEMA_TYPES: Final = (JSON_SCHEMA, PROTOBUF, AVRO)
+
+LEVELS: Final = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")
+DEFAULT_LEVEL: Final = "BACKWARD"
+MODES: Final = ("READWRITE", "READONLY", "READONLY_OVERRIDE", "IMPORT", "FORWARD")
+READWRITE, READONLY, READONLY_OVERRIDE, IMPORT, FORWARD = MODES
+
+SUBJECT_CHARACTERS_MAX: Final = 1024
+CONTEXT_CHARACTERS_MAX: Final = 255
+
+
+class RegistryCode(enum.IntEnum):
+    """The error codes of Confluent's registry. The first three digits are the HTTP status."""
+
+    INCOMPATIBLE = 409
+    SUBJECT_NOT_FOUND = 40401
+    VERSION_NOT_FOUND = 40402
+    SCHEMA_NOT_FOUND = 40403
+    SUBJECT_SOFT_DELETED = 40404
+    SUBJECT_NOT_SOFT_DELETED = 40405
+    VERSION_SOFT_DELETED = 40406
+    VERSION_NOT_SOFT_DELETED = 40407
+    CONFIG_NOT_FOUND = 40408
+    MODE_NOT_FOUND = 40409
+    INVALID_SCHEMA = 42201
+    INVALID_VERSION = 42202
+    INVALID_LEVEL = 42203
+    INVALID_MODE = 42204
+    NOT_PERMITTED = 42205
+    REFERENCE_EXISTS = 42206
+    INVALID_SUBJECT = 42208
+    TOO_LARGE = 42209
+    STORE_FAILED = 50001
+
+
+class QualifiedSubject(NamedTuple):
+    """A subject with its context."""
+
+    context: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> QualifiedSubject:
+        """Split `:.context:subject`; anything else is a subject of the default context."""
+        if text.startswith(":.") and (end := text.find(":", 1)) > 0:
+            return cls(text[1:end], text[end + 1 :])
+        if text.startswith(f":{GLOBAL_CONTEXT}:"):
+            return cls(GLOBAL_CONTEXT, text[len(GLOBAL_CONTEXT) + 2 :])
+        return cls(DEFAULT_CONTEXT, text)
+
+    def __str__(self) -> str:
+        return self.name if self.context == DEFAULT_CONTEXT else f":{self.context}:{self.name}"
+
+
+class SchemaReference(NamedTuple):
+    """A schema that another one uses by a name: an Avro type, a JSON Schema URI or a Protobuf file."""
+
+    name: str
+    subject: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaContent:
+    """What is registered: the text and everything that distinguishes it from others."""
+
+    schema_type: str
+    text: str
+    references: tuple[SchemaReference, ...] = ()
+    metadata: Mapping[str, Any] | None = None
+    rule_set: Mapping[str, Any] | None = None
+
+    @property
+    def guid(self) -> UUID:
+        """The same for equal content, in every context and cluster."""
+        parts = [self.schema_type, self.text, self.references, self.metadata, self.rule_set]
+        return UUID(bytes=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16], version=5)
+
+    def matches(self, stored: SchemaContent) -> bool:
+        """Whether a lookup of this content finds the stored one; metadata and rules count only if given."""
+        return (
+            self.schema_type == stored.schema_type
+            and self.text == stored.text
+            and self.references == stored.references
+            and (self.metadata is None or self.metadata == stored.metadata)
+            and (self.rule_set is None or self.rule_set == stored.rule_set)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSchema:
+    """Content with the id it has in a context, which never changes."""
+
+    context: str
+    schema_id: int
+    guid: str
+    content: SchemaContent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectVersion:
+    """A version of a subject."""
+
+    subject: QualifiedSubject
+    version: int
+    schema_id: int
+    is_deleted: bool = False
+    """Deleted versions are hidden, and keep their number and id."""
+    is_gone: bool = False
+    """Deleted permanently: kept only so that other nodes drop it, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectSettings:
+    """Configuration and mode of a subject, or of a context if the subject's name is empty."""
+
+    subject: QualifiedSubject
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """As clients write it: compatibilityLevel, normalize, alias, default and override metadata and rules."""
+    mode: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaChanges:
+    """What the catalog stored after a given change."""
+
+    last: int
+    """The number of the last change."""
+    schemas: Sequence[StoredSchema] = ()
+    versions: Sequence[SubjectVersion] = ()
+    settings: Sequence[SubjectSettings] = ()

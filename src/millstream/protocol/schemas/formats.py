@@ -1,0 +1,125 @@
+"""The one entrance to the formats: parse a schema of any type, check it against earlier ones, print it otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from millstream.core.schema import AVRO, JSON_SCHEMA, PROTOBUF
+from millstream.protocol.schemas.difference import Difference, InvalidSchema
+
+MESSAGES_MAX: Final = 100
+MESSAGE_CHARACTERS_MAX: Final = 10_000
+
+
+class SchemaText(msgspec.Struct, frozen=True, kw_only=True):
+    """A schema with the texts of all that it refers to, each after those that it refers to itself."""
+
+    schema_type: str
+    text: str
+    references: Sequence[tuple[str, str]] = ()
+    version: int = 0
+
+
+class ParsedTexts(NamedTuple):
+    """The texts by which a schema is stored and recognized."""
+
+    canonical: str
+    normalized: str
+
+
+class _Schema(Protocol):
+    def canonical(self) -> str: ...
+
+    def normalized(self) -> str: ...
+
+    def resolved(self) -> str: ...
+
+
+def parse(schema: SchemaText) -> ParsedTexts:
+    """Check a schema; raise `InvalidSchema` with the reason."""
+    parsed = _parse(schema)
+    return ParsedTexts(parsed.canonical(), parsed.normalized())
+
+
+def render(schema: SchemaText, wanted: str) -> str:
+    """Print a schema in another format: `resolved` writes out references, `serialized` is Protobuf's descriptor."""
+    parsed = _parse(schema)
+    if wanted == "serialized" and schema.schema_type == PROTOBUF:
+        from millstream.protocol.schemas.protobuf import ProtobufSchema
+
+        return parsed.serialized() if isinstance(parsed, ProtobufSchema) else parsed.canonical()
+    return parsed.resolved() if wanted == "resolved" else parsed.canonical()
+
+
+def check(new: SchemaText, earlier: Sequence[SchemaText], level: str) -> list[str]:
+    """Return why a schema is incompatible with earlier ones, given newest first; empty if it is compatible."""
+    if level == "NONE":
+        return []
+    compared = earlier if level.endswith("_TRANSITIVE") else earlier[:1]
+    direction = level.removesuffix("_TRANSITIVE")
+    for old in compared:
+        messages = _differences(new, old, direction)
+        if messages:
+            shown = old.text[:MESSAGE_CHARACTERS_MAX]
+            return [
+                *messages[:MESSAGES_MAX],
+                f"{{oldSchemaVersion: {old.version}}}",
+                f"{{oldSchema: '{shown}'}}",
+                f"{{validateFields: 'false', compatibility: '{level}'}}",
+            ]
+    return []
+
+
+def _differences(new: SchemaText, old: SchemaText, direction: str) -> list[str]:
+    if new.schema_type != old.schema_type:
+        return ["Incompatible because of different schema type"]
+    messages: list[str] = []
+    if direction in ("BACKWARD", "FULL"):
+        messages += [one.render(reader_is_new=True) for one in _compare(reader=new, writer=old)]
+    if direction in ("FORWARD", "FULL"):
+        messages += [one.render(reader_is_new=False) for one in _compare(reader=old, writer=new)]
+    return messages
+
+
+# Each format is loaded when it is first needed.
+
+
+def _parse(schema: SchemaText) -> _Schema:
+    if schema.schema_type == AVRO:
+        from millstream.protocol.schemas.avro import AvroSchema
+
+        return AvroSchema.parse(schema.text, schema.references)
+    if schema.schema_type == JSON_SCHEMA:
+        from millstream.protocol.schemas.json_schema import JsonSchema
+
+        return JsonSchema.parse(schema.text, schema.references)
+    if schema.schema_type == PROTOBUF:
+        from millstream.protocol.schemas.protobuf import ProtobufSchema
+
+        return ProtobufSchema.parse(schema.text, schema.references)
+    raise InvalidSchema(f"Invalid schema type {schema.schema_type}")
+
+
+def _compare(*, reader: SchemaText, writer: SchemaText) -> list[Difference]:
+    if reader.schema_type == AVRO:
+        from millstream.protocol.schemas import avro
+
+        return avro.compare(
+            avro.AvroSchema.parse(reader.text, reader.references), avro.AvroSchema.parse(writer.text, writer.references)
+        )
+    if reader.schema_type == JSON_SCHEMA:
+        from millstream.protocol.schemas import json_schema
+
+        return json_schema.compare(
+            json_schema.JsonSchema.parse(reader.text, reader.references),
+            json_schema.JsonSchema.parse(writer.text, writer.references),
+        )
+    from millstream.protocol.schemas import protobuf
+
+    return protobuf.compare(
+        protobuf.ProtobufSchema.parse(reader.text, reader.references),
+        protobuf.ProtobufSchema.parse(writer.text, writer.references),
+    )

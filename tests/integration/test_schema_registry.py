@@ -1,0 +1,402 @@
+"""Confluent's own registry client and serialisers, unmodified, against a real server."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from confluent_kafka import Consumer, Producer, schema_registry
+from confluent_kafka.schema_registry import (
+    SchemaRegistryClient,
+    dual_schema_id_deserializer,
+    header_schema_id_serializer,
+)
+from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
+from confluent_kafka.schema_registry.error import SchemaRegistryError
+from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
+from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer, ProtobufSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+from millstream_testing.server import Server
+
+# Their constructors are made by attrs, which mypy does not see.
+Schema: Any = schema_registry.Schema
+SchemaReference: Any = schema_registry.SchemaReference
+
+ORDER = (
+    '{"type":"record","name":"Order","namespace":"shop","fields":[{"name":"id","type":"long"},'
+    '{"name":"note","type":["null","string"],"default":null}]}'
+)
+
+
+@pytest.fixture(scope="module")
+def registry(server: Server) -> Iterator[Any]:
+    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def rest(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{server.http}/registry", timeout=60) as client:
+        yield client
+
+
+def context_of(topic: str) -> SerializationContext:
+    return SerializationContext(topic, MessageField.VALUE)
+
+
+def test_avro_messages_travel_through_a_topic(server: Server, registry: Any, topic: str) -> None:
+    serializer = AvroSerializer(registry, ORDER)
+    producer = Producer({"bootstrap.servers": server.kafka})
+    producer.produce(topic, serializer({"id": 7, "note": "now"}, context_of(topic)))
+    assert producer.flush(30) == 0
+    consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": f"of-{topic}", "auto.offset.reset": "earliest"})
+    consumer.subscribe([topic])
+    try:
+        message = consumer.poll(30)
+        assert message is not None
+        assert message.error() is None
+        value = message.value()
+    finally:
+        consumer.close()
+    assert AvroDeserializer(registry)(value, context_of(topic)) == {"id": 7, "note": "now"}
+    latest = registry.get_latest_version(f"{topic}-value")
+    assert latest.version == 1
+    assert value is not None
+    assert value[:5] == b"\0" + (latest.schema_id or 0).to_bytes(4, "big")
+
+
+def test_json_messages_are_validated_with_their_references(registry: Any, topic: str) -> None:
+    address = (
+        '{"$id":"http://shop/address.json","type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
+    )
+    registry.register_schema(f"{topic}-address", Schema(address, "JSON"))
+    order = (
+        '{"$id":"http://shop/order.json","type":"object","title":"Order","properties":'
+        '{"id":{"type":"integer"},"to":{"$ref":"http://shop/address.json"}}}'
+    )
+    reference = SchemaReference("http://shop/address.json", f"{topic}-address", 1)
+    schema = Schema(order, "JSON", [reference])
+    serializer = JSONSerializer(schema, registry)
+    value = serializer({"id": 1, "to": {"city": "Bonn"}}, context_of(topic))
+    assert JSONDeserializer(schema, schema_registry_client=registry)(value, context_of(topic)) == {
+        "id": 1,
+        "to": {"city": "Bonn"},
+    }
+    found = registry.get_latest_version(f"{topic}-value")
+    assert found.schema.schema_type == "JSON"
+    assert found.schema.references == [reference]
+    assert registry.get_referenced_by(f"{topic}-address", 1) == [found.schema_id]
+
+
+def test_protobuf_messages_travel_with_imports(registry: Any, rest: httpx.Client, topic: str) -> None:
+    order = order_class()
+    serializer = ProtobufSerializer(order, registry, {"use.deprecated.format": False})
+    value = serializer(order(id=3, to={"city": "Bonn"}), context_of(topic))
+    read = ProtobufDeserializer(order, {"use.deprecated.format": False}, schema_registry_client=registry)(
+        value, context_of(topic)
+    )
+    assert (read.id, read.to.city) == (3, "Bonn")
+    found = registry.get_latest_version(f"{topic}-value")
+    assert found.schema.references == [SchemaReference("shop_address.proto", "shop_address.proto", 1)]
+    assert 'import "shop_address.proto";' in found.schema.schema_str
+    # What the client sent as a descriptor is found again as text, and the other way round.
+    text = Schema(found.schema.schema_str, "PROTOBUF", found.schema.references)
+    assert registry.lookup_schema(f"{topic}-value", text).schema_id == found.schema_id
+    serialized = rest.get(f"/subjects/{topic}-value/versions/1", params={"format": "serialized"}).json()["schema"]
+    assert FileDescriptorProto.FromString(b64decode(serialized)).message_type[0].name == "Order"
+
+
+def order_class() -> Any:
+    """A message that uses one of another file."""
+    pool = DescriptorPool()
+    address = FileDescriptorProto(name="shop_address.proto", package="shop", syntax="proto3")
+    city = address.message_type.add(name="Address").field.add(name="city", number=1)
+    city.type, city.label = FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.LABEL_OPTIONAL
+    order = FileDescriptorProto(
+        name="shop_order.proto", package="shop", syntax="proto3", dependency=["shop_address.proto"]
+    )
+    message = order.message_type.add(name="Order")
+    for name, number, kind in (
+        ("id", 1, FieldDescriptorProto.TYPE_INT64),
+        ("to", 2, FieldDescriptorProto.TYPE_MESSAGE),
+    ):
+        field = message.field.add(name=name, number=number, type=kind, label=FieldDescriptorProto.LABEL_OPTIONAL)
+        if name == "to":
+            field.type_name = ".shop.Address"
+    for file in (address, order):
+        pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("shop.Order"))
+
+
+def test_a_serializer_without_auto_registration_needs_the_schema(registry: Any, topic: str) -> None:
+    serializer = AvroSerializer(registry, ORDER, conf={"auto.register.schemas": False})
+    with pytest.raises(SchemaRegistryError) as refused:
+        serializer({"id": 1}, context_of(topic))
+    assert refused.value.error_code == 40401
+    registered = registry.register_schema(f"{topic}-value", Schema(ORDER, "AVRO"))
+    assert serializer({"id": 1}, context_of(topic))[1:5] == registered.to_bytes(4, "big")
+
+
+def test_the_latest_version_is_used_on_request(registry: Any, topic: str) -> None:
+    wider = ORDER.replace('"fields":[', '"fields":[{"name":"extra","type":"int","default":0},')
+    for text in (ORDER, wider):
+        registry.register_schema(f"{topic}-value", Schema(text, "AVRO"))
+    serializer = AvroSerializer(registry, ORDER, conf={"auto.register.schemas": False, "use.latest.version": True})
+    value = serializer({"id": 1, "note": None, "extra": 5}, context_of(topic))
+    assert value[1:5] == registry.get_latest_version(f"{topic}-value").schema_id.to_bytes(4, "big")
+
+
+def test_ids_travel_in_headers_as_guids(registry: Any, topic: str) -> None:
+    headers: dict[str, str | bytes | None] = {}
+    where = SerializationContext(topic, MessageField.VALUE, headers)
+    serializer = AvroSerializer(registry, ORDER, conf={"schema.id.serializer": header_schema_id_serializer})
+    value = serializer({"id": 9, "note": "in a header"}, where)
+    assert set(headers) == {"__value_schema_id"}
+    read = AvroDeserializer(registry, conf={"schema.id.deserializer": dual_schema_id_deserializer})
+    assert read(value, where) == {"id": 9, "note": "in a header"}
+    guid = registry.get_latest_version(f"{topic}-value").guid
+    assert registry.get_schema_by_guid(guid).schema_str == ORDER
+
+
+def record(*fields: str, name: str = "R") -> str:
+    """An Avro record with int fields; `f=0` has a default."""
+    listed = [one.partition("=") for one in fields]
+    texts = [
+        f'{{"name":"{field}","type":"int"{f",{DEFAULT}{value}" if equals else ""}}}' for field, equals, value in listed
+    ]
+    return f'{{"type":"record","name":"{name}","fields":[{",".join(texts)}]}}'
+
+
+DEFAULT = '"default":'
+
+
+def register(rest: httpx.Client, subject: str, schema: str, **more: Any) -> httpx.Response:
+    return rest.post(f"/subjects/{quote(subject, safe='')}/versions", json={"schema": schema, **more})
+
+
+def refusal(answer: httpx.Response) -> tuple[int, int]:
+    document = answer.json()
+    assert set(document) == {"error_code", "message"}
+    assert answer.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
+    return answer.status_code, document["error_code"]
+
+
+def test_versions_and_lookups(rest: httpx.Client, topic: str) -> None:
+    made = register(rest, topic, record("a"))
+    assert made.status_code == 200
+    assert made.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
+    number, guid = made.json()["id"], made.json()["guid"]
+    # The same schema keeps its id, under another subject, too; spaces do not matter.
+    assert register(rest, topic, record("a").replace(",", " , ")).json()["id"] == number
+    assert register(rest, f"{topic}-other", record("a")).json()["id"] == number
+    assert register(rest, topic, record("a", "b=1")).json()["version"] == 2
+    assert rest.get(f"/subjects/{topic}/versions").json() == [1, 2]
+    first = {"subject": topic, "version": 1, "id": number, "guid": guid, "schema": record("a")}
+    assert rest.get(f"/subjects/{topic}/versions/1").json() == first
+    assert rest.post(f"/subjects/{topic}", json={"schema": record("a")}).json() == first
+    assert rest.get(f"/subjects/{topic}/versions/1/schema").text == record("a")
+    assert rest.get(f"/schemas/ids/{number}").json() == {"schema": record("a"), "guid": guid}
+    assert rest.get(f"/schemas/guids/{guid}").json()["schema"] == record("a")
+    assert rest.get(f"/schemas/ids/{number}/subjects").json() == [topic, f"{topic}-other"]
+    assert {"subject": topic, "version": 1} in rest.get(f"/schemas/ids/{number}/versions").json()
+    assert rest.get("/schemas/types").json() == ["JSON", "PROTOBUF", "AVRO"]
+    assert topic in rest.get("/subjects").json()
+    assert rest.get("/subjects", params={"subjectPrefix": f"{topic}-o"}).json() == [f"{topic}-other"]
+
+
+def test_refusals_have_the_registrys_codes(rest: httpx.Client, topic: str) -> None:
+    assert refusal(rest.get(f"/subjects/{topic}/versions")) == (404, 40401)
+    assert refusal(rest.get("/schemas/ids/2000000000")) == (404, 40403)
+    assert refusal(rest.get("/schemas/guids/00000000-0000-0000-0000-000000000000")) == (404, 40403)
+    register(rest, topic, record("a"))
+    assert refusal(rest.get(f"/subjects/{topic}/versions/7")) == (404, 40402)
+    assert refusal(rest.get(f"/subjects/{topic}/versions/none")) == (422, 42202)
+    assert refusal(rest.post(f"/subjects/{topic}", json={"schema": record("z")})) == (404, 40403)
+    assert refusal(register(rest, topic, '{"type":"nothing"}')) == (422, 42201)
+    assert refusal(register(rest, topic, "")) == (422, 42201)
+    assert refusal(register(rest, topic, record("a"), schemaType="XML")) == (422, 42201)
+    assert refusal(register(rest, topic, record("a", "b"))) == (409, 409)
+    assert refusal(register(rest, topic, record("c"), id=5)) == (422, 42205)
+    assert refusal(rest.put(f"/config/{topic}", json={"compatibility": "SOMETIMES"})) == (422, 42203)
+    assert refusal(rest.put(f"/mode/{topic}", json={"mode": "SLEEPING"})) == (422, 42204)
+    assert refusal(rest.get(f"/config/{topic}")) == (404, 40408)
+    assert refusal(rest.get(f"/mode/{topic}")) == (404, 40409)
+    assert refusal(rest.get("/nowhere")) == (404, 404)
+    assert refusal(rest.put(f"/subjects/{topic}/versions")) == (405, 405)
+    assert refusal(rest.get("/subjects", headers={"accept": "text/html"})) == (406, 406)
+    plain = rest.post(f"/subjects/{topic}", content="x", headers={"content-type": "text/plain"})
+    assert refusal(plain) == (415, 415)
+    assert rest.get("/subjects", headers={"accept": "application/json"}).headers["content-type"] == "application/json"
+
+
+def test_the_level_decides_what_is_compatible(rest: httpx.Client, topic: str) -> None:
+    register(rest, topic, record("a"))
+    check = f"/compatibility/subjects/{topic}/versions"
+    told = rest.post(f"{check}/latest?verbose=true", json={"schema": record("a", "b")}).json()
+    assert told["is_compatible"] is False
+    assert "READER_FIELD_MISSING_DEFAULT_VALUE" in told["messages"][0]
+    assert rest.post(f"{check}/1", json={"schema": record("a", "b=0")}).json() == {"is_compatible": True}
+    assert rest.post(f"{check}-unknown", json={"schema": record("a")}).status_code == 404
+    assert rest.put(f"/config/{topic}", json={"compatibility": "FORWARD"}).json() == {"compatibility": "FORWARD"}
+    assert rest.get(f"/config/{topic}").json() == {"compatibilityLevel": "FORWARD"}
+    assert register(rest, topic, record("a", "b")).status_code == 200
+    rest.put(f"/config/{topic}", json={"compatibility": "FULL_TRANSITIVE"})
+    assert refusal(register(rest, topic, record("a", "c=0"))) == (409, 409)
+    rest.put(f"/config/{topic}", json={"compatibility": "NONE"})
+    assert register(rest, topic, '"string"').json()["version"] == 3
+    assert rest.delete(f"/config/{topic}").json() == {"compatibilityLevel": "NONE"}
+    assert rest.get(f"/config/{topic}?defaultToGlobal=true").json() == {"compatibilityLevel": "BACKWARD"}
+    assert rest.get("/config").json() == {"compatibilityLevel": "BACKWARD"}
+
+
+def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
+    first = record("a", name="Deleted")
+    number = register(rest, topic, first).json()["id"]
+    register(rest, topic, record("a", "b=0", name="Deleted"))
+    assert refusal(rest.delete(f"/subjects/{topic}/versions/1?permanent=true")) == (404, 40407)
+    assert rest.delete(f"/subjects/{topic}/versions/1").json() == 1
+    assert refusal(rest.delete(f"/subjects/{topic}/versions/1")) == (404, 40406)
+    assert rest.get(f"/subjects/{topic}/versions").json() == [2]
+    assert rest.get(f"/subjects/{topic}/versions?deleted=true").json() == [1, 2]
+    assert rest.get(f"/schemas/ids/{number}").json()["schema"] == first
+    assert refusal(rest.delete(f"/subjects/{topic}?permanent=true")) == (404, 40405)
+    assert rest.delete(f"/subjects/{topic}").json() == [2]
+    assert refusal(rest.delete(f"/subjects/{topic}")) == (404, 40404)
+    assert topic not in rest.get("/subjects").json()
+    assert topic in rest.get("/subjects?deleted=true").json()
+    # A deleted schema that is registered again has its id, as a new version.
+    again = register(rest, topic, first).json()
+    assert (again["id"], again["version"]) == (number, 3)
+    rest.delete(f"/subjects/{topic}")
+    assert rest.delete(f"/subjects/{topic}?permanent=true").json() == [1, 2, 3]
+    assert refusal(rest.get(f"/schemas/ids/{number}")) == (404, 40403)
+    anew = register(rest, topic, first).json()
+    assert anew["version"] == 1
+    assert anew["id"] > number
+
+
+def test_what_is_referred_to_is_not_deleted(rest: httpx.Client, topic: str) -> None:
+    register(rest, f"{topic}-inner", record("a", name="Inner"))
+    outer = '{"type":"record","name":"Outer","fields":[{"name":"in","type":"Inner"}]}'
+    references = [{"name": "Inner", "subject": f"{topic}-inner", "version": 1}]
+    assert refusal(register(rest, topic, outer)) == (422, 42201)
+    number = register(rest, topic, outer, references=references).json()["id"]
+    found = rest.get(f"/schemas/ids/{number}").json()
+    assert (found["schema"], found["references"]) == (outer, references)
+    assert "Inner" in rest.get(f"/schemas/ids/{number}?format=resolved").json()["schema"].replace('"type":"Inner"', "")
+    assert rest.get(f"/subjects/{topic}-inner/versions/1/referencedby").json() == [number]
+    assert refusal(rest.delete(f"/subjects/{topic}-inner")) == (422, 42206)
+    rest.delete(f"/subjects/{topic}")
+    assert rest.delete(f"/subjects/{topic}-inner").json() == [1]
+
+
+def test_contexts_have_ids_of_their_own(rest: httpx.Client, topic: str) -> None:
+    context = f".{topic}"
+    qualified = f":{context}:orders"
+    made = register(rest, qualified, record("a")).json()
+    assert (made["id"], made["version"]) == (1, 1)
+    assert rest.get(f"/contexts/{context}/subjects").json() == [qualified]
+    assert rest.get(f"/contexts/{context}/schemas/ids/1").json()["schema"] == record("a")
+    assert rest.get("/schemas/ids/1", params={"subject": qualified}).json()["schema"] == record("a")
+    assert (
+        rest.post(f"/contexts/{context}/subjects/orders", json={"schema": record("a")}).json()["subject"] == qualified
+    )
+    assert context in rest.get("/contexts").json()
+
+
+def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
+    subject = f":.import-{topic}:orders"
+    path = quote(subject, safe="")
+    assert rest.put(f"/mode/{path}", json={"mode": "IMPORT"}).json() == {"mode": "IMPORT"}
+    assert refusal(register(rest, subject, record("a"))) == (422, 42205)
+    assert register(rest, subject, record("a"), id=700, version=3).json()["id"] == 700
+    assert refusal(register(rest, subject, record("b"), id=700, version=4)) == (422, 42205)
+    assert rest.delete(f"/mode/{path}").json() == {"mode": "IMPORT"}
+    assert register(rest, subject, record("a", "b=0")).json()["id"] == 701
+    assert refusal(rest.put(f"/mode/{path}", json={"mode": "IMPORT"})) == (422, 42205)
+    rest.put(f"/mode/{path}", json={"mode": "READONLY"})
+    assert refusal(register(rest, subject, record("a", "c=0"))) == (422, 42205)
+    assert rest.get(f"/subjects/{path}/versions").json() == [3, 4]
+
+
+def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
+    metadata = {"properties": {"owner": "shop"}, "tags": {"R.a": ["PII"]}, "sensitive": ["owner"]}
+    rules = {"domainRules": [{"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}]}
+    register(rest, topic, record("a"), metadata=metadata, ruleSet=rules)
+    found = rest.get(f"/subjects/{topic}/versions/latest").json()
+    assert (found["metadata"], found["ruleSet"]) == (metadata, rules)
+    by_metadata = rest.get(f"/subjects/{topic}/metadata", params={"key": "owner", "value": "shop"}).json()
+    assert by_metadata["version"] == 1
+    assert register(rest, topic, record("a", "b=0")).json()["version"] == 2
+    assert rest.get(f"/subjects/{topic}/versions/2").json()["metadata"] == metadata
+
+
+def test_normalized_schemas_are_equal(rest: httpx.Client, topic: str) -> None:
+    one, other = '{"type":"object","title":"t"}', '{"title":"t","type":"object"}'
+    made = [
+        rest.post(f"/subjects/{topic}/versions?normalize=true", json={"schema": text, "schemaType": "JSON"}).json()
+        for text in (one, other)
+    ]
+    assert made[0] == made[1]
+
+
+def test_concurrent_registrants_get_one_id_per_schema(rest: httpx.Client, topic: str) -> None:
+    def registered(number: int) -> tuple[int, int]:
+        schema = record(*(f"f{index}=0" for index in range(number % 10)), name="Shared")
+        return number % 10, register(rest, f"{topic}-{number % 5}-{number % 10}", schema).json()["id"]
+
+    with ThreadPoolExecutor(50) as pool:
+        ids = set(pool.map(registered, range(100)))
+    assert len(ids) == 10
+    assert len({number for _schema, number in ids}) == 10
+
+
+HOSTILE = {
+    "deeply nested": ("AVRO", '{"type":"array","items":' * 5000 + '"int"' + "}" * 5000),
+    "a megabyte": ("AVRO", record(*(f"field{number}" for number in range(60_000)))),
+    "recursive references": (
+        "JSON",
+        '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/c"}',
+    ),
+    "nested messages": ("PROTOBUF", 'syntax="proto3";' + "message A{" * 3000 + "}" * 3000),
+    "a huge default": (
+        "AVRO",
+        '{"type":"record","name":"D","fields":[{"name":"f","type":{"type":"array","items":"int"},"default":['
+        + ",".join(["1"] * 400_000)
+        + ',"x"]}]}',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_schemas_get_an_error(rest: httpx.Client, topic: str, kind: str) -> None:
+    schema_type, text = HOSTILE[kind]
+    status, code = refusal(register(rest, topic, text, schemaType=schema_type))
+    assert (status, code) in ((422, 42201), (422, 42209))
+    assert rest.get("/schemas/types").status_code == 200
+
+
+def test_a_pattern_that_explodes_does_not_stall(rest: httpx.Client, topic: str) -> None:
+    """The patterns of a schema are matched with the names that are removed from it."""
+    name = "a" * 64
+    before = {"type": "object", "properties": {name: {"type": "string"}}, "additionalProperties": False}
+    after = {"type": "object", "patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False}
+    made = register(rest, topic, json.dumps(before), schemaType="JSON")
+    assert made.status_code == 200
+    assert register(rest, topic, json.dumps(after), schemaType="JSON").status_code == 200
+
+
+def test_many_references_are_refused(rest: httpx.Client, topic: str) -> None:
+    references = [{"name": f"N{number}", "subject": f"{topic}-n", "version": 1} for number in range(10_000)]
+    register(rest, f"{topic}-n", record("a", name="N0"))
+    assert refusal(register(rest, topic, '"string"', references=references)) == (422, 42201)
