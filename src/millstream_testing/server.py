@@ -43,8 +43,6 @@ class Server:
         self.data = data
         self.settings = dict(settings or {})
         self.log = log if log is not None else data.with_name(data.name + ".log")
-        # What a node keeps for its user is kept beside its data.
-        self.environment = {"XDG_STATE_HOME": str(data.with_name(data.name + ".state").absolute())}
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
@@ -60,7 +58,9 @@ class Server:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the process: those of this one, without Millstream's settings."""
-        return {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
+        # What a node keeps for its user is kept beside its data.
+        return kept | {"XDG_STATE_HOME": str(self.data.with_name(self.data.name + ".state").absolute())}
 
     @property
     def pid(self) -> int:
@@ -84,7 +84,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self._folder(),
-                env=self.environment() | self.environment,
+                env=self.environment(),
                 process_group=0,
             )
         self._watch(self._process)
