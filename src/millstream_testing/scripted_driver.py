@@ -54,7 +54,7 @@ def make(pipeline: Pipeline, context: JobContext) -> Job:
 
 def main() -> None:
     """Run until the broker hangs up."""
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = Options.take()
     driver = Driver(
         options,
         None,

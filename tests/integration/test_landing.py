@@ -531,8 +531,9 @@ def test_tables_can_be_plain_parquet(shore: Shore, topic: str) -> None:
     assert [row["value"] for row in rows if row.get("reason")] == [b"no json"]
 
 
+@pytest.mark.parametrize("source", ["environment", "pipeline"])
 def test_tables_can_be_in_an_object_store(
-    shore: Shore, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     moto = pytest.importorskip("moto.server")
     store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -545,12 +546,16 @@ def test_tables_can_be_in_an_object_store(
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_REGION": "us-east-1",
         }
+        own = {"lake_options": json.dumps(options)} if source == "pipeline" else {}
         for name, value in options.items():
-            monkeypatch.setenv(name, value)
+            if own:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
         request.urlopen(request.Request(f"http://{host}:{port}/lake", method="PUT"), timeout=WAIT_S).close()
         shore.create(topic, partitions=2)
         published = shore.publish(topic, numbered(100))
-        shore.land(topics=topic, lake="s3://lake/tables", batch_max_messages="60")
+        shore.land(topics=topic, lake="s3://lake/tables", batch_max_messages="60", **own)
         table = deltalake.DeltaTable(f"s3://lake/tables/{topic}", storage_options={**options, "allow_http": "true"})
         rows = table.to_pyarrow_table(columns=["partition", "offset", "key", "value"]).to_pylist()
         assert sorted(tuple(row.values()) for row in rows) == published

@@ -169,12 +169,20 @@ def test_what_cannot_work_is_refused_at_once_and_without_passwords(
     assert "pass-of-url" not in refused.err + refused.out
 
 
-def test_the_first_user_is_created_through_tls(stores: Stores, node: Server, tmp_path: Path) -> None:
+def test_the_first_users_are_created_through_tls(
+    stores: Stores, node: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "word").write_text("password-of-admin")
-    made = call_command(
-        [
-            *("user", "create", "admin", "--password-file", str(tmp_path / "word")),
-            *("--catalog", stores.catalog, "--catalog-password-file", str(stores.folder / "catalog-password")),
-        ]
-    )
+    file = stores.folder / "catalog-password"
+    create = ("user", "create", "--password-file", str(tmp_path / "word"), "--catalog", stores.catalog)
+    made = call_command([*create, "admin", "--catalog-password-file", str(file)])
     assert made.code == 0, made.err
+    # The file that other clients of PostgreSQL have.
+    passwords = tmp_path / "pgpass"
+    passwords.touch(mode=0o600)
+    passwords.write_text(f"*:*:*:*:{file.read_text()}")
+    monkeypatch.setenv("PGPASSFILE", str(passwords))
+    made = call_command([*create, "second"])
+    assert made.code == 0, made.err
+    monkeypatch.delenv("PGPASSFILE")
+    assert call_command([*create, "third"]).code != 0

@@ -103,13 +103,18 @@ class DemoBroker:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 cwd=self.folder,
-                env={name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)},
+                env=self._environment(),
                 # Ctrl-C in the terminal is for the demo, which then stops the broker in order.
                 process_group=0,
             )
         ready = json.loads(await self._first_line(self._process))
         self.kafka, self.http = ready["kafka"], ready["http"]
         self.start_s = time.monotonic() - began
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment without settings; the key of the webhook's secret goes with the folder."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        return kept | {"XDG_STATE_HOME": str(self.folder)}
 
     async def stop(self) -> int:
         """Ask it to stop cleanly and return its exit code."""

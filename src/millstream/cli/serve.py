@@ -103,10 +103,11 @@ def serve(**given: Any) -> None:
     config = Config.load(flags=flags, file=file)
     set_up_logging(config.log_level, config.log_format)
     for name, value in flags.items():
-        if Config.declared()[name][1].is_url and without_password(value) != value:
+        declared = Config.declared()[name][1]
+        if declared.is_secret or (declared.is_url and without_password(value) != value):
             _logger.warning(
-                "--%s has a password, which every user of this machine can see; give it with --%s-password-file, or "
-                "the URL in the environment or the file",
+                "--%s may hold a password, and every user of this machine can see it; set %s in the environment or the "
+                "file instead",
                 name,
                 name,
             )

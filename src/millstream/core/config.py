@@ -616,10 +616,13 @@ class Config:
     def spark_settings(self) -> dict[str, str]:
         """Return the settings in `pipelines-spark` by name."""
         settings: dict[str, str] = {}
-        for part in filter(None, map(str.strip, self.pipelines_spark.split(";"))):
+        parts = filter(None, map(str.strip, self.pipelines_spark.split(";")))
+        for number, part in enumerate(parts, 1):
             name, separator, value = part.partition("=")
             if not separator or not name.startswith("spark."):
-                raise InvalidSetting(f"pipelines-spark takes spark.NAME=VALUE with semicolons between, not {part!r}")
+                raise InvalidSetting(
+                    f"pipelines-spark takes spark.NAME=VALUE with semicolons between; entry {number} is another"
+                )
             settings[name.strip()] = value.strip()
         return settings
 

@@ -25,9 +25,10 @@ from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
-from millstream.pipelines.runtime.driver_messages import DriverEvent
+from millstream.pipelines.runtime.driver_messages import DriverEvent, Options
 from millstream.pipelines.runtime.driver_reports import DriverReports
 from millstream.pipelines.runtime.spark_session import DIED
+from millstream.pipelines.source.session import launch_settings
 from millstream_testing.pipeline_script import HANG_S, landing
 
 DRIVER = "millstream_testing.scripted_driver"
@@ -353,6 +354,23 @@ def test_a_node_says_where_its_driver_works() -> None:
         Config.of({"pipelines-spark": "memory=2g"})
     assert "pipelines-enabled" in idle_reason_of(Config(pipelines_enabled=False))
     assert idle_reason_of(Config()) == ""
+
+
+def test_credentials_of_spark_are_no_arguments_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = "a-secret-of-spark"
+    config = Config(pipelines_spark=f"spark.hadoop.fs.s3a.secret.key={word};spark.sql.shuffle.partitions=2")
+    options = driver_options(config, "127.0.0.1:9092")
+    assert word not in options.argument + repr(config)
+    monkeypatch.setattr(sys, "argv", ["driver", options.argument])
+    for name, value in options.environment.items():
+        monkeypatch.setenv(name, value)
+    assert Options.take() == options
+    # Neither the driver's Java nor its Python workers inherit them.
+    assert not options.environment.keys() & os.environ.keys()
+    assert launch_settings(options.spark) == {"spark.sql.shuffle.partitions": "2"}
+    with pytest.raises(InvalidSetting) as refused:
+        Config.of({"pipelines-spark": f"spark.a=b;{word}"})
+    assert word not in str(refused.value)
 
 
 def test_a_broker_imports_nothing_of_spark() -> None:

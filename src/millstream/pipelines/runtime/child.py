@@ -154,7 +154,7 @@ class PipelineChild(SupervisedChild):
 
     async def _spawn(self) -> Process:
         self._update_board(is_running=True)
-        command = [sys.executable, "-m", self._module, msgspec.json.encode(self._options).decode()]
+        command = [sys.executable, "-m", self._module, self._options.argument]
         # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
@@ -163,7 +163,7 @@ class PipelineChild(SupervisedChild):
             stdout=PIPE,
             start_new_session=True,
             limit=LINE_BYTES_MAX,
-            env=child_environment(),
+            env={**(child_environment() or os.environ), **self._options.environment},
         )
 
     def _kill(self, process: Process) -> None:

@@ -336,7 +336,7 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
 
 def main() -> None:
     """Run with the broker's options."""
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = Options.take()
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
     adopt_node_credentials()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Final
 
 import msgspec
@@ -11,6 +13,8 @@ from millstream.core.pipeline import Pipeline
 
 DRIVER_CLIENT: Final = "pipelines-node-"
 """The prefix of drivers' client ids; the node id follows."""
+SPARK_VARIABLE: Final = "_MILLSTREAM_SPARK"
+"""Holds the settings of Spark, which may have credentials: the arguments of a process are seen by every user."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +31,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The file of Spark's output."""
     log_level: str
     log_format: str
+
+    @property
+    def argument(self) -> str:
+        """The options as the driver is given them on its command line."""
+        return msgspec.json.encode(msgspec.structs.replace(self, spark={})).decode()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The rest of them, for the driver's environment."""
+        return {SPARK_VARIABLE: msgspec.json.encode(self.spark).decode()}
+
+    @classmethod
+    def take(cls) -> Options:
+        """Take over the options of this process, and remove what its own children need not know."""
+        options = msgspec.json.decode(sys.argv[1], type=cls)
+        spark = msgspec.json.decode(os.environ.pop(SPARK_VARIABLE, "{}"), type=dict[str, str])
+        return msgspec.structs.replace(options, spark=spark)
 
 
 class Wanted(msgspec.Struct, frozen=True):

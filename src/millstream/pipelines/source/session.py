@@ -113,6 +113,15 @@ _FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgres
 """What Spark's launcher adds to the configuration of a program that was not submitted."""
 
 
+_CREDENTIALS: Final = re.compile(r"secret|password|token|access[.]?key", re.IGNORECASE)
+"""Names of settings with credentials, as Spark's own `spark.redaction.regex`."""
+
+
+def launch_settings(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that Java may start with: its arguments are seen by every user of the machine."""
+    return {key: value for key, value in settings.items() if not _CREDENTIALS.search(key)}
+
+
 def session(
     name: str | None = None, *, master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
@@ -131,7 +140,8 @@ def session(
     chosen = dict(asked)
     if SparkContext._active_spark_context is None:
         # Java's memory and options take effect only when it starts, so it starts with the requested ones.
-        SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(asked.items())))
+        launch = list(launch_settings(asked).items())
+        SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(launch))
         given = dict(SparkConf().getAll())
         if not _SUBMITTED & os.environ.keys():
             given = dict(given.items() - _FILLED_IN)
