@@ -192,21 +192,22 @@ def refusal(answer: httpx.Response) -> tuple[int, int]:
 
 
 def test_versions_and_lookups(rest: httpx.Client, topic: str) -> None:
-    made = register(rest, topic, record("a"))
+    schema = record("a", name="Versions")
+    made = register(rest, topic, schema)
     assert made.status_code == 200
     assert made.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
     number, guid = made.json()["id"], made.json()["guid"]
     # The same schema keeps its id, under another subject, too; spaces do not matter.
-    assert register(rest, topic, record("a").replace(",", " , ")).json()["id"] == number
-    assert register(rest, f"{topic}-other", record("a")).json()["id"] == number
-    assert register(rest, topic, record("a", "b=1")).json()["version"] == 2
+    assert register(rest, topic, schema.replace(",", " , ")).json()["id"] == number
+    assert register(rest, f"{topic}-other", schema).json()["id"] == number
+    assert register(rest, topic, record("a", "b=1", name="Versions")).json()["version"] == 2
     assert rest.get(f"/subjects/{topic}/versions").json() == [1, 2]
-    first = {"subject": topic, "version": 1, "id": number, "guid": guid, "schema": record("a")}
+    first = {"subject": topic, "version": 1, "id": number, "guid": guid, "schema": schema}
     assert rest.get(f"/subjects/{topic}/versions/1").json() == first
-    assert rest.post(f"/subjects/{topic}", json={"schema": record("a")}).json() == first
-    assert rest.get(f"/subjects/{topic}/versions/1/schema").text == record("a")
-    assert rest.get(f"/schemas/ids/{number}").json() == {"schema": record("a"), "guid": guid}
-    assert rest.get(f"/schemas/guids/{guid}").json()["schema"] == record("a")
+    assert rest.post(f"/subjects/{topic}", json={"schema": schema}).json() == first
+    assert rest.get(f"/subjects/{topic}/versions/1/schema").text == schema
+    assert rest.get(f"/schemas/ids/{number}").json() == {"schema": schema, "guid": guid}
+    assert rest.get(f"/schemas/guids/{guid}").json()["schema"] == schema
     assert rest.get(f"/schemas/ids/{number}/subjects").json() == [topic, f"{topic}-other"]
     assert {"subject": topic, "version": 1} in rest.get(f"/schemas/ids/{number}/versions").json()
     assert rest.get("/schemas/types").json() == ["JSON", "PROTOBUF", "AVRO"]

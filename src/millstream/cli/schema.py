@@ -44,10 +44,8 @@ def list_(
 ) -> None:
     """List subjects with their latest version."""
     from millstream.client.admin.schemas import SchemaClient
-    from millstream.protocol.private.schema_messages import ListSubjects
 
-    wanted = ListSubjects(prefix=prefix or ":*:", deleted=deleted, schemas=True, latest_only=True)
-    found = ask(brokers, timeout, lambda client: SchemaClient(client).subjects(wanted)).schemas
+    found = ask(brokers, timeout, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
     if as_json:
         print_json({"schemas": [_document(one) for one in found]})
     elif found:

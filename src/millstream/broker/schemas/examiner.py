@@ -7,11 +7,14 @@ one that takes too long is killed with its request.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -33,12 +36,19 @@ WORKERS_MAX: Final = 2
 WAITING_MAX: Final = 256
 EXAMINE_S_MAX: Final = 10.0
 """A schema that takes longer is rejected."""
+_ENVIRONMENT: Final = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 IDLE_S: Final = 60.0
 """How long a process without work is kept."""
 
 
 def _invalid(reason: str) -> SchemaRegistryError:
     return SchemaRegistryError(reason, code=RegistryCode.INVALID_SCHEMA)
+
+
+class _Worker(NamedTuple):
+    process: Process
+    folder: str
+    """For its temporary files, which one that is killed leaves behind."""
 
 
 class SchemaExaminer:
@@ -49,7 +59,7 @@ class SchemaExaminer:
         self._idle_s = idle_s
         self._turns = asyncio.Semaphore(WORKERS_MAX)
         self._waiting = 0
-        self._idle: list[tuple[Process, asyncio.TimerHandle]] = []
+        self._idle: list[tuple[_Worker, asyncio.TimerHandle]] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -71,9 +81,9 @@ class SchemaExaminer:
         """End the processes."""
         self._is_closed = True
         while self._idle:
-            process, timer = self._idle.pop()
+            worker, timer = self._idle.pop()
             timer.cancel()
-            await _end(process)
+            await _end(worker)
         await asyncio.gather(*self._ending)
 
     async def _ask(self, request: Request) -> Sequence[str]:
@@ -93,11 +103,11 @@ class SchemaExaminer:
         return response.texts
 
     async def _examine(self, body: bytes) -> WorkerResponse:
-        process = await self._take()
+        worker = await self._take()
         is_done = False
         try:
             async with asyncio.timeout(self._examine_s):
-                response = await _exchange(process, body)
+                response = await _exchange(worker.process, body)
             is_done = True
         except TimeoutError:
             raise _invalid(f"the schema could not be examined within {self._examine_s:.0f} s; simplify it") from None
@@ -105,32 +115,44 @@ class SchemaExaminer:
             raise _invalid("the schema takes too much memory to examine; simplify it") from None
         finally:
             if is_done and not self._is_closed:
-                self._keep(process)
+                self._keep(worker)
             else:
-                self._dismiss(process)
+                self._dismiss(worker)
         return response
 
-    async def _take(self) -> Process:
+    async def _take(self) -> _Worker:
         while self._idle:
-            process, timer = self._idle.pop()
+            worker, timer = self._idle.pop()
             timer.cancel()
-            if process.returncode is None:
-                return process
-        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker.
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, stderr=sys.stderr, start_new_session=True
+            if worker.process.returncode is None:
+                return worker
+            self._dismiss(worker)
+        folder = tempfile.mkdtemp(prefix="millstream-schemas-")
+        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
+        # broker's environment may hold.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=sys.stderr,
+            env={**kept, "TMPDIR": folder},
+            start_new_session=True,
         )
+        return _Worker(process, folder)
 
-    def _keep(self, process: Process) -> None:
-        timer = asyncio.get_running_loop().call_later(self._idle_s, self._expire, process)
-        self._idle.append((process, timer))
+    def _keep(self, worker: _Worker) -> None:
+        timer = asyncio.get_running_loop().call_later(self._idle_s, self._expire, worker)
+        self._idle.append((worker, timer))
 
-    def _expire(self, process: Process) -> None:
-        self._idle = [kept for kept in self._idle if kept[0] is not process]
-        self._dismiss(process)
+    def _expire(self, worker: _Worker) -> None:
+        self._idle = [kept for kept in self._idle if kept[0] is not worker]
+        self._dismiss(worker)
 
-    def _dismiss(self, process: Process) -> None:
-        ending = asyncio.ensure_future(_end(process))
+    def _dismiss(self, worker: _Worker) -> None:
+        ending = asyncio.ensure_future(_end(worker))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
@@ -144,7 +166,8 @@ async def _exchange(process: Process, body: bytes) -> WorkerResponse:
     return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=WorkerResponse)
 
 
-async def _end(process: Process) -> None:
+async def _end(worker: _Worker) -> None:
     with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+        worker.process.kill()
+    await worker.process.wait()
+    await asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True)

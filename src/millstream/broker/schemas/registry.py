@@ -104,6 +104,7 @@ class SchemaRegistry:
         self._referrers: dict[tuple[QualifiedSubject, int], set[tuple[str, int]]] = {}
         self._settings: dict[QualifiedSubject, SubjectSettings] = {}
         self._rendered: dict[tuple[str, int, str], str] = {}
+        self._max_ids: dict[str, int] = {}
         self._text_bytes = 0
         self._last = 0
         self._loads = 0
@@ -189,8 +190,8 @@ class SchemaRegistry:
         return [found[key] for key in sorted(found)]
 
     def max_id(self, context: str) -> int:
-        """The largest id of a context."""
-        return max((number for here, number in self._schemas if here == context), default=0)
+        """The largest id that a schema of a context has had."""
+        return self._max_ids.get(context, 0)
 
     def schema_of(self, version: SubjectVersion) -> StoredSchema:
         """The schema of a version."""
@@ -552,6 +553,7 @@ class SchemaRegistry:
             if key in self._schemas:
                 continue
             self._schemas[key] = schema
+            self._max_ids[schema.context] = max(self.max_id(schema.context), schema.schema_id)
             self._by_guid.setdefault(schema.guid, {})[key] = schema
             self._text_bytes += len(schema.content.text.encode())
             for reference in schema.content.references:

@@ -71,6 +71,17 @@ class SchemaClient:
         """List subjects."""
         return await self._ask(LIST_KEY, request, SubjectsResponse)
 
+    async def latest(self, prefix: str, *, deleted: bool = False) -> list[SchemaMessage]:
+        """Return the latest version of each subject that starts with a prefix, however many they are."""
+        found: list[SchemaMessage] = []
+        while True:
+            page = await self.subjects(
+                ListSubjects(prefix=prefix, deleted=deleted, schemas=True, latest_only=True, offset=len(found))
+            )
+            if not page.schemas:
+                return found
+            found += page.schemas
+
     async def subject(self, request: GetSubject) -> SubjectResponse:
         """Return the versions of a subject, or one of them."""
         return await self._ask(SUBJECT_KEY, request, SubjectResponse)

@@ -90,10 +90,19 @@ class RegistryRequest:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise SchemaRegistryError(f"the body is invalid: {error}", code=INVALID_BODY) from None
 
+    @property
+    def offset(self) -> int:
+        """How many of a list are left out at the beginning."""
+        return max(0, self._number("offset", 0))
+
+    @property
+    def limit(self) -> int:
+        """How many of a list are returned; negative for all."""
+        return self._number("limit", -1)
+
     def page(self, listed: Sequence[Any]) -> Sequence[Any]:
         """The part of a list that `offset` and `limit` ask for."""
-        offset, limit = (self._number(name, default) for name, default in (("offset", 0), ("limit", -1)))
-        return listed[offset:] if limit < 0 else listed[offset : offset + limit]
+        return listed[self.offset :] if self.limit < 0 else listed[self.offset : self.offset + self.limit]
 
     def _number(self, name: str, default: int) -> int:
         text = self.text(name)
@@ -187,9 +196,11 @@ async def _subjects(client: SchemaClient, request: RegistryRequest) -> Any:
             prefix=request.prefix,
             deleted=request.flag("deleted"),
             deleted_only=request.flag("deletedOnly"),
+            offset=request.offset,
+            limit=request.limit,
         )
     )
-    return request.page(listed.subjects)
+    return listed.subjects
 
 
 async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -199,9 +210,11 @@ async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
             deleted=request.flag("deleted"),
             schemas=True,
             latest_only=request.flag("latestOnly"),
+            offset=request.offset,
+            limit=request.limit,
         )
     )
-    return [_version_document(schema) for schema in request.page(listed.schemas)]
+    return [_version_document(schema) for schema in listed.schemas]
 
 
 def _by_id(request: RegistryRequest) -> GetSchema:

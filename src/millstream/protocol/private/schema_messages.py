@@ -110,6 +110,10 @@ class ListSubjects(msgspec.Struct, frozen=True, kw_only=True):
     schemas: bool = False
     """Whether their schemas are returned, and not just the names."""
     latest_only: bool = False
+    offset: int = 0
+    """How many of the schemas, or else of the subjects, are left out at the beginning."""
+    limit: int = -1
+    """How many are returned; a response has a limit of its own for schemas."""
 
 
 class SubjectsResponse(RegistryResponse, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ of its own name. A refusal of the registry has Confluent's code.
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar
@@ -56,7 +57,12 @@ from millstream.protocol.private.schema_messages import (
 )
 
 EVERY_CONTEXT: Final = ":*:"
+LISTED_AT_ONCE: Final = 500
+SCHEMAS_MAX: Final = 1000
+SCHEMAS_CHARACTERS_MAX: Final = 16 * 1024 * 1024
+"""What one response lists of schemas; the rest is asked for with an offset."""
 
+T = TypeVar("T")
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
 
@@ -256,11 +262,13 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
 class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
     """Lists subjects, their schemas, and contexts.
 
-        {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false}
+        {"prefix": "", "deleted": false, "deleted_only": false, "schemas": false, "latest_only": false,
+        "offset": 0, "limit": -1}
         answer: {"error": 0, "message": null, "code": 0, "subjects": ["orders-value", …], "schemas": [{…}, …],
         "contexts": [".", …]}
 
-    A prefix `:.context:` lists a context, `:*:` all of them; otherwise the subjects of the default context are listed.
+    Schemas are returned without the names of their subjects, and not more than fit into a response. A prefix
+    `:.context:` lists a context, `:*:` all of them; otherwise the subjects of the default context are listed.
     """
 
     key = LIST_KEY
@@ -283,25 +291,28 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
 
     async def answer(self, request: ListSubjects) -> SubjectsResponse:
         """List what starts with the prefix."""
-        listed = [
-            (subject, versions)
-            for subject in self._starting_with(request.prefix)
-            if (
-                versions := self._registry.versions(subject).select(
-                    deleted=request.deleted, deleted_only=request.deleted_only
-                )
-            )
-        ]
-        schemas = []
-        if request.schemas:
-            for _subject, versions in listed:
-                chosen = versions[-1:] if request.latest_only else versions
-                schemas += [await self.message_of(version) for version in chosen]
-        return SubjectsResponse(
-            subjects=[str(subject) for subject, _versions in listed],
-            schemas=schemas,
-            contexts=self._registry.contexts(),
-        )
+        listed: list[SubjectVersion] = []
+        subjects: list[str] = []
+        for number, subject in enumerate(self._starting_with(request.prefix)):
+            if not number % LISTED_AT_ONCE:
+                # Others have their turn between the parts of a long list.
+                await asyncio.sleep(0)
+            found = self._registry.versions(subject)
+            versions = found.select(deleted=request.deleted, deleted_only=request.deleted_only)
+            if versions:
+                subjects.append(str(subject))
+                listed += versions[-1:] if request.latest_only else versions
+        contexts = self._registry.contexts()
+        if not request.schemas:
+            return SubjectsResponse(subjects=_page(subjects, request), contexts=contexts)
+        schemas: list[SchemaMessage] = []
+        size = 0
+        for version in _page(listed, request)[:SCHEMAS_MAX]:
+            schemas.append(await self.message_of(version))
+            size += len(schemas[-1].schema)
+            if size > SCHEMAS_CHARACTERS_MAX:
+                break
+        return SubjectsResponse(schemas=schemas, contexts=contexts)
 
     def _starting_with(self, prefix: str) -> Iterable[QualifiedSubject]:
         if prefix.startswith(EVERY_CONTEXT):
@@ -313,6 +324,10 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
             for subject in self._registry.subjects()
             if context in (None, subject.context) and subject.name.startswith(name)
         )
+
+
+def _page(listed: Sequence[T], request: ListSubjects) -> Sequence[T]:
+    return listed[request.offset :] if request.limit < 0 else listed[request.offset : request.offset + request.limit]
 
 
 class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):

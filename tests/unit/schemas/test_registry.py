@@ -1,0 +1,167 @@
+"""The registry of several nodes on one catalog, without HTTP: integrity, propagation, outages and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.schemas.examiner import SchemaExaminer
+from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
+from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
+from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
+
+T = TypeVar("T")
+NODES = 3
+ORDERS = QualifiedSubject.parse("orders-value")
+
+
+class Declarations(CatalogDeclarations):
+    """A catalog that can be taken away."""
+
+    is_away = False
+
+    async def call(self, ask: Callable[[Catalog], T]) -> T:
+        if self.is_away:
+            raise CatalogUnavailable("the catalog is away")
+        return await super().call(ask)
+
+
+class Node:
+    """A node's registry, with its own connection to the catalog."""
+
+    def __init__(self, catalog: Catalog, examiner: SchemaExaminer) -> None:
+        self.catalog = catalog
+        self.declarations = Declarations(catalog)
+        self.registry = SchemaRegistry(self.declarations, examiner=examiner)
+
+
+def new(text: str, schema_type: str = AVRO) -> NewSchema:
+    return NewSchema(content=SchemaContent(schema_type=schema_type, text=text))
+
+
+def record(*fields: str, name: str = "R") -> NewSchema:
+    described = ",".join(f'{{"name":"{one}","type":"int","default":0}}' for one in fields)
+    return new(f'{{"type":"record","name":"{name}","fields":[{described}]}}')
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Node]]:
+    shared = request.param == "postgresql"
+    url = request.getfixturevalue("postgres").new_database() if shared else ""
+    examiner = SchemaExaminer()
+    opened = [
+        Node(Catalog.open_shared(url) if shared else Catalog.open_folder(tmp_path), examiner) for _ in range(NODES)
+    ]
+    try:
+        yield opened
+    finally:
+        await examiner.close()
+        for node in opened:
+            node.catalog.close()
+
+
+async def test_concurrent_registrants_share_ids_and_lose_none(nodes: list[Node]) -> None:
+    """Fifty registrants through three nodes, one of which is cut off in the middle."""
+
+    async def register(number: int) -> SubjectVersion:
+        node = nodes[number % NODES]
+        return await node.registry.register(QualifiedSubject.parse(f"s{number % 10}"), record(f"f{number % 25}"))
+
+    registering = [asyncio.ensure_future(register(number)) for number in range(50)]
+    await registering[1]
+    nodes[1].declarations.is_away = True
+    outcomes = await asyncio.gather(*registering, return_exceptions=True)
+    done = [one for one in outcomes if isinstance(one, SubjectVersion)]
+    assert all(isinstance(one, SubjectVersion | CatalogUnavailable | SchemaRegistryError) for one in outcomes)
+    assert len(done) >= 2 * 50 // NODES
+    for node in (nodes[0], nodes[2]):
+        await node.registry.load()
+        for version in done:
+            assert version in list(node.registry.versions(version.subject))
+    registry = nodes[0].registry
+    stored = [version for subject in registry.subjects() for version in registry.versions(subject)]
+    guid_of = {version.schema_id: registry.schema_of(version).guid for version in stored}
+    assert len(set(guid_of.values())) == len(guid_of)
+    assert all(
+        registry.versions(subject)[-1].version == len(registry.versions(subject)) for subject in registry.subjects()
+    )
+
+
+async def test_what_one_node_registers_another_finds_at_once(nodes: list[Node]) -> None:
+    made = await nodes[0].registry.register(ORDERS, record("a"))
+    assert (await nodes[1].registry.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
+    assert await nodes[2].registry.lookup(ORDERS, record("a")) == made
+    await nodes[2].registry.register(ORDERS, record("a", "b"))
+    # A node that has not heard of it checks against it all the same.
+    third = await nodes[1].registry.register(ORDERS, record("a", "b", "c"))
+    assert third.version == 3
+
+
+async def test_reads_go_on_while_the_catalog_is_away(nodes: list[Node]) -> None:
+    node = nodes[0]
+    made = await node.registry.register(ORDERS, record("a"))
+    node.declarations.is_away = True
+    assert (await node.registry.find_schema(made.schema_id, ORDERS)).content.text.startswith("{")
+    assert await node.registry.lookup(ORDERS, record("a")) == made
+    assert await node.registry.register(ORDERS, record("a")) == made
+    with pytest.raises(CatalogUnavailable):
+        await node.registry.register(ORDERS, record("a", "b"))
+    with pytest.raises(CatalogUnavailable):
+        await node.registry.find_schema(99, ORDERS)
+
+
+async def test_permanent_deletion_reaches_every_node_and_frees_no_id(nodes: list[Node]) -> None:
+    first, other = nodes[0].registry, nodes[1].registry
+    made = await first.register(ORDERS, record("a"))
+    await other.load()
+    await first.delete_subject(ORDERS)
+    await first.delete_subject(ORDERS, permanent=True)
+    again = await first.register(ORDERS, record("a"))
+    assert (again.version, again.schema_id > made.schema_id) == (1, True)
+    await other.load()
+    assert list(other.versions(ORDERS)) == [again]
+    with pytest.raises(SchemaRegistryError):
+        await other.find_schema(made.schema_id, ORDERS)
+
+
+@pytest.fixture
+async def examiner() -> AsyncIterator[SchemaExaminer]:
+    made = SchemaExaminer(examine_s=1.0)
+    yield made
+    await made.close()
+
+
+async def test_a_schema_that_takes_too_long_costs_its_process_only(examiner: SchemaExaminer, tmp_path: Path) -> None:
+    catalog = Catalog.open_folder(tmp_path)
+    registry = SchemaRegistry(CatalogDeclarations(catalog), examiner=examiner)
+    try:
+        name = "a" * 40 + "b"
+        slow = '{"type":"object","patternProperties":{"^(?=(a+)+$)":{"type":"string"}},"additionalProperties":false}'
+        before = f'{{"type":"object","properties":{{"{name}":{{"type":"string"}}}},"additionalProperties":false}}'
+        await registry.register(ORDERS, new(before, JSON_SCHEMA))
+        with pytest.raises(SchemaRegistryError) as refused:
+            await registry.register(ORDERS, new(slow, JSON_SCHEMA))
+        assert refused.value.code == RegistryCode.INVALID_SCHEMA
+        assert (await registry.register(QualifiedSubject.parse("other"), record("a"))).version == 1
+    finally:
+        catalog.close()
+
+
+async def test_the_child_process_has_none_of_the_brokers_secrets(
+    examiner: SchemaExaminer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_PASSWORD", "hunter2")
+    worker = await examiner._take()
+    try:
+        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+        assert b"hunter2" not in environment
+        assert os.fsencode(worker.folder) in environment
+    finally:
+        examiner._dismiss(worker)
