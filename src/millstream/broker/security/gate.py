@@ -257,10 +257,7 @@ class Session:
         knowledge, connection = self._gate.knowledge, self._connection
         if self.verified is None and node_id is None and self._gate.requires:
             self._count(verified.principal)
-        is_recorded = not self._gate.is_internal and self._mechanism_name != ASSERTION
-        if self.verified is None and self._gate.requires and is_recorded:
-            mechanism = self._mechanism_name or CERTIFICATE
-            knowledge.state.audit.sign_in(verified.principal, connection.host, connection.listener, mechanism)
+        is_new = self.verified is None and self._gate.requires and not self._gate.is_internal
         self.verified = verified
         self.rights = Rights(
             knowledge.state,
@@ -269,6 +266,9 @@ class Session:
             node_id=node_id,
             tokens=verified.tokens,
         )
+        if is_new:
+            mechanism = self._mechanism_name or CERTIFICATE
+            knowledge.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
         client = cast("Client | None", connection.state)
         if client is not None:
             client.rights = self.rights

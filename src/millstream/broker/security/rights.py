@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.security.audit import Change
+from millstream.broker.security.audit import Actor, Change
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
@@ -82,12 +82,17 @@ class Rights:
         """Answer as `allows`, and record a denial: what the client asked for is refused, not just left out."""
         is_allowed = self.allows(operation, kind, name)
         if not is_allowed:
-            self._state.audit.deny(self.principal, self.host, operation, kind, name)
+            self._state.audit.deny(self.actor, operation, kind, name)
         return is_allowed
 
     def record(self, api: str, change: Change) -> None:
         """Record a change that the client has made."""
-        self._state.audit.change(self.principal, self.host, api, change)
+        self._state.audit.change(self.actor, api, change)
+
+    @property
+    def actor(self) -> Actor:
+        """The client, as the audit log names it."""
+        return Actor(self.principal, self.host, self.tokens[0].token_id if self.tokens else "")
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
