@@ -44,6 +44,8 @@ REPEATED_PER_SOURCE_MAX: Final = 100
 """Beyond this many within a window, those of one principal or address are counted together."""
 WINDOW_S: Final = 60.0
 OTHERS: Final = "(others)"
+HTTP: Final = "http"
+"""In place of a listener: the gateway, acting for a caller."""
 _BATCH_EVENTS_MAX: Final = 500
 _NAME_CHARACTERS_MAX: Final = 256
 _CLOSE_S: Final = 5.0
@@ -396,7 +398,7 @@ def _authentication(principal: str, host: str, listener: str, mechanism: str) ->
     event.update(
         user=_user(principal),
         src_endpoint={"ip": host},
-        service={"name": f"kafka listener {listener}"},
+        service={"name": listener if listener == HTTP else f"kafka listener {listener}"},
         auth_protocol=mechanism,
         auth_protocol_id=_OAUTH if mechanism == "OAUTHBEARER" else _OTHER,
         is_remote=True,

@@ -165,6 +165,12 @@ def _records_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Ch
             yield _change(one, DELETE, "records", f"{topic.name}-{one.partition_index}", data)
 
 
+def _secrets_resealed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if request.reseal and response.error == 0:
+        data = {"resealed": response.resealed, "key": response.newest}
+        yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
+
+
 def _of_one(kind: str, activity: Activity) -> Changes:
     """A private request that changes one thing, which it names."""
 
@@ -209,6 +215,7 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "PipelineCreate": _of_one("pipeline", CREATE),
     "PipelineDelete": _of_one("pipeline", DELETE),
     "RuleChange": _of_one("pipeline", UPDATE),
+    "SecretList": _secrets_resealed,
     "SubscriptionAlter": _of_one("subscription", UPDATE),
     "SubscriptionCreate": _of_one("subscription", CREATE),
     "SubscriptionDelete": _of_one("subscription", DELETE),
@@ -220,7 +227,7 @@ CHANGES: Final[Mapping[str, Changes]] = {
 CHANGES_NOTHING: Final = frozenset(
     {
         # They read, or authenticate. Metadata records the topics that it creates itself.
-        *("ApiVersions", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
+        *("ApiVersions", "Authenticate", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
         *("DescribeClientQuotas", "DescribeCluster", "DescribeConfigs", "DescribeGroups", "DescribeLogDirs"),
         *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
 from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
@@ -255,9 +256,9 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
-        if self.verified is None and node_id is None and self._gate.requires:
+        is_new = self.verified is None and self._gate.requires
+        if is_new and node_id is None:
             self._count(verified.principal)
-        is_new = self.verified is None and self._gate.requires and not self._gate.is_internal
         self.verified = verified
         self.rights = Rights(
             knowledge.state,
@@ -266,7 +267,9 @@ class Session:
             node_id=node_id,
             tokens=verified.tokens,
         )
-        if is_new:
+        if is_new and self._mechanism_name == ASSERTION:
+            knowledge.state.audit.sign_in(self.rights.actor, HTTP, ASSERTION)
+        elif is_new and not self._gate.is_internal:
             mechanism = self._mechanism_name or CERTIFICATE
             knowledge.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
         client = cast("Client | None", connection.state)
