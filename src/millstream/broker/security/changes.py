@@ -171,19 +171,25 @@ def _secrets_resealed(request: Any, response: Any, _users: Users) -> Iterator[Ch
         yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
 
 
-def _of_one(kind: str, activity: Activity) -> Changes:
-    """A private request that changes one thing, which it names."""
+def _of_one(kind: str, activity: Activity, *, name: str = "name") -> Changes:
+    """A private request that changes one thing, which it names in a field."""
 
     def changes(request: Any, response: Any, _users: Users) -> Iterator[Change]:
-        if response.error == 0:
-            yield Change(activity=activity, kind=kind, name=request.name, data=_details(request))
+        # The schema registry refuses by a code of its own.
+        if response.error == 0 and not getattr(response, "code", 0):
+            named = getattr(request, name) or "(all)"
+            yield Change(activity=activity, kind=kind, name=named, data=_details(request))
 
     return changes
 
 
+_DETAILS: Final = ("topics", "topic", "kind", "wanted", "parked", "to", "version", "permanent", "config", "mode")
+"""Fields of private requests that are recorded as they are, since none of them is a secret."""
+
+
 def _details(request: Any) -> dict[str, Any]:
     details: dict[str, Any] = {}
-    for name in ("topics", "topic", "kind", "wanted", "parked", "to"):
+    for name in _DETAILS:
         value = getattr(request, name, None)
         if value is not None:
             details[name] = value
@@ -215,6 +221,9 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "PipelineCreate": _of_one("pipeline", CREATE),
     "PipelineDelete": _of_one("pipeline", DELETE),
     "RuleChange": _of_one("pipeline", UPDATE),
+    "SchemaConfigure": _of_one("schema settings", UPDATE, name="subject"),
+    "SchemaDelete": _of_one("schema", DELETE, name="subject"),
+    "SchemaRegister": _of_one("schema", CREATE, name="subject"),
     "SecretList": _secrets_resealed,
     "SubscriptionAlter": _of_one("subscription", UPDATE),
     "SubscriptionCreate": _of_one("subscription", CREATE),
@@ -233,7 +242,8 @@ CHANGES_NOTHING: Final = frozenset(
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
-        *("SaslHandshake", "ShareGroupDescribe", "SubscriptionList"),
+        *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
+        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList"),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),
