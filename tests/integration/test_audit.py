@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
@@ -63,7 +64,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
         )
     )
     declare_security(data, USERS, frozenset(rules))
-    started = EmbeddedBroker(data, settings={"auth": "required", "super-users": "admin"})
+    started = EmbeddedBroker(data, http="127.0.0.1:0", settings={"auth": "required", "super-users": "admin"})
     started.start_and_wait()
     yield started
     started.stop_and_wait()
@@ -212,6 +213,25 @@ async def test_changes_of_subscriptions_and_pipelines_hide_their_settings(broker
     assert subscription["entity"]["data"] == {"topics": ["audit-orders"], "settings": ["millstream.filter"]}
     pipeline = read_audit(broker, changed("pipeline", "audit-land", 1))
     assert pipeline["entity"]["data"]["settings"] == ["topics"]
+
+
+def test_callers_of_http_are_named_and_not_the_gateway(broker: EmbeddedBroker) -> None:
+    url = f"http://{broker.http_address}"
+    deadline = time.monotonic() + WAIT_S
+    while httpx.get(f"{url}/readyz", timeout=WAIT_S).status_code != 200:
+        assert time.monotonic() < deadline
+    refused = httpx.get(f"{url}/v1/topics", auth=("mallory", "guessed"), timeout=WAIT_S)
+    assert refused.status_code == 401
+    made = httpx.post(f"{url}/v1/topics", json={"topic": "audit-http"}, auth=("admin", USERS["admin"]), timeout=WAIT_S)
+    assert made.status_code in (200, 201), made.text
+    created = read_audit(broker, changed("topic", "audit-http", 1))
+    assert (created["actor"]["user"]["uid"], created["src_endpoint"]["ip"]) == ("User:admin", "127.0.0.1")
+    for status, user in ((1, "admin"), (2, "mallory")):
+        signed_in = read_audit(
+            broker,
+            lambda event: event.get("service", {}).get("name") == "http" and event["status_id"] == status,  # noqa: B023
+        )
+        assert signed_in["user"]["name"] == user
 
 
 def test_a_wildcard_does_not_reach_the_log(broker: EmbeddedBroker) -> None:

@@ -12,13 +12,15 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security import audit
-from millstream.broker.security.audit import Activity, AuditTrail, Change
+from millstream.broker.security.audit import Activity, Actor, AuditTrail, Change
 from millstream.broker.security.changes import record_changes
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Operation, ResourceType
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import AlterSubscriptionRequest, DeleteSubscriptionRequest
+
+ADMIN = Actor("User:admin", "::1")
 
 
 class ManualClock:
@@ -50,7 +52,7 @@ def trail(clock: ManualClock) -> AuditTrail:
 
 
 def deny(trail: AuditTrail, name: str = "orders", principal: str = "User:mallory") -> None:
-    trail.deny(principal, "10.0.0.9", Operation.READ, ResourceType.TOPIC, name)
+    trail.deny(Actor(principal, "10.0.0.9"), Operation.READ, ResourceType.TOPIC, name)
 
 
 def names_of(events: list[dict[str, Any]]) -> list[str]:
@@ -92,9 +94,10 @@ def test_one_principal_cannot_crowd_out_the_others(trail: AuditTrail) -> None:
 def test_failed_sign_ins_are_counted_together(trail: AuditTrail, clock: ManualClock) -> None:
     for _ in range(7):
         trail.fail_sign_in("alice", "10.0.0.9", "default", "PLAIN", "wrong")
-    trail.sign_in("User:alice", "10.0.0.1", "default", "SCRAM-SHA-512")
+    trail.sign_in(Actor("User:alice", "10.0.0.1", "token-7"), "default", "SCRAM-SHA-512")
     signed_in, failed = sorted(trail.take(), key=lambda event: int(event["status_id"]))
     assert signed_in["type_uid"] == failed["type_uid"] == 300201
+    assert signed_in["session"] == {"credential_uid": "token-7"}
     assert signed_in["user"] == {"name": "alice", "uid": "User:alice"}
     assert (failed["count"], failed["status_detail"]) == (7, "wrong")
 
@@ -102,13 +105,11 @@ def test_failed_sign_ins_are_counted_together(trail: AuditTrail, clock: ManualCl
 def test_dropped_events_are_counted_in_an_event(trail: AuditTrail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "EVENTS_MAX", 10)
     for number in range(25):
-        trail.change(
-            "User:admin", "::1", "CreateTopics", Change(activity=Activity.CREATE, kind="topic", name=f"t{number}")
-        )
+        trail.change(ADMIN, "CreateTopics", Change(activity=Activity.CREATE, kind="topic", name=f"t{number}"))
     kept = trail.take()
     trail.give_back(kept)
     for _ in range(3):
-        trail.sign_in("User:alice", "::1", "default", "PLAIN")
+        trail.sign_in(Actor("User:alice", "::1"), "default", "PLAIN")
     events = trail.take() + trail.take()
     assert [event["entity"]["name"] for event in events[:10]] == [f"t{number}" for number in range(10)]
     (dropped,) = events[10:]
@@ -119,7 +120,7 @@ def test_dropped_events_are_counted_in_an_event(trail: AuditTrail, monkeypatch: 
 def test_changes_of_users_and_rules_are_account_changes(trail: AuditTrail) -> None:
     rule = Change(activity=Activity.CREATE, kind="acl", name="allow …", data={"principal": "User:bob"})
     for change in (Change(activity=Activity.DELETE, kind="user", name="bob"), rule):
-        trail.change("User:admin", "::1", "Api", change)
+        trail.change(ADMIN, "Api", change)
     deleted, attached = trail.take()
     assert (deleted["class_uid"], deleted["activity_id"]) == (3001, 6)
     assert (attached["class_uid"], attached["activity_id"]) == (3001, 7)

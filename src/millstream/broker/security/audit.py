@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -44,11 +44,13 @@ REPEATED_PER_SOURCE_MAX: Final = 100
 """Beyond this many within a window, those of one principal or address are counted together."""
 WINDOW_S: Final = 60.0
 OTHERS: Final = "(others)"
+HTTP: Final = "http"
+"""In place of a listener: the gateway, acting for a caller."""
 _BATCH_EVENTS_MAX: Final = 500
 _NAME_CHARACTERS_MAX: Final = 256
 _CLOSE_S: Final = 5.0
 _PARTITION: Final = 0
-_SUCCESS, _FAILURE = 1, 2
+_UNKNOWN, _SUCCESS, _FAILURE = 0, 1, 2
 _INFORMATIONAL, _LOW, _HIGH = 1, 2, 4
 _OTHER: Final = 99
 _OAUTH: Final = 6
@@ -91,6 +93,15 @@ _DENIED_ACTIVITY: Final = {
 _LOGON: Final = 1
 
 
+class Actor(NamedTuple):
+    """Who did something, and from where."""
+
+    principal: str
+    host: str
+    token_id: str = ""
+    """The API token that the client has shown; empty for other credentials."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change of something that is declared."""
@@ -101,6 +112,8 @@ class Change:
     name: str
     data: Mapping[str, Any] = field(default_factory=dict)
     """Details, without secrets."""
+    is_certain: bool = True
+    """Whether it was made; after a timeout it may have been."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,9 +144,10 @@ class AuditTrail:
     def __len__(self) -> int:
         return len(self._events)
 
-    def sign_in(self, principal: str, host: str, listener: str, mechanism: str) -> None:
+    def sign_in(self, actor: Actor, listener: str, mechanism: str) -> None:
         """Record that a client has authenticated."""
-        self._add(_authentication(principal, host, listener, mechanism) | {"status_id": _SUCCESS})
+        event = _authentication(actor.principal, actor.host, listener, mechanism)
+        self._add(event | _session(actor) | {"status_id": _SUCCESS})
 
     def fail_sign_in(self, user: str, host: str, listener: str, mechanism: str, reason: str) -> None:
         """Record that a client has failed to authenticate."""
@@ -144,8 +158,9 @@ class AuditTrail:
         event.update(status_id=_FAILURE, severity_id=_LOW, status_detail=reason)
         self._repeat(host, key, event)
 
-    def deny(self, principal: str, host: str, operation: Operation, kind: ResourceType, name: str) -> None:
+    def deny(self, actor: Actor, operation: Operation, kind: ResourceType, name: str) -> None:
         """Record that a client was refused an operation."""
+        principal = actor.principal
         key = (principal, operation.name, kind.name, name)
         if self._is_crowded(principal, key):
             name, key = OTHERS, (principal, operation.name, kind.name, OTHERS)
@@ -154,15 +169,15 @@ class AuditTrail:
         event.update(
             status_id=_FAILURE,
             status_detail="not authorized",
-            actor=_actor(principal),
-            src_endpoint={"ip": host},
+            actor=_described(actor),
+            src_endpoint={"ip": actor.host},
             api={"operation": name_of(operation)},
             resources=[resource],
             message=f"{principal} may not {name_of(operation)} {resource['type']} {resource['name']}",
         )
         self._repeat(principal, key, event)
 
-    def change(self, principal: str, host: str, api: str, change: Change) -> None:
+    def change(self, actor: Actor, api: str, change: Change) -> None:
         """Record a change."""
         if change.kind == "user":
             event = _event(EventClass.ACCOUNT_CHANGE, _ACCOUNT_ACTIVITY[change.activity])
@@ -175,12 +190,14 @@ class AuditTrail:
             event = _event(EventClass.ENTITY_MANAGEMENT, change.activity)
             event["entity"] = {"type": change.kind, "name": _cut(change.name), "data": dict(change.data)}
         event.update(
-            status_id=_SUCCESS,
-            actor=_actor(principal),
-            src_endpoint={"ip": host},
+            status_id=_SUCCESS if change.is_certain else _UNKNOWN,
+            actor=_described(actor),
+            src_endpoint={"ip": actor.host},
             api={"operation": api},
-            message=f"{principal}: {change.activity.name.lower()} {change.kind} {_cut(change.name)}",
+            message=f"{actor.principal}: {change.activity.name.lower()} {change.kind} {_cut(change.name)}",
         )
+        if not change.is_certain:
+            event["status_detail"] = "the request timed out; the change may have been made"
         self._add(event)
 
     def take(self) -> list[Event]:
@@ -302,16 +319,14 @@ class AuditLog:
 
     async def _run(self) -> None:
         while not self._is_closing:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._trail.changed.wait(), self._trail.next_due_s())
             try:
-                await self._ensure_topic()
                 await self._write()
                 self._backoff.reset()
             except MillstreamError as error:
                 _logger.warning("audit events could not be written; retrying", extra={"error": str(error)})
                 await self._backoff.pause()
-                continue
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._trail.changed.wait(), self._trail.next_due_s())
 
     async def close(self) -> None:
         """Write what is left, for a few seconds at most."""
@@ -342,6 +357,8 @@ class AuditLog:
     async def _write(self) -> None:
         while events := self._trail.take():
             try:
+                # Not earlier: the first node of a cluster to start would give the topic one replica only.
+                await self._ensure_topic()
                 await self._appender.append(AUDIT, _PARTITION, self._encode(events))
             except BaseException:
                 self._trail.give_back(events)
@@ -381,7 +398,7 @@ def _authentication(principal: str, host: str, listener: str, mechanism: str) ->
     event.update(
         user=_user(principal),
         src_endpoint={"ip": host},
-        service={"name": f"kafka listener {listener}"},
+        service={"name": listener if listener == HTTP else f"kafka listener {listener}"},
         auth_protocol=mechanism,
         auth_protocol_id=_OAUTH if mechanism == "OAUTHBEARER" else _OTHER,
         is_remote=True,
@@ -389,8 +406,12 @@ def _authentication(principal: str, host: str, listener: str, mechanism: str) ->
     return event
 
 
-def _actor(principal: str) -> Event:
-    return {"user": _user(principal)}
+def _described(actor: Actor) -> Event:
+    return {"user": _user(actor.principal), **_session(actor)}
+
+
+def _session(actor: Actor) -> Event:
+    return {"session": {"credential_uid": actor.token_id}} if actor.token_id else {}
 
 
 def _user(principal: str) -> Event:

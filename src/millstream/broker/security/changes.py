@@ -22,6 +22,7 @@ Users = Mapping[tuple[str, str], Any]
 Changes = Callable[[Any, Any, Users], Iterable[Change]]
 
 _TIMED_OUT: Final = 7
+_NOTHING: Final[Mapping[str, Any]] = {}
 _CONFIG_KINDS: Final = {2: "topic", 4: "node", 32: "group"}
 
 
@@ -49,22 +50,27 @@ def _done(results: Iterable[Any]) -> Iterator[Any]:
     return (result for result in results if result.error_code in (0, _TIMED_OUT))
 
 
+def _change(result: Any, activity: Activity, kind: str, name: str, data: Mapping[str, Any] = _NOTHING) -> Change:
+    is_certain = result.error_code != _TIMED_OUT
+    return Change(activity=activity, kind=kind, name=name, data=data, is_certain=is_certain)
+
+
 def _topics_created(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     asked = {topic.name: topic for topic in request.topics}
     for topic in _done(response.topics):
         settings = {config.name: config.value for config in asked[topic.name].configs}
-        yield Change(activity=CREATE, kind="topic", name=topic.name, data=settings)
+        yield _change(topic, CREATE, "topic", topic.name, settings)
 
 
 def _topics_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for topic in _done(response.responses):
-        yield Change(activity=DELETE, kind="topic", name=topic.name or str(topic.topic_id))
+        yield _change(topic, DELETE, "topic", topic.name or str(topic.topic_id))
 
 
 def _partitions_added(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     counts = {topic.name: int(topic.count) for topic in request.topics}
     for topic in _done(response.results):
-        yield Change(activity=UPDATE, kind="topic", name=topic.name, data={"partitions": counts[topic.name]})
+        yield _change(topic, UPDATE, "topic", topic.name, {"partitions": counts[topic.name]})
 
 
 def _settings_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
@@ -74,15 +80,15 @@ def _settings_changed(request: Any, response: Any, _users: Users) -> Iterator[Ch
         settings = asked[result.resource_type, result.resource_name]
         # Groups include subscriptions, whose settings may be secrets.
         data = {one.name: None if kind == "group" else one.value for one in settings}
-        yield Change(activity=UPDATE, kind=kind, name=result.resource_name or "(all)", data=data)
+        yield _change(result, UPDATE, kind, result.resource_name or "(all)", data)
 
 
 def _quotas_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for entry, result in zip(request.entries, response.entries, strict=True):
-        if result.error_code == 0:
+        if result.error_code in (0, _TIMED_OUT):
             name = ", ".join(f"{one.entity_type} {one.entity_name or '(default)'}" for one in entry.entity)
             data = {one.key: None if one.remove else float(one.value) for one in entry.ops}
-            yield Change(activity=UPDATE, kind="quota", name=name, data=data)
+            yield _change(result, UPDATE, "quota", name, data)
 
 
 def _users_changed(request: Any, response: Any, users: Users) -> Iterator[Change]:
@@ -95,22 +101,22 @@ def _users_changed(request: Any, response: Any, users: Users) -> Iterator[Change
             gone = {one.mechanism for one in request.deletions if one.name == result.user}
             held = sum(user == result.user for user, _mechanism in users)
             activity = DELETE if len(gone) >= held else UPDATE
-        yield Change(activity=activity, kind="user", name=result.user)
+        yield _change(result, activity, "user", result.user)
 
 
 def _acls_created(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for creation, result in zip(request.creations, response.results, strict=True):
-        if result.error_code == 0:
-            yield _acl_change(CREATE, creation, creation.resource_pattern_type)
+        if result.error_code in (0, _TIMED_OUT):
+            yield _acl_change(CREATE, creation, creation.resource_pattern_type, result)
 
 
 def _acls_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for found in _done(response.filter_results):
         for acl in _done(found.matching_acls):
-            yield _acl_change(DELETE, acl, acl.pattern_type)
+            yield _acl_change(DELETE, acl, acl.pattern_type, acl)
 
 
-def _acl_change(activity: Activity, rule: Any, pattern: int) -> Change:
+def _acl_change(activity: Activity, rule: Any, pattern: int, result: Any) -> Change:
     acl = Acl(
         resource_type=ResourceType(rule.resource_type),
         resource_name=rule.resource_name,
@@ -120,57 +126,70 @@ def _acl_change(activity: Activity, rule: Any, pattern: int) -> Change:
         operation=Operation(rule.operation),
         permission=Permission(rule.permission_type),
     )
-    return Change(activity=activity, kind="acl", name=str(acl), data={"principal": acl.principal})
+    return _change(result, activity, "acl", str(acl), {"principal": acl.principal})
 
 
 def _groups_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for group in _done(response.results):
-        yield Change(activity=DELETE, kind="group", name=group.group_id)
+        yield _change(group, DELETE, "group", group.group_id)
 
 
 def _offsets_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     """OffsetDelete, AlterShareGroupOffsets, DeleteShareGroupOffsets: offsets of a group, by topic."""
-    if response.error_code == 0:
+    if response.error_code in (0, _TIMED_OUT):
         topics = [getattr(topic, "topic_name", None) or topic.name for topic in request.topics]
-        yield Change(activity=UPDATE, kind="group", name=request.group_id, data={"offsets of": topics})
+        yield _change(response, UPDATE, "group", request.group_id, {"offsets of": topics})
 
 
 def _replicas_moved(request: Any, response: Any, _users: Users) -> Iterator[Change]:
-    done = {(topic.name, one.partition_index) for topic in response.responses for one in _done(topic.partitions)}
+    done = {(topic.name, one.partition_index): one for topic in response.responses for one in _done(topic.partitions)}
     for topic in request.topics:
         for partition in topic.partitions:
-            if (topic.name, partition.partition_index) in done:
+            result = done.get((topic.name, partition.partition_index))
+            if result is not None:
                 replicas = None if partition.replicas is None else [int(node) for node in partition.replicas]
                 name = f"{topic.name}-{partition.partition_index}"
-                yield Change(activity=UPDATE, kind="partition", name=name, data={"replicas": replicas})
+                yield _change(result, UPDATE, "partition", name, {"replicas": replicas})
 
 
 def _leaders_elected(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for topic in response.replica_election_results:
         for one in _done(topic.partition_result):
-            yield Change(activity=UPDATE, kind="partition", name=f"{topic.topic}-{one.partition_id}")
+            yield _change(one, UPDATE, "partition", f"{topic.topic}-{one.partition_id}")
 
 
 def _records_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for topic in response.topics:
         for one in _done(topic.partitions):
             data = {"log start offset": int(one.low_watermark)}
-            yield Change(activity=DELETE, kind="records", name=f"{topic.name}-{one.partition_index}", data=data)
+            yield _change(one, DELETE, "records", f"{topic.name}-{one.partition_index}", data)
 
 
-def _of_one(kind: str, activity: Activity) -> Changes:
-    """A private request that changes one thing, which it names."""
+def _secrets_resealed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if request.reseal and response.error == 0:
+        data = {"resealed": response.resealed, "key": response.newest}
+        yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
+
+
+def _of_one(kind: str, activity: Activity, *, name: str = "name") -> Changes:
+    """A private request that changes one thing, which it names in a field."""
 
     def changes(request: Any, response: Any, _users: Users) -> Iterator[Change]:
-        if response.error == 0:
-            yield Change(activity=activity, kind=kind, name=request.name, data=_details(request))
+        # The schema registry refuses by a code of its own.
+        if response.error == 0 and not getattr(response, "code", 0):
+            named = getattr(request, name) or "(all)"
+            yield Change(activity=activity, kind=kind, name=named, data=_details(request))
 
     return changes
 
 
+_DETAILS: Final = ("topics", "topic", "kind", "wanted", "parked", "to", "version", "permanent", "config", "mode")
+"""Fields of private requests that are recorded as they are, since none of them is a secret."""
+
+
 def _details(request: Any) -> dict[str, Any]:
     details: dict[str, Any] = {}
-    for name in ("topics", "topic", "kind", "wanted", "parked", "to"):
+    for name in _DETAILS:
         value = getattr(request, name, None)
         if value is not None:
             details[name] = value
@@ -202,6 +221,10 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "PipelineCreate": _of_one("pipeline", CREATE),
     "PipelineDelete": _of_one("pipeline", DELETE),
     "RuleChange": _of_one("pipeline", UPDATE),
+    "SchemaConfigure": _of_one("schema settings", UPDATE, name="subject"),
+    "SchemaDelete": _of_one("schema", DELETE, name="subject"),
+    "SchemaRegister": _of_one("schema", CREATE, name="subject"),
+    "SecretList": _secrets_resealed,
     "SubscriptionAlter": _of_one("subscription", UPDATE),
     "SubscriptionCreate": _of_one("subscription", CREATE),
     "SubscriptionDelete": _of_one("subscription", DELETE),
@@ -213,13 +236,14 @@ CHANGES: Final[Mapping[str, Changes]] = {
 CHANGES_NOTHING: Final = frozenset(
     {
         # They read, or authenticate. Metadata records the topics that it creates itself.
-        *("ApiVersions", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
+        *("ApiVersions", "Authenticate", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
         *("DescribeClientQuotas", "DescribeCluster", "DescribeConfigs", "DescribeGroups", "DescribeLogDirs"),
         *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
-        *("SaslHandshake", "ShareGroupDescribe", "SubscriptionList"),
+        *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
+        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList"),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),

@@ -1,7 +1,7 @@
-"""From a connection to a principal: what stands between a listener's clients and the APIs until they are known.
+"""Authenticates the clients of a listener before their requests reach the APIs.
 
-Before that a client may send few and small requests, only those that authenticate, and has a deadline. Once it is
-known the gate is out of the way: requests go straight to the APIs, and the session's end closes the connection.
+Until a client has authenticated, it may send a few small requests, only those that authenticate it, and has a deadline.
+From then on its requests go straight to the APIs, and the end of its session closes the connection.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
 from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
@@ -34,13 +35,13 @@ REQUESTS_MAX: Final = 16
 DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
 CERTIFICATE: Final = "TLS"
-"""How a client authenticates that shows a certificate, as the audit log names it."""
+"""The mechanism of clients that authenticate by certificate, in the audit log."""
 _BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
 
 class Client(Protocol):
-    """What the APIs know of a connection, as far as it changes here."""
+    """The part of a client's state that authentication changes."""
 
     rights: Rights | None
     session: Session | None
@@ -48,7 +49,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """What a node needs to know who its clients are."""
+    """What a node authenticates its clients with."""
 
     state: SecurityState
     authenticator: Authenticator
@@ -57,18 +58,18 @@ class Knowledge:
     cluster: str
     node_id: NodeId
     node_secret: bytes
-    """By which this node's own processes sign in; another one with each start."""
+    """The secret by which this node's own processes sign in; new with each start."""
     assertions: Assertions
     connections_max: int = 2**31
     """How many connections one principal may have open."""
     connections: Counter[str] = field(default_factory=Counter)
     """How many each principal has open; nodes do not count."""
     session_s_max: float = 0.0
-    """How long a session lasts at most; 0 for no end."""
+    """The longest session, in seconds; 0 for no limit."""
 
 
 class Gate:
-    """The service behind one listener that authenticates its clients."""
+    """The service of a listener that authenticates its clients."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Gate:
         self.limits = limits
         self.knowledge = knowledge
         self.requires = requires
-        """Whether clients have to authenticate; where they need not, they are anonymous."""
+        """Whether clients have to authenticate; otherwise they are anonymous."""
         self.is_internal = is_internal
         """Whether this listener is for the node's own processes only."""
         self.takes_assertions = takes_assertions
@@ -93,7 +94,7 @@ class Gate:
         self.offered: Sequence[str] = (PLAIN,) if is_internal else knowledge.authenticator.offered(in_clear=in_clear)
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Let a request through if the client is known, or if it is one that makes it known."""
+        """Answer a request of a client that has authenticated, or one that authenticates it."""
         session: Session = connection.session or self._open(connection)
         if session.is_known:
             return self.service.handle(frame, connection)
@@ -153,11 +154,11 @@ class Session:
 
     @property
     def mechanisms(self) -> Sequence[str]:
-        """What the client may authenticate by; nothing where it cannot."""
+        """The mechanisms that the listener offers; none where clients do not authenticate."""
         return self._gate.offered if self._gate.requires else ()
 
     def begin(self, mechanism: str, *, bare: bool) -> bool:
-        """Begin a dialogue; False if the mechanism is not offered here, or not the one of this session."""
+        """Begin an exchange; return False if the mechanism is not offered, or differs from the session's."""
         knowledge = self._gate.knowledge
         if mechanism == ASSERTION and self._gate.takes_assertions:
             chosen: Mechanism = _Asserted(knowledge.assertions)
@@ -174,13 +175,13 @@ class Session:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a dialogue is under way."""
+        """Whether an exchange is in progress."""
         return self._mechanism is not None
 
     async def step(self, message: bytes) -> tuple[bytes, float]:
-        """Go on with the dialogue: the answer, and how many seconds the session lasts when it is over (0: no end).
+        """Continue the exchange; return the answer and, at its end, the session's length in seconds (0: no end).
 
-        A failure is answered late, and is the last thing that the connection is answered.
+        A failure is answered after a pause, and then the connection is closed.
         """
         mechanism = self._mechanism
         if mechanism is None:
@@ -202,17 +203,17 @@ class Session:
         return said, lasts
 
     async def answer_token(self, message: bytes) -> Buffers:
-        """Answer a bare SASL message in the same way."""
+        """Answer a bare SASL message."""
         said, _ = await self.step(message)
         return [len(said).to_bytes(4, "big") + said]
 
     def admit(self, verified: Verified) -> float:
-        """Let the client's requests through; returns for how many seconds (0: no end)."""
+        """Admit a client; return the session's length in seconds (0: no end)."""
         node_id = self._gate.knowledge.node_id if verified.principal == _NODE_PRINCIPAL else None
         return self._admit(verified, node_id)
 
     def admit_certificate(self, certificate: Any) -> None:
-        """Let the holder of a certificate through: a node of this cluster, or whoever the rules map it to."""
+        """Admit the holder of a certificate: a node of this cluster, or the principal that the rules map it to."""
         knowledge = self._gate.knowledge
         until = certificate.not_valid_after_utc.timestamp()
         name = NodeName.of(uris_of(certificate))
@@ -225,11 +226,11 @@ class Session:
         self._admit(Verified(principal=f"Node:{name.node_id}", expires_at=until), name.node_id)
 
     def is_revoked(self) -> bool:
-        """Whether the password or the token that was shown is not valid any more."""
+        """Whether the password or token of the session is no longer valid."""
         return self.verified is not None and self._gate.knowledge.authenticator.is_revoked(self.verified)
 
     def close(self) -> None:
-        """Release what a connection that is gone has held."""
+        """Release what the connection held."""
         self._cancel_timer()
         if self._counted_as:
             connections = self._gate.knowledge.connections
@@ -255,12 +256,9 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
-        if self.verified is None and node_id is None and self._gate.requires:
+        is_new = self.verified is None and self._gate.requires
+        if is_new and node_id is None:
             self._count(verified.principal)
-        is_recorded = not self._gate.is_internal and self._mechanism_name != ASSERTION
-        if self.verified is None and self._gate.requires and is_recorded:
-            mechanism = self._mechanism_name or CERTIFICATE
-            knowledge.state.audit.sign_in(verified.principal, connection.host, connection.listener, mechanism)
         self.verified = verified
         self.rights = Rights(
             knowledge.state,
@@ -269,6 +267,11 @@ class Session:
             node_id=node_id,
             tokens=verified.tokens,
         )
+        if is_new and self._mechanism_name == ASSERTION:
+            knowledge.state.audit.sign_in(self.rights.actor, HTTP, ASSERTION)
+        elif is_new and not self._gate.is_internal:
+            mechanism = self._mechanism_name or CERTIFICATE
+            knowledge.state.audit.sign_in(self.rights.actor, connection.listener, mechanism)
         client = cast("Client | None", connection.state)
         if client is not None:
             client.rights = self.rights
@@ -315,14 +318,14 @@ def _subject(certificate: Any) -> str:
 
 
 class _NodeSecret:
-    """How a node's own processes sign in, on a listener that only they know of."""
+    """The mechanism of a node's own processes, on a listener that only they know."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._secret = knowledge.node_secret
         self.user = NODE_USER
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
-        """Compare the secret of this start."""
+        """Compare the secret."""
         if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
             raise AuthenticationFailed("this listener is for the node's own processes")
         return b"", Verified(principal=_NODE_PRINCIPAL)
@@ -341,7 +344,7 @@ class _Asserted:
 
 
 class RevokedSessions:
-    """Closes the connections of users whose password was changed or deleted, and of tokens, when that is known."""
+    """Closes the connections of passwords and tokens that were changed or deleted."""
 
     def __init__(self, state: SecurityState, attempts: FailedAttempts) -> None:
         self._listeners: list[Collection[Connection]] = []
@@ -349,11 +352,11 @@ class RevokedSessions:
         state.on_change(self._look)
 
     def watch(self, connections: Collection[Connection]) -> None:
-        """Look at these connections too."""
+        """Check these connections after each change."""
         self._listeners.append(connections)
 
     def metrics(self) -> Iterable[Metric]:
-        """How often clients failed to authenticate."""
+        """Yield how often clients failed to authenticate."""
         yield counter(
             "millstream_authentication_failures_total", "Clients that failed to authenticate.", self._attempts.total
         )

@@ -1,4 +1,4 @@
-"""What the client of one connection may do. A connection without rights of its own is one that nobody asks about."""
+"""What the client of a connection may do; where clients do not authenticate, connections have no rights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.security.audit import Change
+from millstream.broker.security.audit import Actor, Change
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
@@ -37,7 +37,7 @@ _NOUNS: Final = {
 
 
 class Rights:
-    """Asks the authorizer for one principal at one address, and remembers what it said while the rules are the same."""
+    """The rights of a principal at an address; decisions are cached until the rules change."""
 
     __slots__ = ("_decisions", "_scopes", "_snapshot", "_state", "host", "node_id", "principal", "tokens")
 
@@ -79,19 +79,24 @@ class Rights:
         return decision
 
     def check(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
-        """Answer as `allows`, and record a denial: what the client asked for is refused, not just left out."""
+        """Return the same as `allows`, and record a denial: the request is refused, not just answered with less."""
         is_allowed = self.allows(operation, kind, name)
         if not is_allowed:
-            self._state.audit.deny(self.principal, self.host, operation, kind, name)
+            self._state.audit.deny(self.actor, operation, kind, name)
         return is_allowed
 
     def record(self, api: str, change: Change) -> None:
         """Record a change that the client has made."""
-        self._state.audit.change(self.principal, self.host, api, change)
+        self._state.audit.change(self.actor, api, change)
+
+    @property
+    def actor(self) -> Actor:
+        """The client, as the audit log names it."""
+        return Actor(self.principal, self.host, self.tokens[0].token_id if self.tokens else "")
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
-        """The credentials of all users as they are now."""
+        """The current credentials of all users."""
         return self._state.credentials
 
     def allows_any(self, operation: Operation, kind: ResourceType) -> bool:
@@ -118,18 +123,18 @@ class Rights:
         return self.allows(operation, ResourceType.CLUSTER, CLUSTER_NAME)
 
     def require(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> None:
-        """Raise the error of the resource's type unless the client may."""
+        """Raise the error for the resource's type unless the client is allowed."""
         if not self.check(operation, kind, name):
             what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
             raise _ERRORS[kind](f"{self.principal} may not {operation.name.lower().replace('_', ' ')} {what}")
 
     def require_all(self, operation: Operation, kind: ResourceType, names: Iterable[str]) -> None:
-        """The same of several resources."""
+        """Raise the same for the first of several resources that is not allowed."""
         for name in names:
             self.require(operation, kind, name)
 
     def topic_name(self, topic_id: UUID) -> str | None:
-        """The name of a topic that a request has only the id of; None if there is none."""
+        """Return the name of a topic by its id; None if there is none."""
         return self._state.topic_name(topic_id)
 
     def has_topic(self, name: str) -> bool:
@@ -137,5 +142,5 @@ class Rights:
         return self._state.has_topic(name)
 
     def operations(self, kind: ResourceType, name: str = CLUSTER_NAME) -> int:
-        """What the client may do with a resource, as the bits that Kafka's answers carry."""
+        """Return the allowed operations on a resource as a Kafka bit field."""
         return sum(1 << operation for operation in OPERATIONS[kind] if self.allows(operation, kind, name))

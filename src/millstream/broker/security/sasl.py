@@ -55,13 +55,13 @@ _FORGIVEN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Who has authenticated, by what, and for how long that holds."""
+    """An authenticated principal, its credential, and when that expires."""
 
     principal: str
     expires_at: float | None = None
-    """On the wall clock."""
+    """Seconds since 1970."""
     credential: ScramCredential | None = None
-    """The password that was proved; the session ends when it is changed or deleted."""
+    """The password; the session ends when it is changed or deleted."""
     user: str = ""
     tokens: tuple[ApiToken, ...] = ()
     """The API token that was shown, and those that it was created with; the session ends when one is revoked."""
@@ -89,17 +89,17 @@ class BearerToken:
 
 
 class Mechanism(Protocol):
-    """One dialogue of one mechanism."""
+    """One exchange of one mechanism."""
 
     user: str
-    """Who the client says it is; empty while that is not known."""
+    """The user that the client claims to be; empty until it has said so."""
 
     async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
-        """Answer a message of the client; the last answer comes with who it is."""
+        """Answer a message of the client; the last answer comes with the principal."""
 
 
 class Passwords:
-    """Checks passwords beside the loop, a few at a time, and remembers those that were right."""
+    """Checks passwords in threads, a few at a time, and caches those that were right."""
 
     def __init__(self, state: SecurityState) -> None:
         self.state = state
@@ -109,11 +109,11 @@ class Passwords:
         self._verified: OrderedDict[bytes, float] = OrderedDict()
 
     def close(self) -> None:
-        """Check no more."""
+        """Stop the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def stand_in(self, user: str, mechanism: str) -> ScramCredential:
-        """A credential for a user that is not known: always the same for a name, and proved by nothing."""
+        """Return a credential for an unknown user: the same for each name, and proved by no password."""
         salt = hmac.digest(self._key, f"{mechanism}:{user}".encode(), "sha256")[:_SALT_BYTES]
         size = len(digest(mechanism, b""))
         return ScramCredential(
@@ -126,7 +126,7 @@ class Passwords:
         )
 
     async def check(self, user: str, password: str) -> Verified:
-        """Say who a user is, or raise `AuthenticationFailed`."""
+        """Authenticate a user, or raise `AuthenticationFailed`."""
         credential = self.state.credential(user, SCRAM_MECHANISMS)
         mark = b""
         if credential is not None:
@@ -157,7 +157,7 @@ class _Plain:
         self.user = ""
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
-        """Check the only message there is."""
+        """Check the only message of the exchange."""
         try:
             authorized, user, password = message.decode().split("\0")
         except ValueError:
@@ -236,7 +236,7 @@ class _Bearer:
         self.user = ""
 
     async def step(self, message: bytes) -> tuple[bytes, Verified]:
-        """Check the only message there is."""
+        """Check the only message of the exchange."""
         try:
             header, *pairs = message.decode().split("\x01")
         except UnicodeDecodeError:
@@ -256,7 +256,7 @@ class Authenticator:
         self._tokens = tokens
 
     async def verify(self, shown: Password | BearerToken) -> Verified:
-        """Say who shows a password or a token, or raise `AuthenticationFailed`."""
+        """Authenticate the holder of a password or token, or raise `AuthenticationFailed`."""
         if isinstance(shown, Password):
             if is_api_token(shown.user):
                 return await self._verify_token(shown.user, shown.secret)
@@ -276,20 +276,20 @@ class Authenticator:
         return Verified(principal=chain[0].owner, expires_at=ends_ms / 1000, tokens=chain)
 
     def is_revoked(self, verified: Verified) -> bool:
-        """Whether the password or the token that was shown is not valid any more."""
+        """Whether a password or token is no longer valid."""
         state, proved = self._passwords.state, verified.credential
         if verified.tokens and state.token_chain(verified.tokens[0].token_id) != verified.tokens:
             return True
         return proved is not None and state.credentials.get((proved.user, proved.mechanism)) != proved
 
     def offered(self, *, in_clear: bool) -> Sequence[str]:
-        """The mechanisms of a listener; what hands over a secret is not for one that everybody can listen in on."""
+        """Return the mechanisms of a listener; those that send a secret are not offered in clear text."""
         if in_clear:
             return SCRAM_MECHANISMS
         return MECHANISMS if self._tokens is not None else (*SCRAM_MECHANISMS, PLAIN)
 
     def begin(self, mechanism: str) -> Mechanism:
-        """Begin a dialogue."""
+        """Begin an exchange."""
         if mechanism == OAUTHBEARER:
             return _Bearer(self)
         if mechanism == PLAIN:
@@ -298,14 +298,14 @@ class Authenticator:
 
 
 class FailedAttempts:
-    """How long a failure is held back: longer with each one of the same address or for the same user."""
+    """Delays the answers to failures, longer after each failure of the same address or user."""
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self.total = 0
 
     def pause_s(self, host: str, user: str) -> float:
-        """Note a failure, and say how long to wait before it is answered; the user may be unknown."""
+        """Count a failure; return how many seconds to wait before it is answered; the user may be unknown."""
         self.total += 1
         now = time.monotonic()
         worst = 0

@@ -34,7 +34,7 @@ _REFRESH_S_MIN: Final = 1.0
 
 
 def parse_super_users(text: str) -> frozenset[str]:
-    """Read `alice,bob` or `alice;User:CN=ops,O=x`; a plain name is that of a user with a password."""
+    """Parse `alice,bob` or `alice;User:CN=ops,O=x`; a plain name is a user with a password."""
     principals = set()
     # Names in certificates have commas of their own.
     separator = ";" if ";" in text or "=" in text else ","
@@ -62,25 +62,25 @@ class SecurityState:
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
         self.audit = AuditTrail()
-        """Where sign-ins, denials and changes are recorded."""
+        """Collects sign-ins, denials and changes."""
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
         """Finds the name of a topic by its id, for requests that know only that."""
         self.has_topic: Callable[[str], bool] = lambda _name: False
         self.snapshot = AclSnapshot(super_users=self._super_users)
-        """The rules that hold now; another object after each change."""
+        """The rules in force; a new object after each change."""
 
     async def load(self) -> None:
-        """Read what the catalog holds."""
+        """Read the catalog."""
         async with self._changing:
             self._hold(await self._declarations.security())
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
-        """Every credential, by user and mechanism."""
+        """All credentials, by user and mechanism; a new object after each change."""
         return self._credentials
 
     def credential(self, user: str, mechanisms: Iterable[str]) -> ScramCredential | None:
-        """The first credential that a user has of some mechanisms."""
+        """Return the first credential that a user has among some mechanisms."""
         found = (self._credentials.get((user, mechanism)) for mechanism in mechanisms)
         return next((one for one in found if one is not None), None)
 
@@ -116,11 +116,11 @@ class SecurityState:
         return self.token_chain(token_id)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each change."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     async def change_users(self, put: Iterable[ScramCredential] = (), delete: Iterable[tuple[str, str]] = ()) -> None:
-        """Store and remove credentials, durably."""
+        """Store and remove credentials durably."""
         change = SecurityChange(put_credentials=tuple(put), delete_credentials=tuple(delete))
         if len(self._credentials) + len(change.put_credentials) > CREDENTIALS_MAX:
             raise InvalidRequest(f"there are {CREDENTIALS_MAX} credentials at most; delete some first")
@@ -147,7 +147,7 @@ class SecurityState:
         await self._change(SecurityChange(delete_tokens=frozenset(gone)))
 
     async def add_acls(self, acls: Iterable[Acl]) -> None:
-        """Add rules, durably; those that are there already stay as they are."""
+        """Add rules durably; existing ones stay."""
         added = frozenset(acls) - self.snapshot.acls
         if len(self.snapshot.acls) + len(added) > ACLS_MAX:
             raise InvalidRequest(f"there are {ACLS_MAX} access rules at most; remove some first")
@@ -155,7 +155,7 @@ class SecurityState:
             await self._change(SecurityChange(add_acls=added))
 
     async def delete_acls(self, selected: AclFilter) -> frozenset[Acl]:
-        """Remove the rules that a filter selects, durably; returns them."""
+        """Remove the rules that a filter selects durably; return them."""
         gone = frozenset(acl for acl in self.snapshot.acls if selected.matches(acl))
         if gone:
             await self._change(SecurityChange(delete_acls=gone))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.kafka.errors import error_code
+from millstream.broker.security.audit import HTTP
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import is_api_token, split_token
 from millstream.core.errors import AuthenticationFailed, InvalidRequest
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_LISTENER: Final = "http"
-"""What the audit log calls the gateway."""
 _SECRET_LENGTH_MAX: Final = 16 * 1024
 _USER_LENGTH_MAX: Final = 512
 
@@ -69,14 +68,13 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
         except AuthenticationFailed as error:
             user = split_token(request.secret)[0] if is_api_token(request.secret) else request.user
             pause_s = knowledge.attempts.pause_s(request.host, user)
+            if request.scheme:
+                knowledge.state.audit.fail_sign_in(user, request.host, HTTP, request.scheme, str(error))
             _logger.warning(
                 "authentication over HTTP failed",
                 extra={"host": request.host, "user": user[:128], "reason": str(error)},
             )
-            knowledge.state.audit.fail_sign_in(user, request.host, _LISTENER, request.scheme, str(error))
             return AuthenticateResponse(error=int(error_code(error)), message=str(error), pause_ms=int(pause_s * 1000))
-        if request.scheme:
-            knowledge.state.audit.sign_in(verified.principal, request.host, _LISTENER, request.scheme)
         return AuthenticateResponse(
             principal=verified.principal,
             identity=knowledge.assertions.identity_of(verified),
