@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -336,6 +337,32 @@ async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: 
         async with asyncio.timeout(WAIT_S):
             while (answer := await carol.get(place)).status_code != 401:
                 assert answer.status_code == 503, "known to nobody, it is never let through"
+
+
+def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path: Path) -> None:
+    """The listener `default` is open and another one is not: rules hold for everyone, also over HTTP."""
+    rules = (
+        rule("User:ANONYMOUS", acl.ResourceType.TOPIC, "open", acl.Operation.ALL),
+        rule("User:alice", acl.ResourceType.TOPIC, "alice", acl.Operation.ALL),
+    )
+    declare_security(tmp_path / "data", dict((ALICE,)), frozenset(rules))
+    listener = '[[listeners]]\nname = "locked"\naddress = "127.0.0.1:0"\nauth = "required"\n'
+    (tmp_path / "node.toml").write_text(listener, encoding="utf-8")
+    settings = {"config": tmp_path / "node.toml", "pipelines-enabled": "false"}
+    with (
+        Server(tmp_path / "data", settings=settings) as server,
+        httpx.Client(base_url=f"http://{server.http}", timeout=WAIT_S) as client,
+    ):
+        for who, topic, status in (
+            (None, "open-topic", 201),
+            (None, "alice-topic", 403),
+            (ALICE, "alice-topic", 201),
+            (ALICE, "open-topic", 403),
+            (("alice", "wrong"), "open-topic", 401),
+        ):
+            auth = httpx.USE_CLIENT_DEFAULT if who is None else who
+            answer = client.post(f"/v1/topics/{topic}/messages", json=1, auth=auth)
+            assert answer.status_code == status, (who, topic, answer.text)
 
 
 # -- tricks ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from millstream.core.errors import MillstreamError
-from millstream.gateway.api.problem import RETRY_S, Refused
+from millstream.gateway.api.problem import RETRY_S, Refused, refusal_of
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.authenticate import (
     AUTHENTICATE_KEY,
@@ -42,6 +42,7 @@ RENEW_S: Final = 60.0
 REMEMBERED_MAX: Final = 4096
 CALLERS_MAX: Final = 256
 """Callers with connections of their own; the ones that are idle the longest make room."""
+LOOK_S_MIN: Final = 0.1
 IDLE_S: Final = 60.0
 """How long the connections of a caller without requests stay open."""
 PENDING_PER_HOST_MAX: Final = 32
@@ -118,13 +119,21 @@ class Callers:
 
     async def until_lapsed(self, headers: Headers, host: str) -> Refused:
         """Wait until a caller cannot be authenticated any more with what it showed; return why."""
-        shown = self._read(headers, host)
-        try:
-            while True:
+        shown, now = self._read(headers, host), asyncio.get_running_loop().time
+        verified_at = now()
+        while True:
+            refused: Refused | None = None
+            try:
                 found = await self._find(shown)
-                await asyncio.sleep(max(0.0, found.until - asyncio.get_running_loop().time()))
-        except Refused as refused:
-            return refused
+                verified_at = now()
+            except Refused as error:
+                refused = error
+            except MillstreamError as error:
+                refused = refusal_of(error)
+            # A node that cannot answer says nothing about the caller, until the last assertion has expired.
+            if refused is not None and (refused.status is HTTPStatus.UNAUTHORIZED or now() - verified_at > RENEW_S):
+                return refused
+            await asyncio.sleep(RETRY_S if refused is not None else max(LOOK_S_MIN, found.until - now()))
 
     async def verify_again(self, headers: Headers, host: str) -> None:
         """Forget what is remembered of a caller whose assertion a node has refused, and ask again.
@@ -139,10 +148,8 @@ class Callers:
         """Close the connections of every caller."""
         for task in self._verifying.values():
             task.cancel()
-        for caller in self._callers.values():
-            caller.closing.cancel()
-            await caller.services.close()
-        self._callers.clear()
+        for caller in tuple(self._callers.values()):
+            self._close(caller)
         if self._closing:
             await asyncio.wait(self._closing)
 

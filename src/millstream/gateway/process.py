@@ -34,6 +34,7 @@ DRAIN_S = 3
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop; a health check has to pass those who connect and hang
 up all the time."""
+HANDSHAKE_S = 10.0
 OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
 """Client connections, and the connections to brokers that requests wait on."""
 KEEP_ALIVE_S = 75
@@ -64,6 +65,25 @@ class Server(uvicorn.Server):
         self.on_stopped: Callable[[], None] = lambda: None
         """Called first on stop, to release requests that wait for messages."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn does, and with a deadline for the handshake of TLS, which it has none for."""
+        config, loop = self.config, asyncio.get_running_loop()
+
+        def create_protocol() -> asyncio.Protocol:
+            return Protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        self.servers = [
+            await loop.create_server(
+                create_protocol,
+                sock=listening,
+                ssl=config.ssl,
+                ssl_handshake_timeout=None if config.ssl is None else HANDSHAKE_S,
+                backlog=config.backlog,
+            )
+            for listening in sockets or ()
+        ]
+        self.started = True
+
     async def main_loop(self) -> None:
         """Serve until stopped."""
         await self._stop_requested.wait()
@@ -91,7 +111,7 @@ async def serve(
     """Serve until the broker closes the pipe; what arrives at `registry` is for the schema registry."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
-    broker = BrokerStatusPipe(line)
+    broker = BrokerStatusPipe(line, says_why=authenticates is None)
     services = Services(kafka_address, starting=lambda: broker.starting)
     callers = None if authenticates is None else Callers(services, requires=authenticates == AUTHENTICATION_REQUIRED)
     port = None if registry is None else registry.getsockname()[1]

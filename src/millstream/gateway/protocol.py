@@ -321,7 +321,9 @@ class Protocol(HttpToolsProtocol):
             return
         self._answer(status, detail)
         self._joined.answered()
-        self._joined.write_eof()
+        if self._joined.can_write_eof():
+            # TLS cannot end one side only.
+            self._joined.write_eof()
         self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
 
     def _discard(self, size: int) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final, Generic, Protocol, TypeVar, get_args
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, get_args
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
@@ -132,6 +132,15 @@ def _encode(answer: Any) -> bytes:
     return _encode_plain(answer) + b"\n"
 
 
+class _Exchange(NamedTuple):
+    """One request as ASGI passes it on."""
+
+    scope: Scope
+    headers: dict[bytes, bytes]
+    receive: Receive
+    send: Send
+
+
 class Api:
     """Serves a table of routes."""
 
@@ -178,12 +187,13 @@ class Api:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
         self._services.check_started()
-        self._site.check(dict(scope["headers"]))
+        exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
+        self._site.check(exchange.headers)
         if self._callers is None:
-            await self._serve_with(self._services, reader, path, scope, receive, send)
+            await self._serve_with(self._services, reader, path, exchange)
             return
         async with self._callers.acting_for(scope["headers"], _host(scope)) as caller:
-            await self._serve_with(caller.services, reader, path, scope, receive, send)
+            await self._serve_with(caller.services, reader, path, exchange)
 
     async def _still_known(self, callers: Callers, scope: Scope, refused: Refused) -> Refused:
         """Authenticate the caller of a failed request again: its session may have ended, as by another password."""
@@ -201,17 +211,9 @@ class Api:
             headers={"retry-after": str(RETRY_S)},
         )
 
-    async def _serve_with(
-        self,
-        services: Services,
-        reader: _Reader,
-        path: dict[str, str],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _serve_with(self, services: Services, reader: _Reader, path: dict[str, str], exchange: _Exchange) -> None:
+        scope, headers, receive, send = exchange
         route = reader.route
-        headers = dict(scope["headers"])
         lane = route.lane
         self._pressure.enter(lane)
         memory = RequestMemory(self._pressure, lane)
@@ -223,7 +225,7 @@ class Api:
                     raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not supported")
                 request.body = reader.body(headers, await memory.read(headers, receive))
             if lane is Lane.WAIT:
-                await self._wait(services, route, request, scope, receive, send)
+                await self._wait(services, route, request, exchange)
             else:
                 await self._send_answer(send, route, await route.handle(services, request))
         finally:
@@ -235,11 +237,10 @@ class Api:
         services: Services,
         route: Route[Any, Any],
         request: Request[Any, Any],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        exchange: _Exchange,
     ) -> None:
         """Serve a route that may wait; cancel it when the client disconnects."""
+        scope, _, receive, send = exchange
         gone = asyncio.ensure_future(_await_disconnect(receive))
         request.gone = gone
         is_delivered = False

@@ -48,9 +48,11 @@ class Health(NamedTuple):
 class BrokerStatusPipe:
     """The gateway's end of the private socket: sends one request at a time, on demand, and keeps the last answer."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, *, says_why: bool = True) -> None:
         self.starting: str | None = None
         """Why the broker does not answer yet; None once it does."""
+        self._says_why = says_why
+        """Whether everyone may know the reason, which may name other servers."""
         self._line = line
         self._rest = b""
         self._status: dict[str, Any] = {}
@@ -63,7 +65,8 @@ class BrokerStatusPipe:
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             document = json.loads(line)
-            self.starting = document["starting"]
+            starting: str | None = document["starting"]
+            self.starting = starting if self._says_why or starting is None else "its log says how far it is"
             if document["status"] is not None:
                 self._status = document["status"]
                 self._answered_at = asyncio.get_running_loop().time()

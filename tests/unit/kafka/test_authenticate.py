@@ -1,0 +1,91 @@
+"""Authenticate: what a gateway is told about its callers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.kafka.apis.authenticate import Authenticate
+from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.gate import Knowledge
+from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords
+from millstream.broker.security.state import SecurityState
+from millstream.broker.security.tls import PrincipalRules
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.credential import new_credentials
+from millstream.core.errors import InvalidRequest
+from millstream.core.ids import NodeId
+from millstream.protocol.private.authenticate import AuthenticateRequest
+
+HOST, PASSWORD = "10.0.0.7", "alice-password"
+
+
+@pytest.fixture
+async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    await state.change_users(new_credentials("alice", PASSWORD))
+    passwords = Passwords(state)
+    yield Knowledge(
+        state=state,
+        authenticator=Authenticator(passwords, None),
+        attempts=FailedAttempts(),
+        rules=PrincipalRules("DEFAULT"),
+        cluster="c",
+        node_id=NodeId(1),
+        node_secret=b"",
+        assertions=Assertions(state, "c", NodeId(1), Ed25519PrivateKey.generate()),
+    )
+    passwords.close()
+    catalog.close()
+
+
+async def test_a_caller_is_asserted_with_its_address(knowledge: Knowledge) -> None:
+    api = Authenticate(knowledge, requires=True)
+    request = AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret=PASSWORD)
+    answer = await api.handle(request)
+    assert (answer.error, answer.principal) == (0, "User:alice")
+    asserted = await knowledge.assertions.verify(answer.assertion.encode())
+    assert (asserted.principal, asserted.host) == ("User:alice", HOST)
+    assert await api.needs(request) == [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, "kafka-cluster")]
+    assert PASSWORD not in repr(request)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        AuthenticateRequest(scheme="basic", host=HOST, user="alice", secret="wrong"),
+        AuthenticateRequest(scheme="basic", host=HOST, user="nobody", secret=PASSWORD),
+        AuthenticateRequest(scheme="basic", host=HOST, user="", secret=PASSWORD),
+        AuthenticateRequest(scheme="basic", host=HOST, user="x" * 10_000, secret="x" * 100_000),
+        AuthenticateRequest(scheme="bearer", host=HOST, secret="a.b.c"),
+        AuthenticateRequest(scheme="", host=HOST),
+        AuthenticateRequest(scheme="digest", host=HOST, user="alice", secret=PASSWORD),
+    ],
+)
+async def test_a_failure_carries_no_assertion_and_takes_longer_each_time(
+    knowledge: Knowledge, request_: AuthenticateRequest
+) -> None:
+    api = Authenticate(knowledge, requires=True)
+    pauses = []
+    for _ in range(3):
+        answer = await api.handle(request_)
+        assert (answer.error, answer.assertion, answer.principal) == (58, "", "")
+        pauses.append(answer.pause_ms)
+    assert pauses == sorted(set(pauses))
+    assert pauses[0] > 0
+
+
+async def test_who_shows_nothing_is_anonymous_where_that_is_enough(knowledge: Knowledge) -> None:
+    answer = await Authenticate(knowledge, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))
+    assert (await knowledge.assertions.verify(answer.assertion.encode())).principal == "User:ANONYMOUS"
+
+
+async def test_a_node_without_authentication_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="--auth required"):
+        await Authenticate(None, requires=False).handle(AuthenticateRequest(scheme="", host=HOST))

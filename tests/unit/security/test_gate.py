@@ -1,0 +1,114 @@
+"""Sessions that a gateway opens for its callers, at listeners of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.net.connection import Connection, ConnectionLimits, Service
+from millstream.broker.security.assertion import Assertions
+from millstream.broker.security.gate import Gate, Knowledge, Session
+from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords, Verified
+from millstream.broker.security.state import SecurityState
+from millstream.broker.security.tls import PrincipalRules
+from millstream.core.acl import Operation
+from millstream.core.credential import SHA_256, new_credentials
+from millstream.core.errors import AuthenticationFailed
+from millstream.core.ids import NodeId
+from millstream.protocol.wire.credentials import ASSERTION, PLAIN
+
+GATEWAY, CALLER = "192.0.2.1", "10.0.0.7"
+
+
+@pytest.fixture
+async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
+    catalog = Catalog.open_folder(tmp_path)
+    state = SecurityState(CatalogDeclarations(catalog), ())
+    await state.change_users(new_credentials("alice", "alice-password"))
+    passwords = Passwords(state)
+    yield Knowledge(
+        state=state,
+        authenticator=Authenticator(passwords, None),
+        attempts=FailedAttempts(),
+        rules=PrincipalRules("DEFAULT"),
+        cluster="c",
+        node_id=NodeId(1),
+        node_secret=b"",
+        assertions=Assertions(state, "c", NodeId(1), Ed25519PrivateKey.generate()),
+    )
+    passwords.close()
+    catalog.close()
+
+
+def opened(knowledge: Knowledge, **listener: Any) -> Session:
+    gate = Gate(cast("Service", None), ConnectionLimits(frame_bytes_max=1), knowledge, in_clear=False, **listener)
+    connection = SimpleNamespace(
+        session=None,
+        host=GATEWAY,
+        peer=f"{GATEWAY}:1",
+        ssl_object=None,
+        state=None,
+        deadline=None,
+        serve_with=lambda _service, _limits: None,
+        drain=lambda: None,
+        fail=lambda _error: None,
+    )
+    return gate._open(cast("Connection", connection))
+
+
+def signed(knowledge: Knowledge, principal: str = "User:alice") -> bytes:
+    credential = knowledge.state.credentials["alice", SHA_256]
+    return knowledge.assertions.sign(Verified(principal=principal, credential=credential), CALLER).encode()
+
+
+@pytest.mark.parametrize("listener", [{"requires": True}, {"requires": False}, {"requires": True, "is_internal": True}])
+async def test_an_assertion_opens_a_session_of_the_caller(knowledge: Knowledge, listener: dict[str, Any]) -> None:
+    session = opened(knowledge, takes_assertions=True, **listener)
+    assert session.begin(ASSERTION, bare=False)
+    _, lasts_s = await session.step(signed(knowledge))
+    assert lasts_s > 0
+    assert session.rights is not None
+    assert (session.rights.principal, session.rights.host) == ("User:alice", CALLER)
+    assert not session.is_revoked()
+    assert not session.begin(PLAIN, bare=False)
+    await knowledge.state.change_users(delete=[("alice", SHA_256)])
+    assert session.is_revoked()
+    session.close()
+
+
+async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge) -> None:
+    session = opened(knowledge, takes_assertions=True, requires=True)
+    for _ in range(2):
+        assert session.begin(ASSERTION, bare=False)
+        await session.step(signed(knowledge))
+    assert session.begin(ASSERTION, bare=False)
+    with pytest.raises(AuthenticationFailed, match="another principal"):
+        await session.step(signed(knowledge, "User:bob"))
+    session.close()
+
+
+async def test_an_assertion_never_makes_a_node(knowledge: Knowledge) -> None:
+    session = opened(knowledge, takes_assertions=True, requires=True)
+    assert session.begin(ASSERTION, bare=False)
+    await session.step(signed(knowledge, "Node:self"))
+    assert session.rights is not None
+    assert session.rights.node_id is None
+    assert not session.rights.cluster(Operation.CLUSTER_ACTION)
+    session.close()
+
+
+async def test_other_listeners_and_sessions_take_no_assertions(knowledge: Knowledge) -> None:
+    for requires in (True, False):
+        assert not opened(knowledge, requires=requires).begin(ASSERTION, bare=False)
+    session = opened(knowledge, takes_assertions=True, requires=True)
+    assert session.begin(PLAIN, bare=False)
+    await session.step(b"\0alice\0alice-password")
+    assert not session.begin(ASSERTION, bare=False)
+    session.close()
