@@ -116,7 +116,7 @@ class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
 
         {"query": "q"}   answer: {"error": 0, "message": null, "batch": 3}
 
-    -1 means that none was. Writers ask first: what is committed already is not written again.
+    -1 means none. Writers ask first, and do not write a committed batch again.
     """
 
     key = LAST_BATCH_KEY

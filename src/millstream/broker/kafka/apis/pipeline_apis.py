@@ -88,10 +88,9 @@ class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
         {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
         answer: {"error": 0, "message": null, "notes": []}
 
-    A setting of null goes back to its default. `wanted` starts or stops it, null leaves that as it is. `parked` is the
-    reason why it is not tried any more, null leaves that as it is. A pipeline that is parked is tried again when it is
-    started, or when its settings or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in
-    PipelineCreate, about settings that are changed.
+    A setting of null is reset to its default. `wanted` starts or stops it; null changes nothing. `parked` is the reason
+    why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its settings
+    or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed settings.
     """
 
     key = ALTER_KEY
@@ -241,9 +240,9 @@ class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
         "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
         answer: {"error": 0, "message": null, "rules": 17, "notes": []}
 
-    Rules are put in the place of those that have their names. All of it is done, or nothing. A rule that takes the
-    filter of a subscription names it instead of a condition. A condition that is wrong is refused with the place. What
-    is to be deleted and is not there is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
+    Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
+    subscription names it instead of a condition. An invalid condition is refused with the position of the error.
+    Deleting a rule that does not exist is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
     """
 
     key = RULES_KEY
@@ -270,10 +269,10 @@ class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:
-    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there.
+    """Raise `UnknownSubscription` if a rule uses the filter of a subscription that does not exist.
 
-    Raise `InvalidPipeline` for a condition that is wrong, or looks at what is not decoded: the pipeline could route
-    nothing at all with it.
+    Raise `InvalidPipeline` for a condition that is invalid, or reads payloads that are not decoded: the pipeline could
+    not run with it.
     """
     conditions = {rule.name: rule.condition for rule in rules if rule.condition}
     for rule in rules:

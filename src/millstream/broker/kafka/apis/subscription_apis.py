@@ -97,7 +97,7 @@ class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
         {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
         answer: {"error": 0, "message": null}
 
-    A setting of null goes back to its default; topics of null stay as they are.
+    A setting of null is reset to its default; topics of null are left unchanged.
     """
 
     key = ALTER_KEY
@@ -135,8 +135,8 @@ class SubscriptionDelete(PrivateApi[DeleteSubscriptionRequest, Response]):
 
         {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
 
-    What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
-    with open dead letters is NON_EMPTY_GROUP unless it is forced; the letters stay in their topic then.
+    The state of its queues is deleted; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
+    with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
     """
 
     key = DELETE_KEY
@@ -180,13 +180,13 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
         "worker": …, "client_id": …, "address": …}]}]}
 
-    Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all
-    nodes. `kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and
-    lists the ones that it leads. The topics of a share group for which none are declared are those of `kept`, and those
-    that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
-    subscription's endpoint, if its messages are pushed. `leases` holds the oldest ranges that workers hold, at most as
-    many as requested; client id and address are those of the last connection that acted for the worker, empty if the
-    node has not heard of it since it began to lead the queue. Values of secret settings are never returned.
+    Every node knows all subscriptions, but lists only the queues that it leads and has open, so a client asks all
+    nodes. `kept` are the queues whose states it stores, for named subscriptions; it opens and lists those of `open`
+    that it leads. The topics of a share group without declared topics are those of `kept`, and those that members
+    subscribe to, if the node coordinates the group. `push` is the state of the node's push process for the
+    subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as requested; client id and
+    address are those of the last connection of the worker, empty if it has not connected since the node leads the
+    queue. Values of secret settings are never returned.
     """
 
     key = LIST_KEY
@@ -309,7 +309,7 @@ class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionRespo
         answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
     It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
-    Outstanding leases become void; what was delivered before is delivered again where the new place lies before it.
+    Outstanding leases become void; messages after the new position are delivered again.
     """
 
     key = SEEK_KEY
