@@ -246,7 +246,7 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
         raise InvalidRequest("a new session has nothing to acknowledge yet")
     limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
     if request.is_renew_ack and any(limits):
-        raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")
+        raise InvalidRequest("a request that renews leases fetches nothing, so its limits must be 0")
 
 
 def _code(error: MillstreamError) -> ErrorCode:

@@ -35,7 +35,7 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
     async def handle(self, request: Versioned[SyncGroupRequest], client: ClientInfo) -> SyncGroupResponse:
         version, message = request
         if version >= _FIRST_WITH_PROTOCOL and (message.protocol_type is None or message.protocol_name is None):
-            raise InconsistentProtocol("protocol type and name have to be given")
+            raise InconsistentProtocol("protocol type and name are required")
         synced = await self._groups.sync(
             SyncRequest(
                 member=MemberRef(
