@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
@@ -41,7 +41,18 @@ from millstream.protocol.private.pipeline_messages import (
 )
 
 
-class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
+class _PipelineChange(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+        self._notes = notes
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     """Creates a pipeline.
 
         {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
@@ -53,17 +64,6 @@ class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
     """
 
     key = CREATE_KEY
-    request_type = NewPipeline
-    response_type = CreatePipelineResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: NewPipeline) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
         group = f"{GROUP_PREFIX}{request.name}"
@@ -82,7 +82,7 @@ class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
         return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))
 
 
-class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
+class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
 
         {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
@@ -94,17 +94,6 @@ class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
     """
 
     key = ALTER_KEY
-    request_type = PipelineChanges
-    response_type = AlterPipelineResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: PipelineChanges) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: PipelineChanges) -> AlterPipelineResponse:
         notes: list[str] = []
@@ -135,8 +124,6 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """
 
     key = DELETE_KEY
-    request_type = DeletePipelineRequest
-    response_type = Response
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
@@ -165,8 +152,6 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     """
 
     key = LIST_KEY
-    request_type = PipelineNames
-    response_type = ListPipelinesResponse
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
@@ -217,8 +202,6 @@ class PipelineLanded(PrivateApi[Landed, Response]):
     """
 
     key = LANDED_KEY
-    request_type = Landed
-    response_type = Response
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
@@ -233,7 +216,7 @@ class PipelineLanded(PrivateApi[Landed, Response]):
         return Response()
 
 
-class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
+class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
     """Changes the rules of a route pipeline.
 
         {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
@@ -246,17 +229,6 @@ class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
     """
 
     key = RULES_KEY
-    request_type = RuleChanges
-    response_type = RuleChangeResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: RuleChanges) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: RuleChanges) -> RuleChangeResponse:
         rules = [rule.rule() for rule in request.put]

@@ -48,8 +48,6 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     """Stores messages that are not there yet."""
 
     key = PUBLISH_ONCE_KEY
-    request_type = PublishOnceRequest
-    response_type = PublishOnceAnswer
 
     def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics

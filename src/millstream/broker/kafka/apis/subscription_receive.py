@@ -54,8 +54,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
-    request_type = Receive
-    response_type = ReceiveAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:

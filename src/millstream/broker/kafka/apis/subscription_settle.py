@@ -45,8 +45,6 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     """Settles the leases of workers."""
 
     key = SETTLE_KEY
-    request_type = SettleRequest
-    response_type = SettleAnswer
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
