@@ -483,7 +483,7 @@ class _ByHand:
         os._exit(ExitCode.TIMED_OUT)
 
     def _stalled(self, reason: str) -> str:
-        about = f"pipeline {self._pipeline.name!r} was given up: {reason}"
+        about = f"pipeline {self._pipeline.name!r} was stopped: {reason}"
         return f"{about}; what is not committed is done by the next run, and stall.ms says how long one waits"
 
     def _summarize(self, tally: Tally, *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from millstream.core.errors import UnknownTopic
 
 if TYPE_CHECKING:
     from millstream.client.admin.tailer import Message, Tailer
+    from millstream.core.ids import OffsetRange
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -114,7 +115,7 @@ def tail(
     ask(brokers, timeout, question)
 
 
-def _note_held_back(written: dict[int, tuple[int, int]], ends: dict[int, int]) -> None:
+def _note_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:
     """Note that there are more messages behind open transactions."""
     for index, (_, end) in written.items():
         if end > ends[index]:

@@ -291,7 +291,7 @@ class Connection:
         _check_topic(topic)
         if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
             raise InvalidRequest(
-                f"values must be a list, or another iterable, of what is published, not one {type(values).__name__}; "
+                f"values must be a list, or another iterable, of values or messages, not one {type(values).__name__}; "
                 "publish takes a single value"
             )
         if tracing.is_on():

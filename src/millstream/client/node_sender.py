@@ -210,7 +210,7 @@ class NodeSender:
         for queue, batch in sent:
             answer = answers.get((queue.topic, queue.index))
             if batch.is_done:
-                # It was given up while in flight, and its caller has been notified.
+                # It was abandoned while in flight, and its caller has been notified.
                 continue
             if isinstance(answer, Produced):
                 queue.stored(batch, answer)

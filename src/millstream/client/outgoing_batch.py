@@ -90,7 +90,7 @@ class OutgoingBatch:
         self.in_flight = False
         self.is_done = False
         self.behind_gap = False
-        """Whether it was in flight when an earlier batch was given up, so that the broker sees a gap."""
+        """Whether it was in flight when an earlier batch was abandoned, so that the broker sees a gap."""
         self.maybe_stored = False
         """Whether it was sent and its outcome is unknown."""
 

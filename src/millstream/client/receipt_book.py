@@ -27,6 +27,7 @@ import msgspec
 
 from millstream.client.receipt import Receipt
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange
+from millstream.core.ids import OffsetRange
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
 
@@ -161,10 +162,11 @@ async def _check_partition(client: Client, topic: str, partition: int, expected:
     return findings
 
 
-async def _bounds(client: Client, topic: str, partition: int) -> tuple[int, int]:
-    """Return the start and end of a partition, which a rejected fetch may not report."""
+async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
+    """Return the readable offsets of a partition, which a rejected fetch may not report."""
     earliest = (await client.list_offsets(topic, {partition: _EARLIEST}))[partition].offset
-    return earliest, (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
+    latest = (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
+    return OffsetRange(earliest, latest)
 
 
 def _difference(kept: Kept, record: Record | None) -> str | None:

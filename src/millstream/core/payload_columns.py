@@ -157,7 +157,7 @@ class _Reader:
             self._take()
             comment = self._take()
             if comment.kind is not Kind.TEXT:
-                raise self._refused(comment, "a comment stands in quotes")
+                raise self._refused(comment, "a comment must be quoted")
 
     def _type(self, depth: int) -> ColumnType:
         token = self._take()
@@ -171,7 +171,7 @@ class _Reader:
         if name in _NESTED:
             return self._nested(name, depth + 1)
         if name in _REFUSED:
-            raise self._refused(token, f"payloads are not decoded into the type {name}; string keeps what is there")
+            raise self._refused(token, f"payloads are not decoded into the type {name}; use string to keep the text")
         if token.kind in (Kind.WORD, Kind.NAME):
             known = suggestion(name, _KNOWN) or f"; there are {', '.join(_KNOWN)}"
             raise self._refused(token, f"{token.text!r} is no type{known}")

@@ -293,7 +293,7 @@ class LandSettings(PipelineSettings):
                 "`topics` and `pattern` are both given; take one: a pattern may name topics too, as a|b"
             )
         if not self.topics and not self.pattern:
-            raise InvalidSetting("say what is landed: either `topics` or `pattern`")
+            raise InvalidSetting("set either `topics` or `pattern`")
         if self.pattern:
             compile_regex(self.pattern)
         for name in self.topic_names:
@@ -395,7 +395,7 @@ class TransformSettings(MovingSettings):
         statement = read_select(self.sql)
         topics = self.topics()
         if not topics and statement.is_clear:
-            raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
+            raise InvalidSetting("the statement reads no topic: name topics as tables")
         if self.into in topics:
             raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")
 

@@ -105,7 +105,7 @@ def _key(secret: str) -> bytes:
         try:
             key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
         except (binascii.Error, ValueError):
-            raise InvalidSetting(f"{SECRET}: what follows {SECRET_PREFIX} has to be Base64") from None
+            raise InvalidSetting(f"{SECRET}: the part after {SECRET_PREFIX} must be Base64") from None
     if len(key) < SECRET_BYTES_MIN:
         raise InvalidSetting(f"{SECRET} needs at least {SECRET_BYTES_MIN} bytes to be secure")
     return key

@@ -301,7 +301,7 @@ class SubscriptionSettings:
         _check_start(self.start)
         if not self.dead_letter_topic:
             raise InvalidSetting(
-                f"{DEAD_LETTER_TOPIC} cannot be empty; name a topic, or {NO_DEAD_LETTERS!r} to drop what fails for good"
+                f"{DEAD_LETTER_TOPIC} cannot be empty; name a topic, or {NO_DEAD_LETTERS!r} to drop failed messages"
             )
         if self.has_dead_letters:
             check_topic_name(self.dead_letter_topic)

@@ -22,7 +22,5 @@ def test_numbers_and_booleans_are_the_texts_that_they_stand_for() -> None:
 
 @pytest.mark.parametrize(("value", "kind"), [([1], "a list"), ({}, "an object"), (None, "null")])
 def test_what_is_no_value_is_named(value: object, kind: str) -> None:
-    with pytest.raises(
-        Refused, match=f"the setting 'every.ms' has to be a string, a number, true or false, not {kind}"
-    ):
+    with pytest.raises(Refused, match=f"the setting 'every.ms' must be a string, a number, true or false, not {kind}"):
         texts_of({"every.ms": value})

@@ -15,7 +15,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import RecoveryReport
 from millstream.broker.log.recovery import RecoveryProgress
 from millstream.broker.log.store import LogStore
-from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.ids import Epoch, OffsetRange, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.files import MemoryFiles
@@ -143,7 +143,7 @@ def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pyt
 def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None) -> RecoveryReport:
     made = RecoveryReport(directory="d", topic="t", partition=partition, cut_bytes=cut, cut_from_offset=7)
     if lost is not None:
-        made.lost.append(lost)
+        made.lost.append(OffsetRange(*lost))
     return made
 
 

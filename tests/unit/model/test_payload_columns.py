@@ -59,7 +59,7 @@ def test_types_have_parts() -> None:
         ("a decimal(3", "a closing bracket is missing"),
         ("a interval", "payloads are not decoded into the type interval"),
         ("a int not", "NULL is missing"),
-        ("a int comment x", "a comment stands in quotes"),
+        ("a int comment x", "a comment must be quoted"),
         ("a int, a long", "names column 'a' twice"),
         ("`a int", "this quote is not closed"),
         ("a int /* b", "this comment is not closed"),

@@ -140,7 +140,7 @@ def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:
     assert [one.name for one in names] == ["land-orders-bills", "land-all", "transform-large", "route-orders", "mine"]
     again = _undeclared(PipelineKind.LAND, {"topics": "orders"}, (), "mine")
     assert again.pipeline_id == names[-1].pipeline_id
-    with pytest.raises(InvalidSetting, match="say what is landed"):
+    with pytest.raises(InvalidSetting, match="set either"):
         _undeclared(PipelineKind.LAND, {}, (), None)
     with pytest.raises(InvalidPipeline, match="--rules"):
         _undeclared(PipelineKind.ROUTE, {}, (), None)

@@ -79,7 +79,7 @@ REFUSED = {
     "payload.total > 'abc'": (1, 1, "'abc' is text, and a number cannot be compared with it"),
     "'abc' <= payload.total": (1, 1, "CAST(… AS STRING)"),
     "payload.a BETWEEN 1 AND 'x'": (1, 1, "'x' cannot be read as a number"),
-    "payload.a BETWEEN TIMESTAMP '2026-01-01' AND 'x'": (1, 1, "the other has to be one too"),
+    "payload.a BETWEEN TIMESTAMP '2026-01-01' AND 'x'": (1, 1, "the other must be one too"),
     "(" * (DEPTH_MAX + 1) + "TRUE" + ")" * (DEPTH_MAX + 1): (1, DEPTH_MAX + 1, "parentheses"),
     "NOT " * (DEPTH_MAX + 1) + "TRUE": (1, 1, "nested more than"),
     "NOT " * 2000 + "TRUE": (1, 1, "nested more than"),

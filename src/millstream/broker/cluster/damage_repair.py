@@ -137,7 +137,7 @@ class DamageRepair:
             raise cannot
         if undecided is not None:
             raise undecided
-        if (lost.first, lost.next_offset) not in partition.log.damage.beyond_repair:
+        if lost.offsets not in partition.log.damage.beyond_repair:
             self._log(logging.ERROR, "no other replica has what the disk lost", partition, lost, None)
             partition.abandon_range(lost)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -196,9 +196,15 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     versions = (0, 0)
     request_type: ClassVar[type]
     response_type: ClassVar[type]
-    """Its fields have defaults, so that it can be built from an error alone."""
+    """Both are the type arguments of a subclass. A response can be built from an error alone."""
     waits_for_others: ClassVar[bool] = False
     """Whether the answer waits for other clients, so that it is abandoned when the client leaves."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        arguments = get_args(cls.__dict__["__orig_bases__"][0]) if "__orig_bases__" in cls.__dict__ else ()
+        if arguments and all(isinstance(argument, type) for argument in arguments):
+            cls.request_type, cls.response_type = arguments
 
     @abstractmethod
     async def handle(self, request: RequestT) -> ResponseT:

@@ -393,7 +393,7 @@ class ServedApis:
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.declared.security
-        # Rules that nobody keeps to would be worse than none.
+        # Rules that are not enforced would be worse than none.
         rules = security if self._parts.config.authorizes else None
         yield DescribeAcls(rules)
         yield CreateAcls(rules)

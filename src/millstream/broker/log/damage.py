@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from millstream.core.ids import OffsetRange
+
 
 class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Offsets from `first` up to `next_offset`, and the bytes of the segment file where they should be."""
@@ -18,6 +20,10 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     end: int
     unread: bool = False
     """Whether it was lost before it was ever read, so that its producers are not known."""
+
+    @property
+    def offsets(self) -> OffsetRange:
+        return OffsetRange(self.first, self.next_offset)
 
 
 class Damage:
@@ -31,7 +37,7 @@ class Damage:
         """Called when a range was lost, or is repaired."""
         self.has_replicas = False
         """Whether other nodes host the partition, so that lost ranges are fetched from them."""
-        self.beyond_repair: set[tuple[int, int]] = set()
+        self.beyond_repair: set[OffsetRange] = set()
         """Ranges that no other replica has, by their offsets."""
 
     def __len__(self) -> int:
@@ -52,7 +58,7 @@ class Damage:
         """The ranges that another replica may still have."""
         if not self.has_replicas:
             return []
-        return [lost for lost in self._lost if (lost.first, lost.next_offset) not in self.beyond_repair]
+        return [lost for lost in self._lost if lost.offsets not in self.beyond_repair]
 
     def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
         """Remove a range, and all others of its segment but those that are left."""
@@ -98,9 +104,8 @@ class Damage:
         """Return the damaged bytes of a segment: start to end and to the offset that continues there."""
         return {lost.start: (lost.end, lost.next_offset) for lost in self._lost if lost.segment == segment}
 
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return each range as (first, next)."""
-        return tuple((lost.first, lost.next_offset) for lost in self._lost)
+    def ranges(self) -> tuple[OffsetRange, ...]:
+        return tuple(lost.offsets for lost in self._lost)
 
 
 def _first(lost: LostRange) -> int:

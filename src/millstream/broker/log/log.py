@@ -46,7 +46,7 @@ from millstream.core.errors import (
     RepairPending,
     StorageFailure,
 )
-from millstream.core.ids import Epoch, Offset
+from millstream.core.ids import Epoch, Offset, OffsetRange
 from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
 
@@ -278,7 +278,7 @@ class Log:
         return sum(segment.size for segment in self.segments)
 
     @property
-    def damaged_ranges(self) -> tuple[tuple[int, int], ...]:
+    def damaged_ranges(self) -> tuple[OffsetRange, ...]:
         """The ranges of offsets that the disk lost, each as (first, next)."""
         return self.damage.ranges()
 

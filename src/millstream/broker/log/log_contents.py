@@ -8,6 +8,7 @@ from millstream.broker.log.damage import Damage
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.segment import Segment
+from millstream.core.ids import OffsetRange
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class RecoveryReport:
     replayed_bytes: int = 0
     cut_bytes: int = 0
     cut_from_offset: int = -1
-    lost: list[tuple[int, int]] = field(default_factory=list)
+    lost: list[OffsetRange] = field(default_factory=list)
 
     @property
     def is_notable(self) -> bool:
@@ -55,5 +56,5 @@ class RecoveryReport:
             parts.append(f"restored {self.replayed_bytes} bytes from the journal")
         if self.cut_bytes:
             parts.append(f"truncated a torn tail of {self.cut_bytes} bytes at offset {self.cut_from_offset}")
-        parts += [f"offsets {first} to {after - 1} are damaged" for first, after in self.lost]
+        parts += [f"offsets {lost.start} to {lost.end - 1} are damaged" for lost in self.lost]
         return f"{self.topic}-{self.partition}: {'; '.join(parts)}"

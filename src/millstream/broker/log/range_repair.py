@@ -165,7 +165,7 @@ class RangeRepair:
             if isinstance(found, Bad):
                 found = found if found.next_offset >= 0 else found._replace(next_offset=limit)
                 if found.first < self._next_offset and found.next_offset > self._lost.first:
-                    raise StorageFailure(f"{new.path} does not hold at byte {found.start} what was written there")
+                    raise StorageFailure(f"{new.path} does not contain the bytes written at {found.start}")
                 self._bad.append(found)
             else:
                 new.note(found, int(found.base_offset), found.position, index, self._interval_bytes)

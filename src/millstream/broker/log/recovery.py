@@ -37,7 +37,7 @@ from millstream.broker.log.segment import (
     segment_path,
 )
 from millstream.broker.log.state import LogState
-from millstream.core.ids import PartitionIndex
+from millstream.core.ids import OffsetRange, PartitionIndex
 from millstream.protocol.records.batch import BatchHeader
 
 
@@ -412,7 +412,7 @@ class Recovery:
         if first < lost.next_offset:
             unread = lost.next_offset > self._checkpoint
             self._contents.damage.add(msgspec.structs.replace(lost, first=first, unread=unread))
-            self._report.lost.append((first, lost.next_offset))
+            self._report.lost.append(OffsetRange(first, lost.next_offset))
 
     def _resolve_tail(self) -> None:
         """Decide about the end: missing data below the checkpoint is damage, the rest is torn and truncated."""

@@ -14,7 +14,7 @@ The rules, each of which a planted bug in the simulation breaks:
 - A replica joins only when it has everything below the high watermark and below the start of this leader's epoch. One
   that turns out to have less has lost something: it leaves at once, and is not eligible either.
 - A change ends only when the store shows a later revision than the one it was based on, or definitely refuses it. A
-  change that was given up may otherwise still arrive there and be carried out.
+  change that was abandoned may otherwise still arrive there and be carried out.
 """
 
 from __future__ import annotations

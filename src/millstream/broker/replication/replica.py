@@ -205,7 +205,7 @@ class Replica:
 
     def abandon_range(self, lost: LostRange) -> None:
         """Report to readers that a range is lost for good: no other replica has it either."""
-        self.log.damage.beyond_repair.add((lost.first, lost.next_offset))
+        self.log.damage.beyond_repair.add(lost.offsets)
         self.log.damage.on_change()
 
     def truncate_damage(self, watermark: Offset) -> asyncio.Future[None] | None:

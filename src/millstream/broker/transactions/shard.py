@@ -99,7 +99,7 @@ class Batches:
         if known is not None and attempt.batch <= known.batch:
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is already committed")
         if known is not None and attempt.run and attempt.run == known.ended_run:
-            raise ProducerFenced(f"the run {attempt.run!r} of query {attempt.query!r} was given up")
+            raise ProducerFenced(f"the run {attempt.run!r} of query {attempt.query!r} was aborted")
         if not self._has_room(attempt.query):
             raise self._full()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
 from millstream.core.errors import InvalidSetting, UnknownTopic
-from millstream.core.ids import NodeId
+from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.setting import suggestion
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 from millstream.protocol.wire.client import Client
@@ -218,11 +218,11 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
 
 async def offset_bounds(
     client: Client, topic: str, partitions: Sequence[int], *, isolation: int = READ_UNCOMMITTED
-) -> dict[int, tuple[int, int]]:
-    """Return the start and end offset of each partition."""
+) -> dict[int, OffsetRange]:
+    """Return the readable offsets of each partition."""
     starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
     ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP), isolation=isolation)
-    return {partition: (starts[partition].offset, ends[partition].offset) for partition in partitions}
+    return {partition: OffsetRange(starts[partition].offset, ends[partition].offset) for partition in partitions}
 
 
 async def offsets_at(

@@ -105,7 +105,7 @@ def _attribute(name: str, raw: msgspec.Raw) -> bytes | None:
     if isinstance(value, bool):
         return b"true" if value else b"false"
     if not isinstance(value, str | int):
-        raise invalid(f"the event attribute {name!r} has to be a string, a number or a boolean")
+        raise invalid(f"the event attribute {name!r} must be a string, a number or a boolean")
     return str(value).encode()
 
 

@@ -352,7 +352,7 @@ class _Reader:
             return data
         content_type = headers.get(b"content-type")
         if content_type is not None and content_type.partition(b";")[0].strip().lower() != JSON.encode():
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type has to be {JSON}", accepts=[JSON])
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}", accepts=[JSON])
         return read_json(self._body, data or b"{}")
 
     def _convert(self, given: dict[str, Any]) -> Any:

@@ -201,7 +201,7 @@ def _checked_id(value: bytes) -> bytes:
 
 def _partition(value: bytes) -> int:
     if not value.isdigit() or len(value) > 9:
-        raise invalid(f"Message-Partition has to be a number, not {value.decode('latin-1')!r}")
+        raise invalid(f"Message-Partition must be a number, not {value.decode('latin-1')!r}")
     return int(value)
 
 
@@ -211,7 +211,7 @@ def _delay(value: bytes) -> float:
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= DELAY_S_MAX:
-        raise invalid(f"Message-Delay has to be 0 to {DELAY_S_MAX} seconds, not {value.decode('latin-1')!r}")
+        raise invalid(f"Message-Delay must be 0 to {DELAY_S_MAX} seconds, not {value.decode('latin-1')!r}")
     return seconds
 
 

@@ -42,4 +42,4 @@ def _text(name: str, value: Any, kinds: str) -> str:
     if isinstance(value, int | float):
         return str(value)
     kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else "null"
-    raise invalid(f"the setting {name!r} has to be {kinds}, not {kind}")
+    raise invalid(f"the setting {name!r} must be {kinds}, not {kind}")

@@ -280,7 +280,7 @@ class Driver:
         return Activity() if self._spark is None else activity_of(self._spark)
 
     def _request_replacement(self, name: str, reason: str) -> None:
-        _logger.error("the driver has to be replaced", extra={"pipeline": name, "reason": reason})
+        _logger.error("the driver must be replaced", extra={"pipeline": name, "reason": reason})
         about = f"pipeline {name!r}: " if name else ""
         self._send(DriverEvent(failed=f"the driver was replaced: {about}{reason}", stuck=name))
         self._leave(STUCK)

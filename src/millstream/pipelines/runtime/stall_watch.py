@@ -2,7 +2,7 @@
 
 Signs of progress are a pipeline's own and everything that Spark does for it: tasks that end, rows that are counted. A
 pipeline without one for as long as its setting allows is cancelled, which counts as a failure. If it still hangs after
-that, the driver has to be replaced: a thread cannot be ended from outside.
+that, the driver must be replaced: a thread cannot be ended from outside.
 """
 
 from __future__ import annotations

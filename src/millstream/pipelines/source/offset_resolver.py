@@ -134,7 +134,7 @@ class OffsetResolver:
             if self._options.fail_on_data_loss:
                 raise InvalidSetting(
                     f"{problem}. Name offsets that exist, or -1 for the end; "
-                    "to read what there is instead, set failOnDataLoss to false"
+                    "to read what is available, set failOnDataLoss to false"
                 )
             _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", problem)
         return {

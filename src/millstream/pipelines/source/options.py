@@ -304,7 +304,7 @@ class _Given:
         """Parse true or false."""
         text = (self.text(name) or str(default)).lower()
         if text not in ("true", "false"):
-            raise InvalidSetting(f"option {name} has to be true or false, not {text!r}")
+            raise InvalidSetting(f"option {name} must be true or false, not {text!r}")
         return text == "true"
 
     def number(self, name: str, default: int, *, minimum: int = 1) -> int:
@@ -318,14 +318,14 @@ class _Given:
         if text is None:
             return None
         if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < minimum:
-            raise InvalidSetting(f"option {name} has to be a whole number of at least {minimum}, not {text!r}")
+            raise InvalidSetting(f"option {name} must be a whole number of at least {minimum}, not {text!r}")
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...], *, other: str | None = None) -> str | None:
         """Parse one of some words, possibly under another option name; None if it is missing."""
         text = self.text(name) or (self.text(other) if other is not None else None)
         if text is not None and text.lower() not in choices:
-            raise InvalidSetting(f"option {name} has to be one of {', '.join(choices)}, not {text!r}")
+            raise InvalidSetting(f"option {name} must be one of {', '.join(choices)}, not {text!r}")
         return None if text is None else text.lower()
 
 

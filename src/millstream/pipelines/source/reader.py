@@ -238,7 +238,7 @@ def check_start(
         error = LostData(lost)
         if options.fail_on_data_loss:
             raise error
-        _logger.warning("%s; failOnDataLoss is false, so the query goes on", error)
+        _logger.warning("%s; failOnDataLoss is false, so the query continues", error)
     return {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
         for topic, offsets in start.items()

@@ -266,7 +266,7 @@ def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> i
     lost = LostData([(one.topic, one.partition, position, first)])
     if options.fail_on_data_loss:
         raise lost
-    _logger.warning("%s; failOnDataLoss is false, so the query goes on", lost)
+    _logger.warning("%s; failOnDataLoss is false, so the query continues", lost)
     return first
 
 

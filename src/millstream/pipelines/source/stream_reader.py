@@ -159,7 +159,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         error = LostData(lost)
         if self._options.fail_on_data_loss:
             raise error
-        _logger.warning("%s; failOnDataLoss is false, so the query goes on", error)
+        _logger.warning("%s; failOnDataLoss is false, so the query continues", error)
 
     def _with_new(self, begin: Offsets, end: Offsets) -> Offsets:
         """Return starts for every partition: added ones start at their first record."""

@@ -68,7 +68,7 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
             )
         if field.name == "headers" and not _is_headers(field.dataType):
             raise InvalidSetting(
-                f"column 'headers' is {field.dataType.simpleString()}; it has to be array<struct<key:string,"
+                f"column 'headers' is {field.dataType.simpleString()}; it must be array<struct<key:string,"
                 "value:binary>>, such as array(named_struct('key', 'source', 'value', cast('shop' AS BINARY)))"
             )
     if "value" not in schema.names:

@@ -366,7 +366,7 @@ class _Translator:
             self._check_pair(tree, operand, bound)
         bounds = {kind_of(low), kind_of(high)}
         if Kind.TIMESTAMP in bounds and kind_of(operand) is not Kind.TIMESTAMP and len(bounds) > 1:
-            raise self.refusal(tree, "one bound is a timestamp, so the other has to be one too")
+            raise self.refusal(tree, "one bound is a timestamp, so the other must be one too")
         self._check_pair(tree, low, high)
         return Between(operand, low, high)
 

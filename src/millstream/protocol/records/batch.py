@@ -120,7 +120,7 @@ def read_header(buffer: Buffer, position: int = 0) -> BatchHeader:
     """Read one header and check the framing against the buffer; the CRC is `check_crc`'s job."""
     available = len(buffer) - position
     if available < HEADER_BYTES:
-        raise CorruptBatch(f"a record batch needs at least {HEADER_BYTES} bytes, {available} are there")
+        raise CorruptBatch(f"a record batch needs at least {HEADER_BYTES} bytes, but only {available} are left")
     header = BatchHeader(position, *BATCH_HEADER.unpack_from(buffer, position))
     if header.magic != MAGIC:
         raise CorruptBatch(f"record batch magic is {header.magic}, only {MAGIC} is supported")

@@ -284,7 +284,7 @@ def _xerial_blocks(view: memoryview) -> Iterator[memoryview]:
         (length,) = _XERIAL_BLOCK_LENGTH.unpack_from(view, position)
         position += _XERIAL_BLOCK_LENGTH.size
         if length <= 0 or length > len(view) - position:
-            raise CorruptBatch(f"a snappy block declares {length} bytes, {len(view) - position} are there")
+            raise CorruptBatch(f"a snappy block declares {length} bytes, but only {len(view) - position} are left")
         yield view[position : position + length]
         position += length
 

@@ -254,7 +254,7 @@ def _gather_headers(data: Bytes, records: Table) -> HeaderColumn:
     headers = np.empty(offsets[-1], HEADERS)
     found = parse.find_headers(data, records, headers)
     if found != headers.size:
-        raise CorruptBatch(f"records declare {headers.size} headers, {found} are there")
+        raise CorruptBatch(f"records declare {headers.size} headers, but hold {found}")
     return HeaderColumn(
         offsets=offsets,
         keys=_as_text(_gather(data, headers["key_at"], headers["key_length"])),

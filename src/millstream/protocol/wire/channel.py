@@ -193,7 +193,7 @@ class Channel(asyncio.BufferedProtocol):
         if response.error_code == _UNSUPPORTED_VERSION:
             response = await self._ask_versions(0, timeout_s)
         if response.error_code:
-            raise BrokerUnreachable(f"{self.address} refused to say what it serves: {response.error_code.name}")
+            raise BrokerUnreachable(f"{self.address} refused ApiVersions: {response.error_code.name}")
         self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
 
     async def _authenticate(self, credentials: Credentials, timeout_s: float) -> None:

@@ -392,7 +392,7 @@ class Client:
             raise error_from_code(answer.errors[topic], None, about=f"topic {topic!r}")
         partitions = answer.topics[topic].partitions if topic in answer.topics else {}
         if wanted.partition not in partitions:
-            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, there is no number {partition}")
+            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, not a partition {partition}")
         if wanted not in self._leaders:
             raise NotLeader(f"{wanted} has no leader now; its nodes may be down")
         return self._leaders[wanted]

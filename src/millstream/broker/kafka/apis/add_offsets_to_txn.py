@@ -1,7 +1,7 @@
 """AddOffsetsToTxn (key 25), versions 0 to 4: adds the offsets of a group to a producer's transaction.
 
-What is added is the partition of `__consumer_offsets` that holds the group; TxnOffsetCommit brings the offsets.
-Clients of the second version of the protocol do not send this: there TxnOffsetCommit adds the partition itself.
+It adds the partition of `__consumer_offsets` that stores the group; TxnOffsetCommit sends the offsets. Clients of the
+second version of the protocol do not send this request: TxnOffsetCommit adds the partition itself.
 
 Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED; 3 is flexible; 4 is the
 same.

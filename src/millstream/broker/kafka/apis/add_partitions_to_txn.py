@@ -1,12 +1,12 @@
 """AddPartitionsToTxn (key 24), versions 0 to 5: adds partitions to a producer's transaction.
 
 All or nothing: when one partition does not exist (UNKNOWN_TOPIC_OR_PARTITION), the others get OPERATION_NOT_ATTEMPTED,
-as in Kafka. While the last transaction of the id is still being ended, the answer waits a moment for that, and is
+as in Kafka. While the previous transaction of the id is being ended, the response waits a moment for that, and is
 CONCURRENT_TRANSACTIONS if it takes longer. Internal topics cannot be added.
 
-Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. Up to 3 a request is of
-one producer; from 4 on brokers send them for many, and may only ask whether partitions are part of the transaction
-(`verify_only`): those that are not get TRANSACTION_ABORTABLE.
+Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. Up to 3 a request is
+for one producer; from 4 on brokers send requests for several, and may only verify that partitions are part of the
+transaction (`verify_only`): others get TRANSACTION_ABORTABLE.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""AlterConfigs (key 33), versions 0 to 2: replaces all settings of topics, or all that were set for nodes.
+"""AlterConfigs (key 33), versions 0 to 2: replaces all settings of topics or nodes.
 
-What a request does not name goes back to the node's default, which is why Kafka advises IncrementalAlterConfigs
-instead; old tools know no other. Of a node, or of all nodes (the empty name), those are replaced that are changed while
-they run; the others live in its configuration and need a restart.
+Settings that a request does not name are reset to the node's default, which is why Kafka recommends
+IncrementalAlterConfigs instead; old tools know only this API. For a node, or all nodes (the empty name), the settings
+that can be changed at run time are replaced; all others are part of its configuration and need a restart.
 
 Version notes: 2 is flexible.
 """

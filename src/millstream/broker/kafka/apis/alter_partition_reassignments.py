@@ -1,11 +1,10 @@
 """AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes.
 
-The answer comes when a move has begun: its new replicas are added and follow, and once all of them are in sync the old
-ones are taken out. No nodes means to cancel a move under way: NO_REASSIGNMENT_IN_PROGRESS where there is none. Nodes
-that are not alive are INVALID_REPLICA_ASSIGNMENT. A single node has nowhere to move anything to.
+Answered when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones are
+removed. A request without nodes cancels the move, or gets NO_REASSIGNMENT_IN_PROGRESS if there is none. Nodes that are
+not alive are INVALID_REPLICA_ASSIGNMENT.
 
-Version notes: 1 adds whether the number of replicas may change; if it may not, another number is
-INVALID_REPLICATION_FACTOR.
+Version notes: 1 adds whether the number of replicas may change; if not, another number is INVALID_REPLICATION_FACTOR.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node, which has one.
 
-A replica that is asked to be where it is stays there. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition
-that does not exist is UNKNOWN_TOPIC_OR_PARTITION, and one of which this node has no replica is REPLICA_NOT_AVAILABLE.
+Moving a replica to its own folder succeeds. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition that does
+not exist is UNKNOWN_TOPIC_OR_PARTITION, and one without a replica on this node is REPLICA_NOT_AVAILABLE.
 
 Version notes: 2 is flexible.
 """

@@ -1,7 +1,7 @@
 """AlterShareGroupOffsets (key 91), version 0: moves a share group to other offsets (KIP-932).
 
-The group must have no members (NON_EMPTY_GROUP); one that does not exist yet is made. A partition that does not exist
-is UNKNOWN_TOPIC_OR_PARTITION; an offset that it does not reach is moved to the nearest that it has.
+The group must have no members (NON_EMPTY_GROUP); it is created if it does not exist. A partition that does not exist is
+UNKNOWN_TOPIC_OR_PARTITION; an offset outside the partition is moved to the nearest that it has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""AlterUserScramCredentials (key 51), version 0: creates users, gives them other passwords, deletes them.
+"""AlterUserScramCredentials (key 51), version 0: creates users, changes their passwords, deletes them.
 
-The client sends the salted password, never the password itself. Each user succeeds or fails on its own; a user that is
-named twice for one mechanism fails. Connections that were opened with a password that is gone are closed.
+The client sends the salted password, never the password itself. Each user succeeds or fails independently; a user that
+is named twice for one mechanism fails. Connections that were opened with a deleted password are closed.
 """
 
 from __future__ import annotations

@@ -47,8 +47,6 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     """Authenticates callers of gateways."""
 
     key = AUTHENTICATE_KEY
-    request_type = AuthenticateRequest
-    response_type = AuthenticateResponse
 
     def __init__(self, knowledge: Knowledge | None, *, requires: bool) -> None:
         self._knowledge = knowledge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.transactions.batch import Member
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
@@ -29,7 +29,12 @@ from millstream.protocol.private.transaction_messages import (
 )
 
 
-class PrepareTransaction(PrivateApi[BatchMember, Response]):
+class _TransactionApi(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+
+class PrepareTransaction(_TransactionApi[BatchMember, Response]):
     """Prepares the transaction of a writer that has written its part of a batch.
 
         {"transactional_id": "spark/…", "producer_id": 7, "producer_epoch": 0}   answer: {"error": 0, "message": null}
@@ -39,11 +44,6 @@ class PrepareTransaction(PrivateApi[BatchMember, Response]):
     """
 
     key = PREPARE_KEY
-    request_type = BatchMember
-    response_type = Response
-
-    def __init__(self, transactions: TransactionCoordinator) -> None:
-        self._transactions = transactions
 
     async def needs(self, request: BatchMember) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
@@ -54,7 +54,7 @@ class PrepareTransaction(PrivateApi[BatchMember, Response]):
         return Response()
 
 
-class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
+class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]):
     """Commits all parts of a batch atomically.
 
         {"query": "q", "batch": 3,
@@ -68,11 +68,6 @@ class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
     """
 
     key = COMPLETE_BATCH_KEY
-    request_type = CompleteBatchRequest
-    response_type = CompleteBatchResponse
-
-    def __init__(self, transactions: TransactionCoordinator) -> None:
-        self._transactions = transactions
 
     async def needs(self, request: CompleteBatchRequest) -> Sequence[Need]:
         ids = (request.query, *(member.transactional_id for member in request.members))
@@ -86,7 +81,7 @@ class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
         return CompleteBatchResponse(done_now=done_now)
 
 
-class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
+class AbortBatch(_TransactionApi[AbortBatchRequest, AbortBatchResponse]):
     """Aborts every attempt at a batch.
 
         {"query": "q", "batch": 3, "run": "4f2a"}   answer: {"error": 0, "message": null, "aborted": 2}
@@ -97,11 +92,6 @@ class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
     """
 
     key = ABORT_BATCH_KEY
-    request_type = AbortBatchRequest
-    response_type = AbortBatchResponse
-
-    def __init__(self, transactions: TransactionCoordinator) -> None:
-        self._transactions = transactions
 
     async def needs(self, request: AbortBatchRequest) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.query)]
@@ -111,20 +101,15 @@ class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
         return AbortBatchResponse(aborted=aborted)
 
 
-class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
+class LastBatch(_TransactionApi[LastBatchRequest, LastBatchResponse]):
     """Returns the last committed batch of a query.
 
         {"query": "q"}   answer: {"error": 0, "message": null, "batch": 3}
 
-    -1 means that none was. Writers ask first: what is committed already is not written again.
+    -1 means none. Writers ask first, and do not write a committed batch again.
     """
 
     key = LAST_BATCH_KEY
-    request_type = LastBatchRequest
-    response_type = LastBatchResponse
-
-    def __init__(self, transactions: TransactionCoordinator) -> None:
-        self._transactions = transactions
 
     async def needs(self, request: LastBatchRequest) -> Sequence[Need]:
         return [(Operation.DESCRIBE, ResourceType.TRANSACTIONAL_ID, request.query)]
@@ -133,7 +118,7 @@ class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
         return LastBatchResponse(batch=await self._transactions.last_batch(request.query))
 
 
-class AbortTransaction(PrivateApi[AbortTransactionRequest, AbortTransactionResponse]):
+class AbortTransaction(_TransactionApi[AbortTransactionRequest, AbortTransactionResponse]):
     """Aborts a hanging transaction.
 
         {"transactional_id": "tx"}   answer: {"error": 0, "message": null, "state": "Ongoing"}
@@ -143,11 +128,6 @@ class AbortTransaction(PrivateApi[AbortTransactionRequest, AbortTransactionRespo
     """
 
     key = ABORT_KEY
-    request_type = AbortTransactionRequest
-    response_type = AbortTransactionResponse
-
-    def __init__(self, transactions: TransactionCoordinator) -> None:
-        self._transactions = transactions
 
     async def needs(self, request: AbortTransactionRequest) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]

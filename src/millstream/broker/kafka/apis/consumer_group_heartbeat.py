@@ -1,19 +1,18 @@
 """ConsumerGroupHeartbeat (key 68), versions 0 to 1: keeps a consumer in its group; consumers also join and leave with
 it (KIP-848).
 
-One request does it all. Epoch 0 joins, with everything that the group has to know of the member; a positive epoch
-renews the session and carries only changes; -1 leaves, -2 leaves a static member's place for its next process. The
-response holds the epoch, the heartbeat interval, and the assignment if the member may not know it; the coordinator
-assigns partitions by `uniform` (the default) or `range`. A member gives partitions up before others get them; it has
-its rebalance timeout for that.
+Epoch 0 joins, with all metadata of the member; a positive epoch renews the session and carries only changes; -1 leaves,
+-2 leaves a static member's place for its next process. The response holds the epoch, the heartbeat interval, and the
+assignment if the member may not know it; the coordinator assigns partitions by `uniform` (the default) or `range`. A
+member revokes partitions before others get them, within its rebalance timeout.
 
-Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH: give up everything and join again), an unknown
+Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH: revoke everything and join again), an unknown
 member (UNKNOWN_MEMBER_ID), an instance id that another process has not left (UNRELEASED_INSTANCE_ID) or has taken
 (FENCED_INSTANCE_ID), an unknown assignor (UNSUPPORTED_ASSIGNOR), a full group (GROUP_MAX_SIZE_REACHED), and a group
 that does not exist, or is a classic one that cannot become a consumer group (GROUP_ID_NOT_FOUND).
 
-Version 1 adds subscriptions by regular expression, of RE2's kind (INVALID_REGULAR_EXPRESSION), and has the member
-choose its id itself.
+Version 1 adds subscriptions by regular expression, in RE2's syntax (INVALID_REGULAR_EXPRESSION), and lets the member
+choose its id.
 """
 
 from __future__ import annotations

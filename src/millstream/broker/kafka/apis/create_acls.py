@@ -1,7 +1,7 @@
-"""CreateAcls (key 30), versions 1 to 3: adds access rules; those that are there already stay as they are.
+"""CreateAcls (key 30), versions 1 to 3: adds access rules; existing ones are left unchanged.
 
-Each rule succeeds or fails on its own. On a node whose clients do not authenticate it is answered with
-SECURITY_DISABLED, as by a Kafka without an authorizer: a rule that is not enforced would be worse than none.
+Each rule succeeds or fails independently. A node without authentication answers SECURITY_DISABLED, as Kafka does
+without an authorizer: a rule that is not enforced would be worse than none.
 
 Version notes: 2 is flexible, 3 adds resources of the type user.
 """

@@ -1,6 +1,6 @@
 """CreatePartitions (key 37), versions 0 to 3: adds partitions to topics; partitions are never removed.
 
-The new partitions may be placed on nodes by hand, one list of nodes for each of them.
+A request may place the new partitions on nodes, with one list of nodes for each of them.
 
 Version notes: 2 is flexible, 3 is the same.
 """

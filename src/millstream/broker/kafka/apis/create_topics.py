@@ -1,12 +1,12 @@
 """CreateTopics (key 19), versions 2 to 7: creates topics, durably, each independently.
 
--1 partitions or -1 replicas leave the number to the node. Instead of numbers, a request may place every partition on
-nodes by hand; then both numbers must be -1. A name that comes twice in a request is refused for both. `validate_only`
-checks everything and creates nothing. In a cluster the answer waits until all nodes agree on the topic and its leaders;
-REQUEST_TIMED_OUT when that takes longer than the request allows, though the topic is declared and will come.
+-1 partitions or -1 replicas use the node's default. Instead of numbers, a request may place every partition on nodes;
+both numbers must then be -1. A name that occurs twice in a request is refused. `validate_only` checks everything and
+creates nothing. In a cluster the response waits until all nodes agree on the topic and its leaders; if that takes
+longer than the request allows, it is REQUEST_TIMED_OUT, and the topic is created later.
 
-Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings that the topic has got,
-7 returns its id.
+Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings of the topic, 7 returns
+its id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeleteGroups (key 42), versions 0 to 2: deletes groups without members, and their offsets.
 
 A group that has members gets NON_EMPTY_GROUP, and so does a share group with open dead letters; one that does not exist
-gets GROUP_ID_NOT_FOUND. Each group is answered by itself.
+gets GROUP_ID_NOT_FOUND. Each group succeeds or fails independently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeleteRecords (key 21), versions 0 to 2: deletes the records of partitions before an offset.
 
--1 cuts off everything that is acknowledged. An offset beyond that is OFFSET_OUT_OF_RANGE; one below the start changes
-nothing. Topics that keep the last record per key (`cleanup.policy=compact`) refuse it, and so do the broker's own.
+-1 deletes every acknowledged record. An offset beyond the last of these is OFFSET_OUT_OF_RANGE; one below the start
+changes nothing. Compacted topics (`cleanup.policy=compact`) and internal topics refuse it.
 
 Version notes: 2 is flexible.
 """

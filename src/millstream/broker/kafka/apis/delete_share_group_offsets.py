@@ -1,7 +1,7 @@
 """DeleteShareGroupOffsets (key 92), version 0: deletes the offsets of a share group for some topics (KIP-932).
 
-The group must have no members (NON_EMPTY_GROUP). It then begins on these topics as if for the first time, where its
-`share.auto.offset.reset` says.
+The group must have no members (NON_EMPTY_GROUP). It then starts on these topics again, at the position of its
+`share.auto.offset.reset`.
 """
 
 from __future__ import annotations

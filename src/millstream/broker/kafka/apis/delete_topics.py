@@ -1,8 +1,8 @@
 """DeleteTopics (key 20), versions 1 to 6: deletes topics and all their records, each independently.
 
-A topic is named by its name or, from version 6 on, by its id; naming it by both, by neither, or twice is refused.
+A topic is given by its name or, from version 6 on, by its id; giving both, neither, or the same topic twice is refused.
 
-A dead letter topic that holds open letters is POLICY_VIOLATION: Kafka's clients cannot say that they mean to lose them.
+A dead letter topic with open letters is POLICY_VIOLATION, because Kafka's clients have no option to force it.
 
 Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
 """

@@ -1,7 +1,7 @@
-"""DescribeAcls (key 29), versions 1 to 3: the access rules that a filter selects.
+"""DescribeAcls (key 29), versions 1 to 3: returns the access rules that a filter selects.
 
-On a node whose clients do not authenticate it is answered with SECURITY_DISABLED, as by a Kafka without an authorizer;
-tools ask it to find out whether there are access rules.
+A node without authentication answers SECURITY_DISABLED, as Kafka does without an authorizer; tools use this to find out
+whether access rules apply.
 
 Version notes: 2 is flexible, 3 adds resources of the type user.
 """

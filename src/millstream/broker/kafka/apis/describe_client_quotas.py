@@ -1,7 +1,7 @@
 """DescribeClientQuotas (key 48), versions 0 and 1: returns the client quotas that match a filter.
 
 A filter names a type of entity (`user`, `client-id`) with an exact name, the default, or any name; `strict` leaves out
-entities that have other types too. An empty filter asks for all quotas, and for none if it is strict.
+entities that have other types too. An empty filter matches all quotas, and none if it is strict.
 
 Version notes: 1 is flexible.
 """

@@ -1,7 +1,7 @@
 """DescribeCluster (key 60), versions 0 to 2: returns the cluster's id, its nodes and its controller.
 
-Version notes: 1 adds the kind of endpoint that is asked for; this one speaks for brokers, and a request for controllers
-is refused. 2 adds fenced nodes, of which a single node has none.
+Version notes: 1 adds the kind of endpoint; brokers are described, and a request for controllers is refused. 2 adds
+fenced nodes.
 """
 
 from __future__ import annotations

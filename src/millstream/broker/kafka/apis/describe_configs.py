@@ -1,9 +1,9 @@
 """DescribeConfigs (key 32), versions 1 to 4: returns the settings of topics, of this node, and of groups.
 
-Each setting has its value, its source (the topic, what was set for this node or for all nodes while they
-ran, this node's configuration, or the built-in default), on request what it would be otherwise (synonyms) and its
-documentation. Settings of a node that need a restart to change are marked read-only; those that Kafka's brokers have
-too are shown under Kafka's names as well. The empty name asks for what was set for all nodes.
+Each setting has its value, its source (the topic, this node or all nodes at run time, this node's configuration, or the
+built-in default), and on request the values that it overrides (synonyms) and its documentation. Settings of a node that
+need a restart are marked read-only; settings that Kafka's brokers have too are also shown under Kafka's names. The
+empty name stands for the settings of all nodes.
 
 Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 is flexible.
 """

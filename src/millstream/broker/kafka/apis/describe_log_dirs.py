@@ -1,10 +1,9 @@
 """DescribeLogDirs (key 35), versions 1 to 5: returns the folder of partitions, their size, and the size of the disk.
 
-A node has one folder. A partition that is asked for and is not there is left out, as in Kafka; no list of topics means
-all of them.
+A node has one folder. Partitions that do not exist are left out, as in Kafka; no list of topics means all topics.
 
-Version notes: 2 is flexible, 3 adds an error for the whole answer, 4 the size of the disk and what is free of it, 5
-whether new partitions are kept off the folder, which they never are.
+Version notes: 2 is flexible, 3 adds an error for the whole response, 4 the size and the free space of the disk, 5
+whether the folder is closed to new partitions, which it never is.
 """
 
 from __future__ import annotations

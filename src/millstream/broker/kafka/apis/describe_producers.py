@@ -1,12 +1,10 @@
-"""DescribeProducers (key 61), version 0: describes the producers that partitions remember, and their open transactions.
+"""DescribeProducers (key 61), version 0: describes the known producers of partitions, and their open transactions.
 
-A producer is remembered for as long as `producer-expiry-ms` says, and while it has a transaction open. The epoch of its
-coordinator is known once that has ended a transaction here.
+A producer is known for `producer-expiry-ms`, and while it has an open transaction. The epoch of its coordinator is
+known once that has ended a transaction here.
 
-In `__consumer_offsets` they are the producers whose transactions have committed offsets and are not decided. Those are
-not kept as batches of a transaction, so it is said to begin at offset 0.
-
-Version notes: version 0 is the only one.
+In `__consumer_offsets` these are the producers with undecided transactions that have committed offsets. Such offsets
+are not stored as batches of the transaction, so its start offset is given as 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DescribeShareGroupOffsets (key 90), versions 0 to 1: returns the start offsets of share groups (KIP-932).
 
-The start offset is that of the oldest message that is not done; -1 where the group has not begun. Without topics, all
+The start offset is that of the oldest unfinished message; -1 where the group has not started. Without topics, all
 partitions on which it has started are returned; a group that does not exist has none.
 
-Version notes: 1 adds the lag, which is how many messages are not done, about.
+Version notes: 1 adds the lag: the approximate number of unfinished messages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """DescribeTopicPartitions (key 75), version 0: describes topics and their partitions, page by page (KIP-966).
 
-Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
-partitions, but at least one and never more than 2,000; if there are more, `next_cursor` says where to go on, and the
-next request hands it back. A cursor whose topic was deleted continues with the next topic. A partition without a leader
-has LEADER_NOT_AVAILABLE; replicas that may lead it although they are not in sync are listed as eligible.
+Topics are sorted by name; no topics means all topics. A response holds at most `response_partition_limit` partitions,
+but at least one and never more than 2,000; if there are more, the next request sends `next_cursor` back. A cursor whose
+topic was deleted continues with the next topic. A partition without a leader has LEADER_NOT_AVAILABLE; replicas that
+may lead it although they are not in sync are listed as eligible.
 
-Version notes: version 0 is the only one. It has no error for the whole request, so an invalid one gives its error to
-each topic that it names, as in Kafka.
+There is no error for the whole request, so each topic of an invalid request gets its error, as in Kafka.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DescribeTransactions (key 65), version 0: describes transactional ids, their producers, and the partitions of their
 transactions.
 
-An unused id gets TRANSACTIONAL_ID_NOT_FOUND. Beside Kafka's states there is `Prepared`, for a member of a batch commit
-that is not decided. Version notes: version 0 is the only one.
+An unused id gets TRANSACTIONAL_ID_NOT_FOUND. In addition to Kafka's states, `Prepared` is the state of a member of an
+undecided batch commit.
 """
 
 from __future__ import annotations

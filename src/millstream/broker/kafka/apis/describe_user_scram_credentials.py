@@ -1,6 +1,6 @@
-"""DescribeUserScramCredentials (key 50), version 0: which users have passwords, and for which mechanisms.
+"""DescribeUserScramCredentials (key 50), version 0: lists users with passwords, and their mechanisms.
 
-No list of users means all of them. What a password is proved by is never told.
+No list of users means all users. Secrets are never returned.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """ElectLeaders (key 43), versions 0 to 2: requests the election of leaders.
 
-The preferred election gives partitions back to the first of their replicas: ELECTION_NOT_NEEDED where it leads already,
-PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean election lets any replica lead where no
-in-sync one can, at the price of acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE where no replica is alive. No list
-of partitions means all of them; then, as in Kafka, those that need no election are left out. A single node never needs
-one.
+The preferred election moves the leadership to the first replica of a partition: ELECTION_NOT_NEEDED if it leads
+already, PREFERRED_LEADER_NOT_AVAILABLE if it is down or not in sync. The unclean election lets any replica lead if no
+in-sync one can, which may lose acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE if no replica is alive. No list of
+partitions means all partitions; as in Kafka, those that need no election are then left out.
 
-Version notes: 1 adds the kind of election (before, it was that of the preferred replica) and an error for the whole
-answer, 2 is flexible.
+Version notes: 1 adds the kind of election (before, only the preferred one) and an error for the whole response, 2 is
+flexible.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """EndTxn (key 26), versions 0 to 5: commits or aborts a transaction.
 
-The answer comes when the decision is durable; the markers are written from then on, and whatever happens they will be.
-Repeated requests are recognised, and the first answer is given again. While markers are written, each request gets
-CONCURRENT_TRANSACTIONS, from version 5 on whatever its producer id and epoch. INVALID_TXN_STATE answers what cannot be,
-such as to commit what has been aborted.
+Answered when the decision is durable; the markers are written afterwards, also after a crash. Repeated requests get the
+same response. While markers are being written, requests get CONCURRENT_TRANSACTIONS, from version 5 on regardless of
+their producer id and epoch. An impossible request, such as to commit an aborted transaction, gets INVALID_TXN_STATE.
 
 Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. 5 is the second version
-of the protocol (KIP-890): the epoch rises with each end, and the answer holds the id and epoch for the next
-transaction; a transaction without a single record can be aborted too.
+of the protocol (KIP-890): each end increments the epoch, and the response holds the id and epoch for the next
+transaction; a transaction without records can be aborted too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
 
 Encoded by hand, since this is the hot path: stored batches are sent to the socket unchanged. The parts of a large
-response are read when their turn to be sent comes, so a consumer costs the memory of one part, and receives one while
-the next is read.
+response are read when they are sent, so a consumer costs the memory of one part, and receives one while the next is
+read.
 
-A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`,
-whichever comes first. The last stable offset moves only with the high watermark, so that goes for `read_committed` too.
+A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to advance, or for `max_wait`. The
+last stable offset advances only with the high watermark, so the same applies to `read_committed`.
 
-Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id, 15
-moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
-`follower_fetch`.
+Version notes: 7 adds sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id, 15
+moves the replica id into a tag, 18 adds a tag that only followers send. `follower_fetch` handles requests of followers.
 """
 
 from __future__ import annotations

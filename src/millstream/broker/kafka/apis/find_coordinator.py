@@ -1,12 +1,12 @@
 """FindCoordinator (key 10), versions 0 to 6: returns the node that coordinates a group (type 0) or a transactional id
 (type 1).
 
-The first question makes the internal topic, so that its answer can be relied on. A name is coordinated by the leader of
-its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again. Transactional ids of
-batch commits are placed by their query, see `docs/protocol.md`.
+The first request creates the internal topic. A name is coordinated by the leader of its partition of that topic; while
+there is none, COORDINATOR_NOT_AVAILABLE lets clients retry. The partition of a transactional id of a batch commit
+depends on its query (`broker/transactions/batch.py`).
 
-Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 allows share groups
-(type 2), which are not served yet and get INVALID_REQUEST.
+Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 adds the coordinator of
+share states (type 2), which only Kafka's brokers use: it gets INVALID_REQUEST.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Heartbeat (key 12), versions 0 to 4: renews a member's session, and reports whether it has to rejoin.
+"""Heartbeat (key 12), versions 0 to 4: renews a member's session, and reports whether it must rejoin.
 
-While the group is being read back from the log the response is success, as in Kafka: the member's session restarts
-after that. Version 3 adds static members.
+While the group is being read back from the log, heartbeats succeed, as in Kafka: the member's session restarts
+afterwards. Version 3 adds static members.
 """
 
 from __future__ import annotations

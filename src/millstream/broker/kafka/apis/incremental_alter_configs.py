@@ -1,12 +1,12 @@
 """IncrementalAlterConfigs (key 44), versions 0 and 1: changes some settings of topics, nodes or groups, and keeps the
 others.
 
-The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
-All changes of one topic are made together or not at all. Those of a consumer group are kept
-for its name alone (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`); those of a share group are the
-settings of the subscription of that name. Of a node, or of all nodes (the empty name), the defaults of topics and the
-number of connections are changed while they run, under Kafka's names. Its other settings live in its configuration and
-need a restart, so a request to change them is INVALID_REQUEST with a message that says where they are.
+The operations are set, delete (reset to the node's default), and, for settings that take a list, append and subtract.
+All changes of one topic are made together or not at all. Settings of a consumer group
+(`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`) belong to its name, whether it exists or not; settings
+of a share group are those of the subscription with that name. For a node, or all nodes (the empty name), the defaults
+of topics and the number of connections can be changed at run time, under Kafka's names. All other settings of a node
+need a restart: changing them is INVALID_REQUEST, with an error that says where they are set.
 
 Version notes: 1 is flexible.
 """

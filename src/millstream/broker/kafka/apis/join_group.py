@@ -1,9 +1,9 @@
 """JoinGroup (key 11), versions 0 to 9: adds a consumer to its group, or to the next generation of it.
 
-The answer waits until the generation is complete. Version notes: 0 has no rebalance timeout, the session's stands for
-both; from 4 on a new member is first given an id (MEMBER_ID_REQUIRED) and joins again with it; 5 adds static members;
-7 adds the protocol type and a null protocol name where there is none; 8 adds a reason; 9 can inform a static leader
-that came back that the assignment stands.
+The response waits until the generation is complete. Version notes: 0 has no rebalance timeout and uses the session
+timeout for both; from 4 on a new member first gets an id (MEMBER_ID_REQUIRED) and joins again with it; 5 adds static
+members; 7 adds the protocol type, and a null protocol name if there is none; 8 adds a reason; 9 can inform a returning
+static leader that the assignment is unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LeaveGroup (key 13), versions 0 to 5: removes members from a group; an operator can remove static members.
 
-From version 3 on several members can leave at once, each with an answer of its own; before, the one member's error
-is the answer's. Version 5 adds a reason.
+From version 3 on several members can leave at once, each with its own error; before, the error of the one member is
+that of the response. Version 5 adds a reason.
 """
 
 from __future__ import annotations

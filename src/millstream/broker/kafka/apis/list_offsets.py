@@ -1,6 +1,6 @@
 """ListOffsets (key 2), versions 1 to 11: returns offsets by timestamp.
 
-Beside a time in milliseconds (the first record that is not older), a partition can be asked for one of these:
+Instead of a time in milliseconds (the first record that is not older), a request can contain one of these:
 
     -1  latest: the end that the client may read to         -2  earliest: the first offset that can still be read
     -3  the record with the largest timestamp (7 and later) -4  earliest on local disk (8 and later): the same as -2
@@ -8,7 +8,7 @@ Beside a time in milliseconds (the first record that is not older), a partition 
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
 does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST. A leader that has
-just been elected and does not yet know how far the one before it had got answers OFFSET_NOT_AVAILABLE, so that no
+just been elected and does not yet know the high watermark of its predecessor answers OFFSET_NOT_AVAILABLE, so that no
 client sees the end move back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered

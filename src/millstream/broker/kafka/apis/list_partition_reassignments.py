@@ -1,8 +1,6 @@
 """ListPartitionReassignments (key 46), version 0: lists the partitions that are being moved between nodes.
 
-No list of topics means all of them. A partition that is not being moved is left out. A single node moves none.
-
-Version notes: version 0 is the only one.
+No list of topics means all topics. Partitions that are not being moved are left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Metadata (key 3), versions 0 to 13: returns the nodes of the cluster, and topics with the leaders of their
 partitions.
 
-No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it. A
-topic that is named neither by name nor by id is passed over. A topic that is missing is created when both the request
-and the node's `auto-create-topics` allow it, and is then answered like any other; if the cluster does not agree on it
-in time, with LEADER_NOT_AVAILABLE, so that clients ask again. A partition without a leader has that error too, and
+No list of topics means all topics; an empty list means none, but all in version 0, which has no null list. A topic
+without name and id is ignored. A missing topic is created if both the request and the node's `auto-create-topics` allow
+it, and is then described like any other; if the cluster does not agree on it in time, it is LEADER_NOT_AVAILABLE, so
+that clients retry. A partition without a leader has that error too, and
 replicas on unavailable nodes are listed as offline.
 
 Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client

@@ -1,15 +1,15 @@
 """OffsetCommit (key 8), versions 2 to 10: commits the offsets of a group, durably.
 
-Without generation and member id it comes from a consumer outside any group, and is taken if the group has no members.
-A partition that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, or UNKNOWN_TOPIC_ID from 10 on, where topics are
-named by id; the others are kept. Version notes: 2 to 4 can ask for a retention of their own; 6 adds the leader epoch;
+Without generation and member id it is from a consumer outside any group, and is accepted if the group has no members. A
+partition that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, or UNKNOWN_TOPIC_ID from 10 on, where topics are given by
+id; the others are stored. Version notes: 2 to 4 can request a retention; 6 adds the leader epoch;
 7 adds static members; a group that does not exist is GROUP_ID_NOT_FOUND from 9 on and ILLEGAL_GENERATION before.
 Members of consumer groups commit from 9 on (UNSUPPORTED_VERSION before), and send their epoch instead of a generation
 (STALE_MEMBER_EPOCH if it is one to come, or if the member did not have the partition in it).
 
-Read and written by hand, since consumers send it all day long. The offsets are appended before the frame is handled,
-and the reply is a promise that is kept in the moment when the log acknowledges them, so that it takes no task and no
-turn of the loop, and requests behind it on the connection share its sync.
+Decoded and encoded by hand, since consumers send it all the time. The offsets are appended before the frame is handled,
+and the reply is a promise that completes as soon as the log acknowledges them, so that it needs no task and no
+iteration of the loop, and requests behind it on the connection share its sync.
 """
 
 from __future__ import annotations

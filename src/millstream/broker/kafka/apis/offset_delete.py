@@ -1,7 +1,7 @@
 """OffsetDelete (key 47), version 0: deletes the committed offsets of a group for some partitions.
 
-Offsets of a topic that the group consumes stay (GROUP_SUBSCRIBED_TO_TOPIC), those of partitions that do not exist get
-UNKNOWN_TOPIC_OR_PARTITION. To forget what was never committed is no error.
+Offsets of a topic that the group consumes are not deleted (GROUP_SUBSCRIBED_TO_TOPIC); partitions that do not exist get
+UNKNOWN_TOPIC_OR_PARTITION. Deleting an offset that was never committed succeeds.
 """
 
 from __future__ import annotations

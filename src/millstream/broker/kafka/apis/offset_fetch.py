@@ -1,12 +1,11 @@
 """OffsetFetch (key 9), versions 1 to 10: returns the committed offsets of groups.
 
-An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on), which
-includes a partition whose committed offset is -1. Every
-answer is durable: an offset whose append is not acknowledged yet is waited for. With `require_stable` (from 7 on), a
-partition whose offset an open transaction is about to change gets UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for
-one group, from 8 on for several; 1 has no error for the group, so that each partition carries it; 10 names topics by
-id, where an unknown one gets UNKNOWN_TOPIC_ID. From 9 on a member of a consumer group sends its id and epoch: an
-unknown one gets UNKNOWN_MEMBER_ID, another epoch STALE_MEMBER_EPOCH.
+An offset of -1 means that none is committed. From 2 on, a null list of topics means all of them, including partitions
+whose committed offset is -1. Every response is durable: it waits for offsets whose append is not acknowledged yet. With
+`require_stable` (from 7 on), a partition whose offset an open transaction is about to change gets
+UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for one group, from 8 on for several; 1 has no error for the group, so
+that each partition carries it; 10 names topics by id, where an unknown one gets UNKNOWN_TOPIC_ID. From 9 on a member of
+a consumer group sends its id and epoch: an unknown one gets UNKNOWN_MEMBER_ID, another epoch STALE_MEMBER_EPOCH.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """OffsetForLeaderEpoch (key 23), versions 2 to 4: returns the end offset of a leader epoch.
 
-Consumers use it to find out whether records they have read were cut off by a change of leader, followers to find
-where to truncate. The answer is the largest epoch up to the one asked for and its end; an epoch that the log has never
-seen is answered with -1 and -1, without an error.
+Consumers use it to find out whether records they have read were truncated by a change of leader, followers to find
+where to truncate. The response holds the largest epoch up to the requested one and its end; -1 and -1, without an
+error, for an epoch that the log has never seen.
 
-Version notes: 3 adds the id of the follower that asks, 4 is flexible.
+Version notes: 3 adds the id of the follower, 4 is flexible.
 """
 
 from __future__ import annotations

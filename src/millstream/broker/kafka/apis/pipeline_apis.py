@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
@@ -41,7 +41,18 @@ from millstream.protocol.private.pipeline_messages import (
 )
 
 
-class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
+class _PipelineChange(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+        self._pipelines = pipelines
+        self._subscriptions = subscriptions
+        self._notes = notes
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     """Creates a pipeline.
 
         {"name": "land-orders", "kind": "land", "settings": {"topics": "orders"}, "rules": [], "wanted": true,
@@ -53,17 +64,6 @@ class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
     """
 
     key = CREATE_KEY
-    request_type = NewPipeline
-    response_type = CreatePipelineResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: NewPipeline) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
         group = f"{GROUP_PREFIX}{request.name}"
@@ -82,30 +82,18 @@ class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
         return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))
 
 
-class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
+class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     """Changes, starts, stops or parks a pipeline.
 
         {"name": "land-orders", "settings": {"every.ms": "10000", "compact": null}, "wanted": true, "parked": null}
         answer: {"error": 0, "message": null, "notes": []}
 
-    A setting of null goes back to its default. `wanted` starts or stops it, null leaves that as it is. `parked` is the
-    reason why it is not tried any more, null leaves that as it is. A pipeline that is parked is tried again when it is
-    started, or when its settings or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in
-    PipelineCreate, about settings that are changed.
+    A setting of null is reset to its default. `wanted` starts or stops it; null changes nothing. `parked` is the reason
+    why it is no longer run; null changes nothing. A parked pipeline runs again when it is started, or when its settings
+    or rules are changed. An unknown name is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate, about changed settings.
     """
 
     key = ALTER_KEY
-    request_type = PipelineChanges
-    response_type = AlterPipelineResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: PipelineChanges) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: PipelineChanges) -> AlterPipelineResponse:
         notes: list[str] = []
@@ -136,8 +124,6 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """
 
     key = DELETE_KEY
-    request_type = DeletePipelineRequest
-    response_type = Response
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
@@ -166,8 +152,6 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     """
 
     key = LIST_KEY
-    request_type = PipelineNames
-    response_type = ListPipelinesResponse
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
@@ -218,8 +202,6 @@ class PipelineLanded(PrivateApi[Landed, Response]):
     """
 
     key = LANDED_KEY
-    request_type = Landed
-    response_type = Response
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
@@ -234,30 +216,19 @@ class PipelineLanded(PrivateApi[Landed, Response]):
         return Response()
 
 
-class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
+class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
     """Changes the rules of a route pipeline.
 
         {"name": "director", "put": [{"name": "large", "topic": "orders", "targets": ["large-orders"],
         "condition": "payload.total > 1000", "subscription": ""}], "delete": ["small"]}
         answer: {"error": 0, "message": null, "rules": 17, "notes": []}
 
-    Rules are put in the place of those that have their names. All of it is done, or nothing. A rule that takes the
-    filter of a subscription names it instead of a condition. A condition that is wrong is refused with the place. What
-    is to be deleted and is not there is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
+    Rules replace those with the same names. All changes are made, or none. A rule that uses the filter of a
+    subscription names it instead of a condition. An invalid condition is refused with the position of the error.
+    Deleting a rule that does not exist is RESOURCE_NOT_FOUND. Notes are as in PipelineCreate.
     """
 
     key = RULES_KEY
-    request_type = RuleChanges
-    response_type = RuleChangeResponse
-
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
-        self._pipelines = pipelines
-        self._subscriptions = subscriptions
-        self._notes = notes
-
-    async def needs(self, request: RuleChanges) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
-        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: RuleChanges) -> RuleChangeResponse:
         rules = [rule.rule() for rule in request.put]
@@ -270,10 +241,10 @@ class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:
-    """Raise `UnknownSubscription` when a rule takes the filter of one that is not there.
+    """Raise `UnknownSubscription` if a rule uses the filter of a subscription that does not exist.
 
-    Raise `InvalidPipeline` for a condition that is wrong, or looks at what is not decoded: the pipeline could route
-    nothing at all with it.
+    Raise `InvalidPipeline` for a condition that is invalid, or reads payloads that are not decoded: the pipeline could
+    not run with it.
     """
     conditions = {rule.name: rule.condition for rule in rules if rule.condition}
     for rule in rules:

@@ -4,16 +4,15 @@ Versions 0 to 2 are advertised for old librdkafka, which needs to see them, and 
 
 Decoded by hand, since this is the hot path: the batches are patched and written to disk straight from the frame they
 arrived in. All partitions of a request are appended before the first await, in the order of the request, so requests of
-one connection are appended in the order they were sent, and the reply is a promise that is kept once every partition is
-acknowledged as `acks` and the topic's `flush` say.
+one connection are appended in the order they were sent, and the reply is a promise that completes once every partition
+is acknowledged as `acks` and the topic's `flush` require.
 
 A batch that starts a transaction on a partition is appended once the coordinator of the transaction knows of it
-(`transaction_opening`); the connection waits meanwhile. All further ones go the way of any other batch.
+(`transaction_opening`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
 
-What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that the
-request does not name.
+Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 
-A batch is stored as a whole or not at all. If some of its records are to blame, the answer names them.
+A batch is stored as a whole or not at all. If some of its records are invalid, the response names them.
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
 adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the

@@ -4,11 +4,11 @@
     answer, when they are acknowledged by all:
     [error, message, for each record [offset, timestamp ms, is new], throttle ms]
 
-Every record has a `message-id` header. One whose id the partition was given within the window, through any door, is not
-stored again: the response holds its position. The batch is no producer's and no transaction's, since what is left out
-of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a client
-sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is how
-long it has to wait.
+Every record has a `message-id` header. A message whose id was stored in the partition within the window, by any client,
+is not stored again: the response holds its position. The batch must not belong to an idempotent producer or a
+transaction, since duplicates are removed from it. The window is the topic's `deduplication.window.ms` unless a shorter
+one is given. Requests of a client over its `producer_byte_rate` are refused with THROTTLING_QUOTA_EXCEEDED;
+`throttle ms` is how long to wait.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     """Stores messages that are not there yet."""
 
     key = PUBLISH_ONCE_KEY
-    request_type = PublishOnceRequest
-    response_type = PublishOnceAnswer
 
     def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import (
@@ -19,7 +19,16 @@ from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.ids import Epoch, PartitionIndex
 
 
-class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
+class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     """Returns the stored state of a queue to the queue's leader.
 
         [subscription id, topic id, partition, leader epoch]   answer: [error, message, snapshot or nil, last sequence]
@@ -28,22 +37,13 @@ class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
     """
 
     key = LOAD_KEY
-    request_type = LoadQueue
-    response_type = QueueLoaded
-
-    def __init__(self, states: StateCoordinator) -> None:
-        self._states = states
-
-    async def needs(self, request: LoadQueue) -> Sequence[Need]:
-        """CLUSTER_ACTION: only nodes send it."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: LoadQueue) -> QueueLoaded:
         stored = await self._states.load(request.key, Epoch(request.leader_epoch))
         return QueueLoaded(0, None, stored.snapshot, stored.sequence)
 
 
-class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
+class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
     """Stores the changes of queues, for the node that leads them.
 
         [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
@@ -54,15 +54,6 @@ class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
     """
 
     key = WRITE_KEY
-    request_type = WriteQueues
-    response_type = QueuesWritten
-
-    def __init__(self, states: StateCoordinator) -> None:
-        self._states = states
-
-    async def needs(self, request: WriteQueues) -> Sequence[Need]:
-        """CLUSTER_ACTION: only nodes send it."""
-        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
         writes = [write.read() for write in request.writes]

@@ -1,9 +1,9 @@
 """SaslAuthenticate (key 36), versions 0 to 2: one message of the mechanism that SaslHandshake has chosen.
 
-A failure is answered with SASL_AUTHENTICATION_FAILED, after a pause that grows with the failures before it, and the
-connection is closed. Without a handshake before it, it is answered with ILLEGAL_SASL_STATE.
+A failure is answered with SASL_AUTHENTICATION_FAILED, after a pause that grows with the number of earlier failures, and
+the connection is closed. Without a handshake, the response is ILLEGAL_SASL_STATE.
 
-Version notes: 1 tells how long the session lasts, after which the client has to authenticate again; 2 is flexible.
+Version notes: 1 adds the lifetime of the session, after which the client must authenticate again; 2 is flexible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_HANDSHAKE = "SaslHandshake has to choose a mechanism first"
 
 
 class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
-    """Goes on with the dialogue of a mechanism."""
+    """Exchanges the messages of a mechanism."""
 
     key = 36
     versions = (0, 2)

@@ -1,9 +1,10 @@
 """SaslHandshake (key 17), versions 0 and 1: chooses the mechanism by which a client authenticates.
 
-On a listener without authentication it is answered with ILLEGAL_SASL_STATE, as in Kafka. On a connection that is
-authenticated already it begins to authenticate again (KIP-368), by the same mechanism.
+A listener without authentication answers ILLEGAL_SASL_STATE, as in Kafka. On an authenticated connection it starts a
+reauthentication (KIP-368), by the same mechanism.
 
-Version notes: after version 0 the messages of the mechanism come as bare frames, after version 1 in SaslAuthenticate.
+Version notes: after version 0 the messages of the mechanism are sent as bare frames, after version 1 in
+SaslAuthenticate.
 """
 
 from __future__ import annotations
@@ -34,5 +35,5 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
         )
 
     def upgrade(self, version: int, request: Any) -> Versioned[SaslHandshakeRequest]:
-        """Keep the version, which decides how the dialogue goes on."""
+        """Keep the version, which decides how the messages of the mechanism are framed."""
         return Versioned(version, SaslHandshakeRequest(mechanism=request.mechanism))

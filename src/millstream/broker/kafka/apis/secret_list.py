@@ -24,8 +24,6 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
     """Lists secrets, and seals them again."""
 
     key = SECRETS_KEY
-    request_type = SecretsRequest
-    response_type = SecretsResponse
 
     def __init__(self, secrets: StoredSecrets) -> None:
         self._secrets = secrets

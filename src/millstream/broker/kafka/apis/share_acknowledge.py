@@ -1,12 +1,12 @@
 """ShareAcknowledge (key 79), versions 1 to 2: acknowledges messages of a share consumer without fetching more
 (KIP-932).
 
-Acknowledgements are 1 accept, 2 release, 3 reject and, where `is_renew_ack` says so, 4 renew; 0 stands for an offset
-without a message. It is answered once it is durable; of each partition, all is done or nothing. It goes on with the
+Acknowledgements are 1 accept, 2 release, 3 reject and, with `is_renew_ack`, 4 renew; 0 stands for an offset without a
+message. Answered when they are durable; in each partition, all are carried out or none. The request continues the
 session that ShareFetch opened; epoch -1 closes it.
 
-Epoch 0 is INVALID_SHARE_SESSION_EPOCH; what cannot be an acknowledgement is INVALID_REQUEST, and one of a message that
-the member does not hold (any more) INVALID_RECORD_STATE. NOT_LEADER_OR_FOLLOWER comes with the leader.
+Epoch 0 is INVALID_SHARE_SESSION_EPOCH; an invalid acknowledgement is INVALID_REQUEST, and one of a message that the
+member does not hold (any more) INVALID_RECORD_STATE. NOT_LEADER_OR_FOLLOWER includes the current leader.
 
 Version notes: 2 adds renewals.
 """

@@ -1,21 +1,20 @@
 """ShareFetch (key 78), versions 1 to 2: acquires messages for a share consumer, and acknowledges earlier ones
 (KIP-932).
 
-The queue behind each partition of the member's session leases messages to it, oldest first, and the answer carries the
-batches in which they are, with the ranges that are the member's. Without any, it waits up to `max_wait`. The session
-remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and releases the member's
-leases.
+The queue of each partition of the member's session leases messages to it, oldest first; the response holds their
+batches and the acquired ranges. If none are available, it waits up to `max_wait`. The session stores the partitions:
+epoch 0 opens it, each further request increments the epoch, -1 closes it and releases the member's leases.
 
-What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
-connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE for that
-partition, of which then nothing is acknowledged. NOT_LEADER_OR_FOLLOWER comes with the leader.
+Invalid requests of a session are SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
+connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE, and no
+message of that partition is acknowledged. NOT_LEADER_OR_FOLLOWER includes the current leader.
 
-Version 2 adds renewals (the acknowledgement 4), which `is_renew_ack` announces: such a request acquires nothing, and
-its limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond
-`max_records`; in mode 1 that is a limit.
+Version 2 adds renewals (the acknowledgement 4), announced by `is_renew_ack`: such a request acquires nothing, and its
+limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond `max_records`; in
+mode 1 that is a strict limit.
 
-What is given counts to the client's `consumer_byte_rate`. One that is in debt gets no messages before that is paid. It
-is neither muted nor throttled, since that would delay its acknowledgements.
+Acquired messages count towards the client's `consumer_byte_rate`. A client over its quota gets no messages until it is
+within it again. It is neither muted nor throttled, since that would delay its acknowledgements.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
         raise InvalidRequest("a new session has nothing to acknowledge yet")
     limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
     if request.is_renew_ack and any(limits):
-        raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")
+        raise InvalidRequest("a request that renews leases fetches nothing, so its limits must be 0")
 
 
 def _code(error: MillstreamError) -> ErrorCode:

@@ -1,11 +1,11 @@
 """ShareGroupHeartbeat (key 76), version 1: keeps a share consumer in its group; consumers also join and leave with it
 (KIP-932).
 
-One request does it all. Epoch 0 joins, with the topics of the member; a positive epoch renews the session and carries
+Epoch 0 joins, with the topics of the member; a positive epoch renews the session and carries
 only changes; -1 leaves. The response holds the epoch, the heartbeat interval, and the assignment if the member may not
 know it. Several members may have the same partition: each message goes to one of them.
 
-A share group is a subscription of the same name. It is declared when the first member joins, unless it was before;
+A share group is a subscription of the same name. It is declared when the first member joins, unless it exists;
 `share.session.timeout.ms`, `share.heartbeat.interval.ms` and the other settings are the subscription's.
 
 Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH), an unknown member (UNKNOWN_MEMBER_ID), a full

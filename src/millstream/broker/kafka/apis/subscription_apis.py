@@ -10,7 +10,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
@@ -50,7 +50,13 @@ from millstream.protocol.private.subscription_messages import (
 )
 
 
-class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
+class _SubscriptionApi(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+
+
+class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
     """Creates a subscription.
 
         {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
@@ -61,13 +67,10 @@ class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptio
     """
 
     key = CREATE_KEY
-    request_type = CreateSubscriptionRequest
-    response_type = CreateSubscriptionResponse
 
     def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
-        self._service = service
+        super().__init__(service)
         self._pipelines = pipelines
-        self._subscriptions = service.declared
 
     async def needs(self, request: CreateSubscriptionRequest) -> Sequence[Need]:
         return [
@@ -91,22 +94,16 @@ class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptio
         return CreateSubscriptionResponse(subscription_id=str(made.subscription_id))
 
 
-class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
+class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     """Changes a subscription.
 
         {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
         answer: {"error": 0, "message": null}
 
-    A setting of null goes back to its default; topics of null stay as they are.
+    A setting of null is reset to its default; topics of null are left unchanged.
     """
 
     key = ALTER_KEY
-    request_type = AlterSubscriptionRequest
-    response_type = Response
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
-        self._subscriptions = service.declared
 
     async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
         """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
@@ -130,21 +127,16 @@ class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
         return Response()
 
 
-class SubscriptionDelete(PrivateApi[DeleteSubscriptionRequest, Response]):
+class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     """Deletes a subscription.
 
         {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
 
-    What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
-    with open dead letters is NON_EMPTY_GROUP unless it is forced; the letters stay in their topic then.
+    The state of its queues is deleted; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One
+    with open dead letters is NON_EMPTY_GROUP unless it is forced; its letters then stay in their topic.
     """
 
     key = DELETE_KEY
-    request_type = DeleteSubscriptionRequest
-    response_type = Response
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
 
     async def needs(self, request: DeleteSubscriptionRequest) -> Sequence[Need]:
         return [(Operation.DELETE, ResourceType.GROUP, request.name)]
@@ -170,7 +162,7 @@ _COUNTERS = {
 }
 
 
-class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
+class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
     """Lists subscriptions and their queues.
 
         {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
@@ -180,22 +172,16 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
         "worker": …, "client_id": …, "address": …}]}]}
 
-    Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all
-    nodes. `kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and
-    lists the ones that it leads. The topics of a share group for which none are declared are those of `kept`, and those
-    that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
-    subscription's endpoint, if its messages are pushed. `leases` holds the oldest ranges that workers hold, at most as
-    many as requested; client id and address are those of the last connection that acted for the worker, empty if the
-    node has not heard of it since it began to lead the queue. Values of secret settings are never returned.
+    Every node knows all subscriptions, but lists only the queues that it leads and has open, so a client asks all
+    nodes. `kept` are the queues whose states it stores, for named subscriptions; it opens and lists those of `open`
+    that it leads. The topics of a share group without declared topics are those of `kept`, and those that members
+    subscribe to, if the node coordinates the group. `push` is the state of the node's push process for the
+    subscription's endpoint. `leases` holds the oldest leased ranges, at most as many as requested; client id and
+    address are those of the last connection of the worker, empty if it has not connected since the node leads the
+    queue. Values of secret settings are never returned.
     """
 
     key = LIST_KEY
-    request_type = ListSubscriptionsRequest
-    response_type = ListSubscriptionsResponse
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
-        self._subscriptions = service.declared
 
     async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
         """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
@@ -302,24 +288,17 @@ AT_TIME = "at:"
 _DIGITS_MAX = 18
 
 
-class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionResponse]):
+class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptionResponse]):
     """Moves a subscription to another position.
 
         {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
         answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
     It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes.
-    Outstanding leases become void; what was delivered before is delivered again where the new place lies before it.
+    Outstanding leases become void; messages after the new position are delivered again.
     """
 
     key = SEEK_KEY
-    request_type = SeekSubscriptionRequest
-    response_type = SeekSubscriptionResponse
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
-        self._subscriptions = service.declared
-        self._topics = service.topics
 
     async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
         topics = await self._service.topics_of(request.name)
@@ -344,11 +323,11 @@ class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionRespo
         return SeekSubscriptionResponse(queues=moved)
 
     def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
-        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
+        found = [topic for name in topics if (topic := self._service.topics.get(name)) is not None]
         return [
             one
             for topic in found
-            for one in self._topics.partitions_of(topic)
+            for one in self._service.topics.partitions_of(topic)
             if one.is_leader and index in (None, one.index)
         ]
 
@@ -375,7 +354,7 @@ async def _place(partition: Partition, isolation: str, to: str) -> Offset:
 _PLACE: Final = struct.Struct(">iq")
 
 
-class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesResponse]):
+class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesResponse]):
     """Redelivers the messages of dead letters.
 
         {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
@@ -391,11 +370,6 @@ class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesRespons
     """
 
     key = REVIVE_KEY
-    request_type = ReviveMessagesRequest
-    response_type = ReviveMessagesResponse
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
 
     async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
         return [
@@ -405,7 +379,7 @@ class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesRespons
 
     async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
         """Revive all that can be; answered once it is durable."""
-        subscription = await self._service.declared.find(request.name)
+        subscription = await self._subscriptions.find(request.name)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
         partition = self._service.topics.partition(request.topic, request.partition)
@@ -420,7 +394,7 @@ class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesRespons
         return ReviveMessagesResponse(missing=await delivery.revive(letters, closed))
 
 
-class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
+class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
     """Discards the delivery state of a topic.
 
         {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
@@ -430,11 +404,6 @@ class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
     """
 
     key = FORGET_KEY
-    request_type = ForgetSubscriptionRequest
-    response_type = Response
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
 
     async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
         return [
@@ -443,7 +412,7 @@ class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
         ]
 
     async def handle(self, request: ForgetSubscriptionRequest) -> Response:
-        subscription = await self._service.declared.find(request.name)
+        subscription = await self._subscriptions.find(request.name)
         topic = self._service.topics.get(request.topic)
         if topic is None:
             raise UnknownTopic(f"there is no topic {request.topic!r}")
@@ -458,7 +427,7 @@ class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
         return Response()
 
 
-class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
+class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer]):
     """Returns the delivery state of a message.
 
         [subscription, topic, partition, offset, wait ms]
@@ -470,12 +439,7 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
     """
 
     key = DELIVERY_STATE_KEY
-    request_type = DeliveryStateRequest
-    response_type = DeliveryStateAnswer
     waits_for_others = True
-
-    def __init__(self, service: SubscriptionService) -> None:
-        self._service = service
 
     async def needs(self, request: DeliveryStateRequest) -> Sequence[Need]:
         return [
@@ -485,7 +449,7 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
 
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
         """Look up the state, waiting until it is final."""
-        subscription = await self._service.declared.find(request.subscription)
+        subscription = await self._subscriptions.find(request.subscription)
         if subscription.topics and request.topic not in subscription.topics:
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
         if request.wait_ms < 0:

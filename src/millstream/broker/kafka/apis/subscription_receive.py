@@ -2,15 +2,15 @@
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
     whether the first batch may exceed max bytes, address of the worker or "" for that of the connection]
-    answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
+    answer: [error, message, [[topic, topic id, partition, [[start, end, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
 Messages are leased to the worker until the deadline, and to its principal if it has authenticated: another principal's
 worker of the same name cannot settle them. The worker's clock may differ from the broker's, so the response
-says how long the request waited before they were leased. Leases of an answer that never leaves the connection are
-returned at once. The batches hold the leased messages, and others that are not this worker's. Without any, the answer
-waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets no messages before that is paid; if the
-wait is over before, `throttle ms` is the time that remains.
+says how long the request waited before they were leased. Leases of a response that cannot be sent are returned at once.
+The batches hold the leased messages, and others that are not this worker's. If none are available, the response waits
+up to `wait ms`. A client over its `consumer_byte_rate` gets no messages until it is within it again; if the wait ends
+earlier, `throttle ms` is the remaining time.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
-    request_type = Receive
-    response_type = ReceiveAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:

@@ -1,6 +1,6 @@
 """SubscriptionSettle (key 32031), version 0: settles the leases of a worker.
 
-    [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason, attempt or nil], …]], …]]
+    [subscription, worker, [[topic, partition, [[start, end, verb, delay ms or nil, reason, attempt or nil], …]], …]]
     answer, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
@@ -45,8 +45,6 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     """Settles the leases of workers."""
 
     key = SETTLE_KEY
-    request_type = SettleRequest
-    response_type = SettleAnswer
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service

@@ -1,7 +1,8 @@
-"""SyncGroup (key 14), versions 0 to 5: takes the assignment from the leader, and returns each member its share.
+"""SyncGroup (key 14), versions 0 to 5: receives the assignments from the leader, and returns each member its own.
 
-A follower's answer waits for the leader, and everyone's until the log has the generation. Version 3 adds static
-members; from 5 on the client must name protocol type and name, and gets INCONSISTENT_GROUP_PROTOCOL if it does not.
+A follower's response waits for the leader, and all responses wait until the generation is durable. Version 3 adds
+static members; from 5 on the client must name protocol type and name, and gets INCONSISTENT_GROUP_PROTOCOL if it does
+not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
     async def handle(self, request: Versioned[SyncGroupRequest], client: ClientInfo) -> SyncGroupResponse:
         version, message = request
         if version >= _FIRST_WITH_PROTOCOL and (message.protocol_type is None or message.protocol_name is None):
-            raise InconsistentProtocol("protocol type and name have to be given")
+            raise InconsistentProtocol("protocol type and name are required")
         synced = await self._groups.sync(
             SyncRequest(
                 member=MemberRef(

@@ -1,7 +1,8 @@
 """TxnOffsetCommit (key 28), versions 0 to 5: commits offsets as part of a producer's transaction.
 
-Before they are kept, the coordinator of the transaction is asked whether the group's partition of `__consumer_offsets`
-belongs to it. Until the transaction ends, consumers that ask for stable offsets get UNSTABLE_OFFSET_COMMIT.
+Before they are stored, the coordinator of the transaction is asked whether the group's partition of
+`__consumer_offsets` belongs to it. Until the transaction ends, consumers that ask for stable offsets get
+UNSTABLE_OFFSET_COMMIT.
 
 Version notes: up to 1 a coordinator that is loading answers COORDINATOR_NOT_AVAILABLE, since old clients do not know
 the other code; 2 adds the leader epoch; 3 adds the member and its generation, which are checked (ILLEGAL_GENERATION,

@@ -1,10 +1,10 @@
 """UpdateFeatures (key 57), versions 0 to 2: requests feature levels, which are fixed by the release.
 
-The level that is in force already is answered with success; every other one with INVALID_UPDATE_VERSION and a sentence
-that says which levels there are. `broker/kafka/feature.py` says what the features mean.
+Requesting the current level succeeds; any other is INVALID_UPDATE_VERSION, with an error that names the available
+levels. `broker/kafka/feature.py` describes the features.
 
-Version notes: 0 has `allow_downgrade` in the place of the kind of upgrade, 1 adds `validate_only`. All or nothing: an
-error is one of the whole request. 0 and 1 have a list of the features besides, which is empty then, as in Kafka.
+Version notes: 0 has `allow_downgrade` instead of the kind of upgrade, 1 adds `validate_only`. All or nothing: an error
+applies to the whole request. 0 and 1 also have a list of features, which is then empty, as in Kafka.
 """
 
 from __future__ import annotations

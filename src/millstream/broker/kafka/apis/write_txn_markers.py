@@ -1,12 +1,11 @@
 """WriteTxnMarkers (key 27), versions 1 to 2: writes the commit or abort markers of transactions to partitions.
 
-Sent by the coordinators of other nodes, and by tools that end a transaction which hangs. A marker that is there already
-is not written again. One of a coordinator that has been replaced gets TRANSACTION_COORDINATOR_FENCED, one of an epoch
-that the producer has left INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide about the offsets that the
-transaction has committed.
+Sent by the coordinators of other nodes, and by tools that end a hanging transaction. A marker that exists already is
+not written again. One of a replaced coordinator gets TRANSACTION_COORDINATOR_FENCED, one of an outdated producer epoch
+INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide the offsets that the transaction has committed.
 
-A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a request which made it up cannot
-fence the coordinators that there are; a coordinator that this node does not know yet tries again. Producer ids and
+A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a forged request cannot fence the
+existing coordinators; a coordinator that this node does not know yet retries. Producer ids and
 epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
 
 Version notes: 2 adds the version of the protocol, from which a partition knows whether the marker's epoch is above

@@ -280,7 +280,7 @@ class QueryPlan:
         """Raise `InvalidSetting` for operators that Spark turns into aggregates without final rows."""
         kinds = {node.nodeName() for node, of_topic in self._nodes if of_topic}
         if _DISTINCT in kinds:
-            raise InvalidSetting("DISTINCT, or UNION without ALL, has to be the outermost SELECT of the statement")
+            raise InvalidSetting("DISTINCT, or UNION without ALL, must be the outermost SELECT of the statement")
         if kinds & _SETS:
             raise InvalidSetting("EXCEPT and INTERSECT are not supported for topics; use NOT IN or IN, or a join")
 

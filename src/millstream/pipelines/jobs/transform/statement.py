@@ -53,7 +53,7 @@ def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> S
     read = [name for name in found if name.lower() not in own]
     topics = tuple(name for name in read if name not in tables)
     if not topics:
-        raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
+        raise InvalidSetting("the statement reads no topic: name topics as tables")
     for name in topics:
         if found[name]:
             # It would be evaluated batch by batch, which is never what is meant.
