@@ -17,7 +17,7 @@ SIMULATE_ARGS ?=
 # Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -125,6 +125,9 @@ chaos-overload: $(DEV_STAMP) ## Flood a broker, and send it batches that hold fa
 
 chaos-push: $(DEV_STAMP) ## Kill nodes, push processes and the endpoint while messages are pushed, and check every message (4 minutes)
 	@$(BIN)/python -m trials.chaos_push $(CHAOS_ARGS)
+
+chaos-security: $(DEV_STAMP) ## Move three loaded nodes from plain text to SASL over TLS, then renew their certificates every second (3 minutes)
+	@$(BIN)/python -m trials.chaos_security $(CHAOS_ARGS)
 
 chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while they work in transactions, and check every effect (20 minutes)
 	@$(BIN)/python -m trials.chaos_transactions $(CHAOS_ARGS)

@@ -2,10 +2,11 @@
 
     python -m conformance.compare [--only TEXT] [--all]
 
-The questions are in `questions/` (one request each), `dialogues.py` (several that build on each other) and
-`transaction_table.py` (every state of a transaction × every request, with brokers of its own). What must
-differ, such as ids and addresses, is left out of the comparison, and so are the messages beside error codes. What may
-differ is named in `ACCEPTED`, with the reason. The exit code is 1 when something else differs.
+The questions are in `questions/` (one request each), `dialogues.py` (several that build on each other) and, with
+brokers of their own, `transaction_table.py` (every state of a transaction × every request), `permission_table.py`
+(every API × each missing permission) and `sasl_table.py` (signing in, in every wrong order). What must differ, such
+as ids and addresses, is left out of the comparison, and so are the messages beside error codes. What may differ is
+named in `ACCEPTED`, with the reason. The exit code is 1 when something else differs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from typing import Any
 
 from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance import consumer_dialogues, dialogues, share_dialogues, transaction_table
+from conformance import (
+    consumer_dialogues,
+    dialogues,
+    permission_table,
+    sasl_table,
+    share_dialogues,
+    transaction_table,
+)
 from conformance.question import Broker
 from conformance.questions import (
     administration,
@@ -79,7 +87,8 @@ def main() -> int:
             differs = compare(*start(stack), only=arguments.only, show_all=arguments.all)
         if not arguments.only:
             with tempfile.TemporaryDirectory(prefix="millstream-compare-") as folder:
-                differs |= bool(transaction_table.compare(Path(folder)))
+                for table in (transaction_table, permission_table, sasl_table):
+                    differs |= bool(table.compare(Path(folder)))
         return int(differs)
     except PeerUnavailable as reason:
         print(f"skipped: {reason}")

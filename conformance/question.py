@@ -33,39 +33,50 @@ class Broker:
 
     def ask(self, api_key: int, version: int, values: Values) -> Any:
         """Send a request; the answer is a dictionary, `CLOSED` or `SILENT`."""
-        request = _build(load_request_class(api_key, version), values)
-        return self._exchange(api_key, version, write_request(1, _CLIENT_ID, request))
+        return self._exchange(api_key, version, frame_of(api_key, version, values))
 
     def ask_repeatedly(self, api_key: int, version: int, values: Values, times: int) -> Iterator[Any]:
         """Send a request so many times over one connection; a dictionary for each."""
-        frame = write_request(1, _CLIENT_ID, _build(load_request_class(api_key, version), values))
-        with self._connected() as connection:
+        frame = frame_of(api_key, version, values)
+        with self.connected() as connection:
             for begin in range(0, times, _AT_ONCE):
                 count = min(_AT_ONCE, times - begin)
                 connection.sendall(frame * count)
                 for _ in range(count):
-                    yield plain(read_response(api_key, version, _receive_frame(connection)))
+                    yield plain(read_response(api_key, version, receive_frame(connection)))
 
-    def _connected(self) -> socket.socket:
+    def connected(self) -> socket.socket:
+        """Open a connection."""
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX)
 
     def _exchange(self, api_key: int, version: int, frame: bytes) -> Any:
-        answer = self._send(frame)
-        return answer if isinstance(answer, str) else plain(read_response(api_key, version, answer))
+        return read_answer(api_key, version, self.send(frame))
 
-    def _send(self, frame: bytes) -> bytes | str:
-        with self._connected() as connection:
+    def send(self, frame: bytes) -> bytes | str:
+        """Send a frame and receive another, `CLOSED` or `SILENT`."""
+        with self.connected() as connection:
             connection.sendall(frame)
             try:
-                return _receive_frame(connection)
+                return receive_frame(connection)
             except ConnectionError:
                 return CLOSED
             except TimeoutError:
                 return SILENT
 
 
-def _receive_frame(connection: socket.socket) -> bytes:
+def frame_of(api_key: int, version: int, values: Values) -> bytes:
+    """A request as it is sent."""
+    return bytes(write_request(1, _CLIENT_ID, _build(load_request_class(api_key, version), values)))
+
+
+def read_answer(api_key: int, version: int, answer: bytes | str) -> Any:
+    """What was received, as plain values."""
+    return answer if isinstance(answer, str) else plain(read_response(api_key, version, answer))
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Read one answer."""
     size: int = struct.unpack(">i", receive(connection, 4))[0]
     return receive(connection, size)
 

@@ -56,8 +56,8 @@ _JVM = (
 _PROPERTIES = """\
 process.roles=broker,controller
 node.id=1
-listeners=PLAINTEXT://{address},CONTROLLER://{controller}{internal}
-advertised.listeners=PLAINTEXT://{address}{relay}
+listeners=PLAINTEXT://{address},CONTROLLER://{controller}{internal}{listener}
+advertised.listeners=PLAINTEXT://{address}{relay}{listener}
 controller.listener.names=CONTROLLER
 controller.quorum.bootstrap.servers={controller}
 log.dirs={logs}
@@ -102,13 +102,29 @@ class KafkaServer(Server):
         return Path(__file__).resolve().parent.parent.parent
 
 
-def kafka(data: Path, flush: str, *, partitions: int = PARTITIONS, internal: str = "", relay: str = "") -> KafkaServer:
+def kafka(
+    data: Path,
+    flush: str,
+    *,
+    partitions: int = PARTITIONS,
+    internal: str = "",
+    relay: str = "",
+    listener: str = "",
+    properties: str = "",
+) -> KafkaServer:
     """A server that is ready to be started on this folder; its jars are fetched if they are not here yet.
 
-    With `internal` it listens there for brokers too, itself among them, which it has connect to `relay`.
+    With `internal` it listens there for brokers too, itself among them, which it has connect to `relay`. `listener` is
+    one more address for clients, as in `SASL_SSL://127.0.0.1:9093`, and `properties` are more lines of its settings.
     """
     fetch()
-    settings = {"flush": flush, "partitions": partitions, "internal": internal, "relay": relay}
+    settings: dict[str, object] = {"flush": flush, "partitions": partitions, "internal": internal, "relay": relay}
+    settings["listener"] = listener
+    if properties:
+        file = data.with_name(data.name + ".properties")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(properties, encoding="utf-8")
+        settings["properties"] = file
     return KafkaServer(data, settings={name: value for name, value in settings.items() if value})
 
 
@@ -183,8 +199,11 @@ def _write_properties(arguments: argparse.Namespace, properties: Path) -> None:
         partitions=arguments.partitions,
         internal=f",INTERNAL://{arguments.internal}" if arguments.internal else "",
         relay=f",INTERNAL://{arguments.relay}" if arguments.internal else "",
+        listener=f",{arguments.listener}" if arguments.listener else "",
         flush=_FLUSH[arguments.flush] + (_INTERNAL if arguments.internal else ""),
     )
+    if arguments.properties is not None:
+        text += arguments.properties.read_text(encoding="utf-8")
     properties.write_text(text, encoding="utf-8")
 
 
@@ -293,6 +312,8 @@ def main() -> int:
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="partitions of a topic created by its use")
     parser.add_argument("--internal", default="", help="HOST:PORT to listen on for brokers")
     parser.add_argument("--relay", default="", help="HOST:PORT that brokers connect to instead of it")
+    parser.add_argument("--listener", default="", help="PROTOCOL://HOST:PORT to listen on for clients too")
+    parser.add_argument("--properties", type=Path, help="a file with more settings")
     arguments = parser.parse_args()
     if arguments.check:
         return check()

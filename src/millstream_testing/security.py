@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from joserfc import jwt
 from joserfc.jwk import RSAKey
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.cli import certs
-from millstream.core.acl import Acl
+from millstream.cli.reserved_port import ReservedPort
+from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
+from millstream_testing.server import Server
 
 ISSUER: Final = "https://issuer.example"
 AUDIENCE: Final = "millstream"
@@ -35,11 +42,42 @@ class Certificates:
         certs.client(name, self.folder, as_json=True)
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
-    def renew_node(self) -> None:
-        """Replace the node's certificate by another one of the same authority."""
-        self.node.unlink()
-        self.node_key.unlink()
-        certs.init(self.folder, ["localhost", "127.0.0.1"], as_json=True)
+    def renew_node(self, **more: Any) -> None:
+        """Replace the node's certificate by another one of the same authority, as those who renew them do."""
+        certificate, key = self.sign("node 1", **{"hosts": ("localhost", "127.0.0.1"), **more})
+        certificate.replace(self.node)
+        key.replace(self.node_key)
+
+    def sign(
+        self, name: str, *, hosts: Sequence[str] = (), uri: str = "", begins_days: float = -1, lasts_days: float = 2
+    ) -> tuple[Path, Path]:
+        """A certificate with its key that is valid when it should be; it replaces an earlier one of that name."""
+        authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
+        signing = serialization.load_pem_private_key((self.folder / "ca.key").read_bytes(), None)
+        if not isinstance(signing, ec.EllipticCurvePrivateKey):
+            raise TypeError("the authority is not one that `millstream certs init` made")
+        key = ec.generate_private_key(ec.SECP256R1())
+        begins = datetime.now(UTC) + timedelta(days=begins_days)
+        names = [certs.host_name(host) for host in hosts]
+        names += [x509.UniformResourceIdentifier(uri)] if uri else []
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]))
+            .issuer_name(authority.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(begins)
+            .not_valid_after(begins + timedelta(days=lasts_days))
+        )
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False) if names else builder
+        files = self.folder / f"{name}.signed.pem", self.folder / f"{name}.signed.key"
+        files[0].write_bytes(builder.sign(signing, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        files[1].write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return files
 
 
 class Issuer:
@@ -79,3 +117,52 @@ def declare_security(data: Path, passwords: Mapping[str, str], acls: frozenset[A
         catalog.change_security(SecurityChange(put_credentials=credentials, add_acls=acls))
     finally:
         catalog.close()
+
+
+class Locked(NamedTuple):
+    """A server with TLS and authentication."""
+
+    server: Server
+    certificates: Certificates
+    issuer: Issuer
+    clear: str
+    """The address of another listener, without TLS."""
+
+
+ADMIN, ALICE, MALLORY = ("admin", "admin-password"), ("alice", "alice-password"), ("mallory", "mallory-password")
+
+
+@contextmanager
+def locked_server(folder: Path, **settings: Any) -> Iterator[Locked]:
+    """Run a locked server; alice may use topics and groups whose names begin with her own, by any identity."""
+    certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
+    rules = frozenset(
+        Acl(
+            resource_type=kind,
+            resource_name="alice",
+            pattern=PatternType.PREFIXED,
+            principal=principal,
+            operation=Operation.ALL,
+        )
+        for kind in (ResourceType.TOPIC, ResourceType.GROUP)
+        for principal in ("User:alice", "User:CN=alice", "User:oauth:alice")
+    )
+    declare_security(folder / "data", dict((ADMIN, ALICE, MALLORY)), rules)
+    clear = ReservedPort()
+    (folder / "node.toml").write_text(
+        f'[[listeners]]\nname = "clear"\naddress = "{clear.address}"\nauth = "required"\n', encoding="utf-8"
+    )
+    all_settings = {
+        "config": folder / "node.toml",
+        "auth": "required",
+        "tls-cert": certificates.node,
+        "tls-key": certificates.node_key,
+        "tls-client-ca": certificates.ca,
+        "super-users": "admin",
+        "oauth-jwks": issuer.jwks,
+        "oauth-issuer": ISSUER,
+        "oauth-audience": AUDIENCE,
+        **{name.replace("_", "-"): value for name, value in settings.items()},
+    }
+    with Server(folder / "data", settings=all_settings) as server:
+        yield Locked(server, certificates, issuer, clear.address)

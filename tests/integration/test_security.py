@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -40,62 +40,20 @@ from kafka import KafkaConsumer, KafkaProducer
 from kafka.net.sasl.oauth import AbstractTokenProvider as KafkaPythonTokens
 
 import millstream
-from millstream.core import acl
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
-from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
+from millstream_testing.security import ADMIN, ALICE, MALLORY, Locked, declare_security, locked_server
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
-ADMIN, ALICE, MALLORY = ("admin", "admin-password"), ("alice", "alice-password"), ("mallory", "mallory-password")
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-
-
-class Locked(NamedTuple):
-    server: Server
-    certificates: Certificates
-    issuer: Issuer
-    clear: str
-    """Another listener, without TLS."""
 
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    """A server with TLS and authentication; alice may use topics whose names begin with her own, by any identity."""
-    folder = tmp_path_factory.mktemp("locked")
-    certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
-    rules = frozenset(
-        acl.Acl(
-            resource_type=kind,
-            resource_name="alice",
-            pattern=acl.PatternType.PREFIXED,
-            principal=principal,
-            operation=acl.Operation.ALL,
-        )
-        for kind in (acl.ResourceType.TOPIC, acl.ResourceType.GROUP)
-        for principal in ("User:alice", "User:CN=alice", "User:oauth:alice")
-    )
-    declare_security(folder / "data", dict((ADMIN, ALICE, MALLORY)), rules)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        clear = f"127.0.0.1:{probe.getsockname()[1]}"
-    (folder / "node.toml").write_text(
-        f'[[listeners]]\nname = "clear"\naddress = "{clear}"\nauth = "required"\n', encoding="utf-8"
-    )
-    settings = {
-        "config": folder / "node.toml",
-        "auth": "required",
-        "tls-cert": certificates.node,
-        "tls-key": certificates.node_key,
-        "tls-client-ca": certificates.ca,
-        "super-users": "admin",
-        "oauth-jwks": issuer.jwks,
-        "oauth-issuer": ISSUER,
-        "oauth-audience": AUDIENCE,
-    }
-    with Server(folder / "data", settings=settings) as server:
-        yield Locked(server, certificates, issuer, clear)
+    with locked_server(tmp_path_factory.mktemp("locked")) as locked:
+        yield locked
 
 
 def confluent(locked: Locked, who: tuple[str, str], mechanism: str = "SCRAM-SHA-512", **more: Any) -> dict[str, Any]:

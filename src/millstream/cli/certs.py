@@ -148,7 +148,7 @@ def _issue(
 
     signer, signing_key = authority
     key = ec.generate_private_key(ec.SECP256R1())
-    names: list[x509.GeneralName] = [_host_name(host) for host in hosts]
+    names: list[x509.GeneralName] = [host_name(host) for host in hosts]
     if uri is not None:
         names.append(x509.UniformResourceIdentifier(uri))
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if uri is not None else [])]
@@ -164,7 +164,8 @@ def _issue(
     _write_pair(builder.sign(signing_key, hashes.SHA256()), key, certificate_file, key_file)
 
 
-def _host_name(host: str) -> x509.GeneralName:
+def host_name(host: str) -> x509.GeneralName:
+    """The alternative name of a certificate for a name or an address."""
     from cryptography import x509
 
     try:

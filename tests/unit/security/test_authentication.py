@@ -6,21 +6,26 @@ import asyncio
 import base64
 import hmac
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 from joserfc import jwt
 from joserfc.jwk import RSAKey
+from joserfc.jws import JWSRegistry
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.security import oauth
 from millstream.broker.security.oauth import OAuthSettings, TokenChecker
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import Authenticator, BearerToken, FailedAttempts, Passwords, Verified
@@ -40,6 +45,7 @@ from millstream.protocol.wire.credentials import PLAIN, Credentials, NodeName
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer
 
 USER, PASSWORD = "alice", "alice-password"
+ANY_HEADER = JWSRegistry(strict_check_header=False)
 
 
 @pytest.fixture
@@ -106,6 +112,42 @@ async def test_a_truncated_proof_is_none(passwords: Passwords, cut: int) -> None
     credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
     with pytest.raises(AuthenticationFailed):
         await authenticate(passwords, credentials, tamper=truncate)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda final: re.sub(rb"r=[^,]*", b"r=", final),
+        lambda final: re.sub(rb"r=([^,]*)", rb"r=\1AAAA", final),
+        lambda final: re.sub(rb"(r=[^,]{10})[^,]*", rb"\1", final),
+        lambda final: re.sub(rb"c=[^,]*", b"c=eSws", final),
+        lambda final: re.sub(rb"c=[^,]*,", b"", final),
+        lambda final: final.replace(b",p=", b",i=1,p="),
+        lambda final: final.replace(b",p=", b",r=x,p="),
+        lambda final: final + final[final.index(b",p=") :],
+        lambda final: final[: final.index(b",p=")],
+        lambda final: final[: final.index(b",p=")] + b",p=",
+        lambda final: final[: final.index(b",p=")] + b",p=" + b"A" * 43 + b"=",
+    ],
+    ids=["no nonce", "longer", "client's only", "header", "no header", "iterations", "two", "proofs", "none", "", "0"],
+)
+async def test_a_final_message_that_was_tampered_with_is_refused(passwords: Passwords, tamper: Any) -> None:
+    credentials = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256)
+    with pytest.raises(AuthenticationFailed):
+        await authenticate(passwords, credentials, tamper=lambda said: tamper(said) if b",p=" in said else said)
+
+
+@pytest.mark.parametrize(
+    "challenge",
+    ["r={nonce}x,s=c2E=,i=1", "r={nonce}x,s=c2E=,i=1000000000", "r=other,s=c2E=,i=8192", "r={nonce}x,i=8192"],
+    ids=["cheap", "dear", "nonce", "salt"],
+)
+def test_a_client_gives_no_proof_to_a_broker_that_plays_tricks(challenge: str) -> None:
+    """A broker that could choose the cost could try passwords by itself, or keep its clients busy."""
+    client = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256).begin()
+    nonce = next(client).decode().rpartition("r=")[2]
+    with pytest.raises(AuthenticationFailed):
+        client.send(challenge.format(nonce=nonce).encode())
 
 
 async def test_a_final_message_without_a_first_one_is_refused(passwords: Passwords) -> None:
@@ -240,7 +282,14 @@ async def test_a_token_of_another_algorithm_or_key_is_refused(issuer: Issuer, to
     valid = issuer.token("alice")
     unsigned = f"{encoded({'alg': 'HS256', 'kid': 'one'})}.{encoded(claims)}"
     by_public_key = hmac.digest(issuer.key.as_pem(private=False), unsigned.encode(), "sha256")
+    own = RSAKey.generate_key(2048)
+    shown = own.as_dict(private=False)
     forged = [
+        # The key, or where it is, in the token itself.
+        jwt.encode({"alg": "RS256", "jwk": shown}, claims, own, registry=ANY_HEADER),
+        jwt.encode({"alg": "RS256", "kid": "one", "jwk": shown}, claims, own, registry=ANY_HEADER),
+        jwt.encode({"alg": "RS256", "kid": "one", "jku": "https://evil.example"}, claims, own, registry=ANY_HEADER),
+        jwt.encode({"alg": "RS256", "kid": "../../dev/null"}, claims, own),
         f"{encoded({'alg': 'none'})}.{encoded(claims)}.",
         f"{encoded({'alg': 'none', 'kid': 'one'})}.{encoded(claims)}.{valid.rsplit('.', 1)[1]}",
         f"{unsigned}.{base64.urlsafe_b64encode(by_public_key).rstrip(b'=').decode()}",
@@ -271,6 +320,37 @@ async def test_keys_rotate_without_a_restart(issuer: Issuer, tokens: TokenChecke
     issuer.publish(key)
     with pytest.raises(AuthenticationFailed):
         await tokens.check(old)
+
+
+async def test_keys_of_a_url_are_fetched_again_for_a_key_that_is_not_known(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = 0
+
+    def answer(_request: httpx.Request) -> httpx.Response:
+        nonlocal fetched
+        fetched += 1
+        return httpx.Response(200, content=issuer.jwks.read_bytes())
+
+    client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr("millstream.broker.security.oauth.httpx.AsyncClient", client)
+    tokens = TokenChecker(OAuthSettings(jwks="https://issuer.example/keys", issuer=ISSUER, audience=AUDIENCE))
+    running = asyncio.create_task(tokens.run())
+    while not fetched:
+        await asyncio.sleep(0)
+    assert await tokens.check(issuer.token("alice"))
+    key = RSAKey.generate_key(2048, {"kid": "two"})
+    issuer.publish(issuer.key, key)
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "bob", "exp": int(time.time()) + 300}
+    new = jwt.encode({"alg": "RS256", "kid": "two"}, claims, key)
+    with pytest.raises(AuthenticationFailed):
+        await tokens.check(new)
+    assert fetched == 1, "tokens of unknown keys do not make the node ask all the time"
+    monkeypatch.setattr(oauth, "REFRESH_S_MIN", 0.0)
+    assert (await tokens.check(new)).principal == "User:oauth:bob"
+    assert await tokens.check(issuer.token("alice")), "the other key holds too"
+    assert fetched == 2
+    running.cancel()
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ class ClusterNode:
             boot_id=dependencies.boot_id,
             stopped_clean=dependencies.log_store.clean_start,
         )
-        self.view = ClusterView(dependencies.coordination, self._backoff())
+        self.view = ClusterView(
+            dependencies.coordination, self._backoff(), node_listener=dependencies.config.node_listener
+        )
         announcer = Announcer(dependencies.coordination, self._backoff(), new_text=self._new_text)
         self._announcer = announcer
         self.declarations = AnnouncedDeclarations(dependencies.declarations, announcer)

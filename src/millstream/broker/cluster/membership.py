@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -32,6 +32,14 @@ class Node:
     """Where the clients of each listener connect; `host` and `port` are for other nodes."""
     assertion_key: str = ""
     """The public key that verifies this node's assertions; empty if it makes none."""
+
+    def reached_at(self, listener: str) -> Node:
+        """The node as other nodes reach it that meet at a listener.
+
+        While a cluster moves its nodes to another listener, each meets the others where its own settings say.
+        """
+        host, port = self.endpoints.get(listener, (self.host, self.port))
+        return replace(self, host=host, port=port)
 
     def address_for(self, listener: str, reached_at: str) -> tuple[str, int] | None:
         """Return the address that clients of a listener connect to; None if this node has no listener with that name.

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 from millstream.broker.cluster import keys
@@ -26,6 +26,7 @@ from millstream.broker.cluster.store_values import (
     topic_from_json,
 )
 from millstream.core.backoff import Backoff
+from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
@@ -58,8 +59,9 @@ Listener = Callable[[ViewChange], None]
 class ClusterView:
     """The cluster as this node last heard of it."""
 
-    def __init__(self, store: CoordinationStore, backoff: Backoff) -> None:
+    def __init__(self, store: CoordinationStore, backoff: Backoff, *, node_listener: str = DEFAULT_LISTENER) -> None:
         self._store = store
+        self._node_listener = node_listener
         self._backoff = backoff
         self._known: dict[str, int] = {}
         self._listeners: list[Listener] = []
@@ -217,7 +219,8 @@ class ClusterView:
         if value is None:
             self.nodes.pop(node, None)
         else:
-            self.nodes[node] = NodeRegistration.from_json(node, value, revision)
+            registered = NodeRegistration.from_json(node, value, revision)
+            self.nodes[node] = replace(registered, node=registered.node.reached_at(self._node_listener))
             self.registrations[node] = revision
         change.nodes.add(node)
 

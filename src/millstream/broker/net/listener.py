@@ -7,9 +7,10 @@ import logging
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
@@ -29,6 +30,13 @@ ACCEPTS_PER_ROUND = 16
 node would keep new clients waiting behind those who connect and hang up all the time."""
 HANDSHAKE_S = 10.0
 """How long the handshake of TLS may take."""
+_TLS_REASONS: Final[Mapping[str, str]] = {
+    "HTTP_REQUEST": "the client speaks HTTP without TLS",
+    "WRONG_VERSION_NUMBER": "the client does not speak TLS, and this listener requires it",
+    "UNSUPPORTED_PROTOCOL": "the client offers no version of TLS from 1.2 on",
+    "TLSV1_ALERT_UNKNOWN_CA": "the client does not trust the authority of this node's certificate",
+}
+"""By what OpenSSL calls it: why a handshake failed."""
 UNKNOWN_PER_ADDRESS_MAX = 256
 """How many clients of one address may be without authentication, where they need it: in the handshake of TLS, in that
 of SASL, or held back after a failure. Their buffers of TLS take up to 256 KiB each."""
@@ -56,6 +64,13 @@ class Door:
     """How long a client may stay unknown; None where clients need not authenticate."""
     is_limited: bool = True
     """Whether connections are counted by address; not on the listener for the node's own processes."""
+
+
+def _handshake_reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the client's certificate is refused: {error.verify_message}"
+    reason = error.reason if isinstance(error, ssl.SSLError) else ""
+    return _TLS_REASONS.get(reason or "", reason or str(error))
 
 
 class Listener:
@@ -268,9 +283,13 @@ class Listener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
             )
+        except ConnectionResetError:
+            # Those who only look whether somebody listens do that.
+            self.traffic.handshakes_failed += 1
         except OSError as error:
             self.traffic.handshakes_failed += 1
-            _logger.info("TLS handshake failed", extra={"peer": host, "error": str(error)})
+            extra = {"peer": host, "listener": door.name, "reason": _handshake_reason(error)}
+            _logger.warning("TLS handshake failed", extra=extra)
         finally:
             if connection not in self.connections:
                 self._leave(connection)

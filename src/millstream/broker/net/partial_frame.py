@@ -37,6 +37,9 @@ FRAME_BYTES_MIN = 4 * 1024
 LARGE_BYTES = 64 * 1024
 """A frame gets a buffer for large ones once a quarter of this has arrived."""
 
+_TLS_HANDSHAKE = 0x1603
+"""How a client's first message of TLS begins."""
+
 _buffers = FrameBuffers()
 
 
@@ -92,6 +95,8 @@ def release_buffer(budget: Budget, buffer: bytearray) -> None:
 
 def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
     """Return the error for a frame of that size."""
+    if size >> 16 == _TLS_HANDSHAKE:
+        return ProtocolViolation("the client speaks TLS, and this listener does not")
     return ProtocolViolation(
         f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
         "(is the client speaking the Kafka protocol without TLS?)"

@@ -36,7 +36,9 @@ DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
 CERTIFICATE: Final = "TLS"
 """The mechanism of clients that authenticate by certificate, in the audit log."""
-_BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
+_BEFORE: Final = frozenset({API_VERSIONS_KEY, SASL_HANDSHAKE_KEY})
+_IN_DIALOGUE: Final = frozenset({SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY})
+"""What a client may request before it has chosen a mechanism, and after that; a second handshake is answered."""
 LIMITS: Final = ConnectionLimits(frame_bytes_max=FRAME_BYTES_MAX)
 
 
@@ -104,7 +106,7 @@ class Gate:
         if session.takes_tokens:
             return session.answer_token(bytes(frame))
         header = read_request_header(frame)
-        if header.api_key not in _BEFORE:
+        if header.api_key not in (_IN_DIALOGUE if session.has_begun else _BEFORE):
             raise ProtocolViolation(f"API {header.api_key} was asked for before authentication")
         return self.service.handle(frame, connection)
 
@@ -157,16 +159,26 @@ class Session:
         """The mechanisms that the listener offers; none where clients do not authenticate."""
         return self._gate.offered if self._gate.requires else ()
 
+    def may_begin(self, *, bare: bool) -> bool:
+        """Whether this is the time for a handshake: at first, and again in a session that has an end (KIP-368)."""
+        if self.has_begun or (bare and self.is_known):
+            self._connection.drain()
+            return False
+        return not self.is_known or self._is_default or bool(self._ends and self._mechanism_name)
+
     def begin(self, mechanism: str, *, bare: bool) -> bool:
-        """Begin an exchange; return False if the mechanism is not offered, or differs from the session's."""
+        """Begin an exchange; return False, and end the connection, if the mechanism is not offered or not the session's."""
         knowledge = self._gate.knowledge
         if mechanism == ASSERTION and self._gate.takes_assertions:
             chosen: Mechanism = _Asserted(knowledge.assertions)
         elif mechanism not in self.mechanisms:
+            if self.mechanisms:
+                self._connection.drain()
             return False
         else:
             chosen = _NodeSecret(knowledge) if self._gate.is_internal else knowledge.authenticator.begin(mechanism)
         if self.verified is not None and not self._is_default and mechanism != self._mechanism_name:
+            self._connection.drain()
             return False
         self._mechanism_name = mechanism
         self._mechanism = chosen
@@ -204,7 +216,11 @@ class Session:
 
     async def answer_token(self, message: bytes) -> Buffers:
         """Answer a bare SASL message."""
-        said, _ = await self.step(message)
+        try:
+            said, _ = await self.step(message)
+        except AuthenticationFailed as error:
+            # There is no room for an error in bare messages.
+            raise ProtocolViolation(str(error)) from error
         return [len(said).to_bytes(4, "big") + said]
 
     def admit(self, verified: Verified) -> float:

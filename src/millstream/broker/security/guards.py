@@ -164,14 +164,17 @@ def _each(
     answered: str = "topics",
     name: str = "name",
     group: Operation | None = None,
+    cluster: Operation | None = None,
 ) -> Guard:
     """Return a guard for requests whose resources are answered one by one.
 
     `name` is the field with a resource's name; empty if the request holds the names themselves. `group` is what the
-    request needs on its group as a whole.
+    request needs on its group as a whole; `cluster` is what suffices for all resources.
     """
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
+        if cluster is not None and rights.cluster(cluster):
+            return await api.handle(request, client)
         if group is not None:
             rights.require(group, GROUP, request.group_id)
         allowed, denied = _divide(
@@ -195,10 +198,17 @@ async def _open(api: Any, request: Any, client: Any, _rights: Rights) -> Any:
 # -- the cluster --------------------------------------------------------------------------------------------------
 
 
-def _on_cluster(operation: Operation, refused: Callable[[Any], Any] | None = None) -> Guard:
-    """Return a guard for requests about the cluster; without `refused`, the API answers with an error itself."""
+def _on_cluster(
+    operation: Operation, refused: Callable[[Any], Any] | None = None, *, or_else: Operation | None = None
+) -> Guard:
+    """Return a guard for requests about the cluster; without `refused`, the API answers with an error itself.
+
+    `or_else` is another operation that suffices.
+    """
 
     async def guard(api: Any, request: Any, client: Any, rights: Rights) -> Any:
+        if or_else is not None and rights.cluster(or_else):
+            return await api.handle(request, client)
         if refused is not None and not rights.check(operation, CLUSTER):
             return refused(request)
         rights.require(operation, CLUSTER)
@@ -301,7 +311,8 @@ _GUARDS[30] = _GUARDS[31] = _on_cluster(ALTER)  # CreateAcls, DeleteAcls
 _GUARDS[50] = _on_cluster(DESCRIBE)  # DescribeUserScramCredentials
 _GUARDS[51] = _on_cluster(ALTER)  # AlterUserScramCredentials
 _GUARDS[57] = _on_cluster(ALTER)  # UpdateFeatures
-_GUARDS[27] = _on_cluster(CLUSTER_ACTION, _refuse_markers)  # WriteTxnMarkers
+# WriteTxnMarkers; with ALTER, an administrator ends a transaction that hangs.
+_GUARDS[27] = _on_cluster(CLUSTER_ACTION, _refuse_markers, or_else=ALTER)
 _GUARDS[34] = _on_cluster(ALTER, _refuse_log_dirs)  # AlterReplicaLogDirs
 _GUARDS[35] = _on_cluster(  # DescribeLogDirs
     DESCRIBE, _refuse_all(describe_log_dirs.DescribeLogDirsResponse, results=())
@@ -358,7 +369,9 @@ def _refuse_create_partitions(topic: Any) -> Any:
 
 _GUARDS[2] = _each(TOPIC, DESCRIBE, _refuse_list_offsets)  # ListOffsets
 _GUARDS[21] = _each(TOPIC, DELETE, _refuse_delete_records)  # DeleteRecords
-_GUARDS[23] = _each(TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic")  # OffsetForLeaderEpoch
+_GUARDS[23] = _each(  # OffsetForLeaderEpoch
+    TOPIC, DESCRIBE, _refuse_leader_epoch, name="topic", cluster=CLUSTER_ACTION
+)
 _GUARDS[37] = _each(TOPIC, ALTER, _refuse_create_partitions, answered="results")  # CreatePartitions
 _GUARDS[61] = _each(TOPIC, READ, _refuse_producers)  # DescribeProducers
 
@@ -368,7 +381,7 @@ async def _metadata(api: Any, request: Any, client: Any, rights: Rights) -> Any:
     """Metadata: DESCRIBE on each topic, and CREATE on the cluster or the topic to create a missing one.
 
     A request for all topics gets those that the client may describe. A topic asked for by name is refused, whether it
-    exists or not; by id it is unknown.
+    exists or not; by id, without its name.
     """
     if request.topics is None:
         response = await api.handle(request, client)
@@ -406,10 +419,9 @@ async def _create_missing(api: Any, request: Any, client: Any, rights: Rights, m
 
 
 def _refuse_metadata(wanted: Any) -> Any:
-    is_by_id = wanted.topic_id is not None
     return metadata.MetadataResponseTopic(
-        error_code=ErrorCode.unknown_topic_id if is_by_id else _TOPIC_DENIED,
-        name=None if is_by_id else wanted.name,
+        error_code=_TOPIC_DENIED,
+        name=None if wanted.topic_id is not None else wanted.name,
         topic_id=wanted.topic_id,
         is_internal=False,
         partitions=(),
@@ -456,7 +468,7 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
             topic_config_error_code=i16(_TOPIC_DENIED),
             num_partitions=i32(-1),
             replication_factor=i16(-1),
-            configs=None,
+            configs=(),
         )
         for topic in response.topics
     )
@@ -475,8 +487,17 @@ async def _create_topics(api: Any, request: Any, client: Any, rights: Rights) ->
 
 @_guards(20)
 async def _delete_topics(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DeleteTopics: DELETE on the topic; the name of a topic asked for by id is shown with DESCRIBE."""
-    allowed, denied = _divide(request.topics, lambda topic: _may(rights, DELETE, topic))
+    """DeleteTopics: DELETE on the cluster or on the topic.
+
+    With DESCRIBE, a client learns that a topic is missing, and the name of one asked for by id.
+    """
+    may_all = rights.cluster(DELETE)
+
+    def may_delete(topic: Any) -> bool:
+        is_missing = topic.topic_id is None and not rights.has_topic(topic.name)
+        return may_all or (is_missing and rights.topic(DESCRIBE, topic.name)) or _may(rights, DELETE, topic)
+
+    allowed, denied = _divide(request.topics, may_delete)
     response = await api.handle(dataclasses.replace(request, topics=allowed), client)
     return _extend(response, "responses", (_refuse_deletion(topic, rights) for topic in denied))
 
@@ -624,10 +645,9 @@ def _without_hidden_topics(group: Any, rights: Rights) -> Any:
     if all(rights.topic(DESCRIBE, name) for name in names):
         return group
     return dataclasses.replace(
-        group,
+        _refuse_group_as(type(group))(group.group_id),
         error_code=_TOPIC_DENIED,
         error_message="the group has described topics that the client is not authorized to describe",
-        members=(),
     )
 
 
@@ -846,6 +866,8 @@ def _reading_share(result: Callable[..., Any], refused: Callable[[Any], Any]) ->
         rights.require(READ, GROUP, request.group_id or "")
         allowed, denied = _divide(request.topics, lambda topic: _may_read_id(rights, topic.topic_id))
         response = await api.handle(dataclasses.replace(request, topics=allowed), client)
+        if response.error_code is not ErrorCode.none:
+            return response
         return _extend(response, "responses", (refuse_topic(topic) for topic in denied))
 
     def refuse_topic(topic: Any) -> Any:
@@ -917,7 +939,7 @@ _GUARDS[92] = _each(  # DeleteShareGroupOffsets
 
 @_guards(90)
 async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: Rights) -> Any:
-    """DescribeShareGroupOffsets: DESCRIBE on the groups, and on the topics that are shown."""
+    """DescribeShareGroupOffsets: DESCRIBE on the groups and on the topics; of all topics, those that are shown."""
 
     def visible(topics: Any) -> Any:
         return None if topics is None else tuple(one for one in topics if rights.topic(DESCRIBE, one.topic_name))
@@ -925,7 +947,18 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
     allowed, denied = _divide(request.groups, lambda group: rights.check(DESCRIBE, GROUP, group.group_id))
     asked = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in allowed)
     response = await api.handle(dataclasses.replace(request, groups=asked), client)
-    shown = tuple(dataclasses.replace(group, topics=visible(group.topics)) for group in response.groups)
+    hidden = {
+        group.group_id: tuple(
+            _hide_share_offsets(topic)
+            for topic in group.topics or ()
+            if not rights.check(DESCRIBE, TOPIC, topic.topic_name)
+        )
+        for group in allowed
+    }
+    shown = tuple(
+        dataclasses.replace(group, topics=(*visible(group.topics), *hidden.get(group.group_id, ())))
+        for group in response.groups
+    )
     refused = tuple(
         share_offsets.DescribeShareGroupOffsetsResponseGroup(
             group_id=group.group_id, topics=(), error_code=_GROUP_DENIED, error_message=_MESSAGES[_GROUP_DENIED]
@@ -933,3 +966,20 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
         for group in denied
     )
     return dataclasses.replace(response, groups=(*shown, *refused))
+
+
+def _hide_share_offsets(topic: Any) -> Any:
+    return share_offsets.DescribeShareGroupOffsetsResponseTopic(
+        topic_name=topic.topic_name,
+        topic_id=None,
+        partitions=tuple(
+            share_offsets.DescribeShareGroupOffsetsResponsePartition(
+                partition_index=index,
+                start_offset=i64(-1),
+                leader_epoch=i32(0),
+                error_code=_TOPIC_DENIED,
+                error_message=_MESSAGES[_TOPIC_DENIED],
+            )
+            for index in topic.partitions
+        ),
+    )

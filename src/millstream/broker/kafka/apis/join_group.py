@@ -20,7 +20,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Joined, JoinRequest
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
-from millstream.core.errors import GroupFull, InvalidRequest, MemberIdRequired, MillstreamError
+from millstream.core.errors import GroupFull, GroupNotAuthorized, InvalidRequest, MemberIdRequired, MillstreamError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _FIRST_WITH_MEMBER_ID_REQUIRED: Final = 4
@@ -50,7 +50,7 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
         member_id = request.message.member_id
         if isinstance(error, MemberIdRequired):
             member_id = error.member_id
-        elif isinstance(error, GroupFull | InvalidRequest):
+        elif isinstance(error, GroupFull | InvalidRequest | GroupNotAuthorized):
             member_id = ""
         return JoinGroupResponse(
             throttle_time=NO_THROTTLE,

@@ -1,7 +1,8 @@
 """SaslAuthenticate (key 36), versions 0 to 2: one message of the mechanism that SaslHandshake has chosen.
 
 A failure is answered with SASL_AUTHENTICATION_FAILED, after a pause that grows with the number of earlier failures, and
-the connection is closed. Without a handshake, the response is ILLEGAL_SASL_STATE.
+the connection is closed. Without a handshake, the response is ILLEGAL_SASL_STATE in a session, and closes a
+connection that has none.
 
 Version notes: 1 adds the lifetime of the session, after which the client must authenticate again; 2 is flexible.
 """

@@ -1,7 +1,7 @@
 """SaslHandshake (key 17), versions 0 and 1: chooses the mechanism by which a client authenticates.
 
-A listener without authentication answers ILLEGAL_SASL_STATE, as in Kafka. On an authenticated connection it starts a
-reauthentication (KIP-368), by the same mechanism.
+A listener without authentication answers ILLEGAL_SASL_STATE, as in Kafka, and so does one in the middle of an exchange.
+In a session that has an end, it starts a reauthentication (KIP-368), by the same mechanism.
 
 Version notes: after version 0 the messages of the mechanism are sent as bare frames, after version 1 in
 SaslAuthenticate.
@@ -26,7 +26,7 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
 
     async def handle(self, request: Versioned[SaslHandshakeRequest], client: ClientInfo) -> SaslHandshakeResponse:
         session = client.session
-        if session is None or (session.is_known and request.version == 0):
+        if session is None or not session.may_begin(bare=request.version == 0):
             return SaslHandshakeResponse(error_code=ErrorCode.illegal_sasl_state, mechanisms=())
         has_begun = session.begin(request.message.mechanism, bare=request.version == 0)
         refused = ErrorCode.unsupported_sasl_mechanism if session.mechanisms else ErrorCode.illegal_sasl_state
