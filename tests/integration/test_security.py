@@ -43,6 +43,7 @@ import millstream
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream_testing.command import call_command
 from millstream_testing.security import ADMIN, ALICE, MALLORY, Locked, declare_security, locked_server
 from millstream_testing.server import Server
 
@@ -417,3 +418,31 @@ async def test_a_session_is_renewed_over_another_connection(tmp_path: Path) -> N
             async with asyncio.timeout(WAIT_S):
                 await asyncio.shield(channel._lost)
             assert await client.metadata()
+
+
+async def test_a_profile_signs_in(locked: Locked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "profiles.toml").write_text(
+        f"""
+        [locked]
+        brokers = "{locked.server.kafka}"
+        tls-ca = "{locked.certificates.ca}"
+        user = "{ALICE[0]}"
+        password = "{ALICE[1]}"
+
+        [wrong]
+        brokers = "{locked.server.kafka}"
+        tls-ca = "{locked.certificates.ca}"
+        user = "{ALICE[0]}"
+        password = "another-password"
+        """
+    )
+    (tmp_path / "profiles.toml").chmod(0o600)
+    monkeypatch.setenv("MILLSTREAM_PROFILES", str(tmp_path / "profiles.toml"))
+    async with millstream.connect(profile="locked") as ms:
+        await ms.publish("alice-by-profile", b"one", key="k")
+    listed = await asyncio.to_thread(call_command, ["topic", "list", "--json", "--profile", "locked"])
+    assert "alice-by-profile" in {one["topic"] for one in listed.document["topics"]}
+    monkeypatch.setenv("MILLSTREAM_PROFILE", "wrong")
+    refused = await asyncio.to_thread(call_command, ["topic", "list"])
+    assert refused.code != 0
+    assert "another-password" not in refused.err

@@ -16,18 +16,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import millstream
 from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import SecretKey, read_keys, write_keys
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.sasl import Verified
 from millstream.broker.security.state import SecurityState
 from millstream.cli import certs
-from millstream.client.admin.security import add_acls, delete_user, put_user
+from millstream.client.admin.security import add_acls, delete_user, list_secrets, put_user
+from millstream.core import push
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.protocol.private.authenticate import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import ASSERTION, Credentials, client_tls, node_by_certificate
@@ -77,7 +80,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres:
             "pipelines-enabled": "false",
             "group-initial-delay-ms": 100,
             "rack": f"rack-{number}",
+            "secrets-key-file": folder / f"keys-{number}",
         }
+        write_keys(folder / f"keys-{number}", [SecretKey.new()])
         nodes.append(Server(folder / f"node-{number}", settings=settings))
     try:
         for node in nodes:
@@ -295,3 +300,33 @@ async def test_each_node_writes_to_the_audit_log(locked: Locked) -> None:
         return writers
 
     assert await asyncio.to_thread(read) == {"node 1", "node 2"}
+
+
+async def test_a_node_opens_secrets_of_others_as_soon_as_it_has_their_key(locked: Locked) -> None:
+    first, second = locked.nodes
+    keys = [Path(str(node.settings["secrets-key-file"])) for node in locked.nodes]
+    (key,) = read_keys(keys[0])
+    async with Client.connect(first.kafka, credentials=locked.credentials(ADMIN)) as client:
+        settings = {push.URL: "https://example.com/hook", push.SECRET: "a-signing-secret-of-the-test"}
+        await SubscriptionClient(client).create("sealed-here", ["sealed-here"], settings)
+        (here,) = (await list_secrets(client)).secrets
+        assert (here.name, here.setting, here.key, here.problem) == ("sealed-here", push.SECRET, key.key_id, "")
+    async with Client.connect(second.kafka, credentials=locked.credentials(ADMIN)) as client:
+        (there,) = (await list_secrets(client)).secrets
+        assert key.key_id in there.problem
+        assert str(keys[1]) in there.problem
+        assert "a-signing-secret" not in there.problem
+
+        async def is_parked() -> bool:
+            described = await SubscriptionClient(client).describe(["sealed-here"])
+            return {state["state"] for one in described for state in one["push"] if state["node"] == 2} == {"parked"}
+
+        await until(is_parked)
+        write_keys(keys[1], [*read_keys(keys[1]), key], replace=True)
+
+        async def is_pushed() -> bool:
+            return not await is_parked()
+
+        await until(is_pushed)
+        assert [one.problem for one in (await list_secrets(client)).secrets] == [""]
+        await SubscriptionClient(client).delete("sealed-here", force=True)

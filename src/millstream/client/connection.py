@@ -132,16 +132,16 @@ def connect(
 
 def _completed(access: AccessOptions, profile: Profile) -> AccessOptions:
     """Return the options with what the profile adds; an identity is taken as a whole, from one of them."""
-    added = AccessOptions()
-    if (context := profile.tls_context()) is not None:
-        added["tls"] = context
+    merged = access.copy()
+    if "tls" not in access and (context := profile.tls_context()) is not None:
+        merged["tls"] = context
     if access.get("user") is None and access.get("token") is None:
         if profile.user:
-            added["user"], added["password"] = profile.user, profile.read_password()
+            merged["user"], merged["password"] = profile.user, profile.read_password()
         elif profile.token or profile.token_file:
             # Read for each connection: tokens are short-lived.
-            added["token"] = profile.read_token
-    return {**added, **access}
+            merged["token"] = profile.read_token
+    return merged
 
 
 def _credentials(

@@ -26,7 +26,7 @@ def exposure_of(found: os.stat_result) -> str:
     allowed = 0o640 if found.st_uid == 0 and os.geteuid() != 0 else 0o600
     if mode & 0o077 & ~allowed:
         return f"other users can access it (mode {mode:04o}); run chmod 600 on it"
-    if found.st_uid not in (0, os.geteuid()):
+    if os.geteuid() != 0 and found.st_uid not in (0, os.geteuid()):
         return "it belongs to another user"
     return ""
 

@@ -156,6 +156,12 @@ def test_a_damaged_key_file_is_refused_without_showing_a_key(tmp_path: Path, key
         assert line.split()[1][:20].decode() not in str(refused.value)
 
 
+def test_a_key_file_that_was_named_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="millstream secrets init"):
+        Sealing.of_node(str(tmp_path / "keys"), str(tmp_path / "data"), in_cluster=False)
+    assert not (tmp_path / "keys").exists()
+
+
 def test_keys_do_not_lie_in_the_data_folder(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -160,6 +160,8 @@ def test_a_program_connects_by_a_profile(profiles: Path) -> None:
     assert by_profile._credentials.password == WORD
     assert isinstance(by_profile._credentials.tls_context, ssl.SSLContext)
     assert connect(profile="prod", user="bob", password="x" * 8).client._credentials.user == "bob"
+    assert connect(profile="prod", user=None, token=None).client._credentials.user == "alice"
+    assert connect(profile="prod", tls=False).client._credentials.tls_context is None
     token = connect("elsewhere:1", profile="ci").client._credentials.token
     assert token is not None
     assert token() == TOKEN

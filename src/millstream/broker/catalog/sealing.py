@@ -143,15 +143,11 @@ class Sealing:
             if not key_file:
                 return cls(None)
             raise InvalidSetting(f"{FLAG} {path} lies in the data folder; keep it elsewhere, so that backups lack it")
-        sealing = cls(path, is_created=not key_file)
         if key_file:
-            sealing.check()
-        return sealing
-
-    def check(self) -> None:
-        """Raise `InvalidSetting` unless the file has keys that can be used."""
-        if self.path is not None:
-            read_keys(self.path)
+            if not path.exists():
+                raise InvalidSetting(f"{FLAG} {path} does not exist; `millstream secrets init --file {path}` makes it")
+            read_keys(path)
+        return cls(path, is_created=not key_file)
 
     def has_changed(self) -> bool:
         """Whether the file is another one than when it was last read, or tried to."""
