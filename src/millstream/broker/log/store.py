@@ -100,7 +100,10 @@ class LogStore:
         self._stale: dict[Log, None] = {}
         self._to_checkpoint: dict[Log, None] = {}
         self._catch_up: dict[Log, None] = {}
-        self._commit_wake = asyncio.Event()
+        self._is_committing = False
+        """Whether a commit is under way or about to begin; further requests wait for the next one."""
+        self._commits_ended: asyncio.Future[None] | None = None
+        """Done when the last commit of a store that closes is, or has the error that a commit raised."""
         self._upkeep_wake = asyncio.Event()
         self._compact_wake = asyncio.Event()
         self._compact_at = math.inf
@@ -306,7 +309,9 @@ class LogStore:
     def sync_soon(self, log: Log) -> None:
         """Make everything in the log durable, together with what other logs ask for."""
         self._to_commit[log] = None
-        self._commit_wake.set()
+        if not self._is_committing and self._loop is not None:
+            self._is_committing = True
+            self._loop.call_soon(self._commit_next)
 
     def note_dirty(self, log: Log) -> None:
         """Plan the sync, checkpoint and compaction of a log that holds unsynced bytes."""
@@ -515,6 +520,11 @@ class LogStore:
         """Commit, checkpoint and delete until the store is closed."""
         self._loop = asyncio.get_running_loop()
         self._running = self._loop.create_future()
+        self._commits_ended = self._loop.create_future()
+        for log in list(self._to_commit):
+            self.sync_soon(log)
+        if not self._is_committing:
+            self._end_commits_if_closing()
         # What became dirty before the loop ran has no timer yet.
         stale, self._stale = self._stale, {}
         for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
@@ -522,7 +532,7 @@ class LogStore:
         self._retention_timer()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._commit_forever(), name="log commits")
+                tasks.create_task(self._await_commits(self._commits_ended), name="log commits")
                 tasks.create_task(self._upkeep_forever(), name="log upkeep")
                 tasks.create_task(self._compact_forever(), name="log compaction")
                 if self._scrubber.bytes_per_s > 0:
@@ -531,14 +541,53 @@ class LogStore:
             self._loop = None
             self._running.set_result(None)
 
-    async def _commit_forever(self) -> None:
-        while not self._closing:
-            await self._commit_wake.wait()
-            self._commit_wake.clear()
-            while (commit := self._begin_commit()) is not None:
-                started = self._clock.monotonic()
-                await self._in_thread(self._commit_thread, commit)
-                self._commit_seconds.observe(self._clock.monotonic() - started)
+    # Every producer waits for commits, so they go on by callbacks: capture, sync in the thread, account for it, and the
+    # next one, each a single hand-over.
+
+    async def _await_commits(self, ended: asyncio.Future[None]) -> None:
+        await ended
+
+    def _commit_next(self) -> None:
+        """Begin a commit of everything that was requested in this turn of the loop or during the last commit."""
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            commit = self._begin_commit()
+            if commit is None:
+                self._is_committing = False
+                self._end_commits_if_closing()
+            else:
+                loop.run_in_executor(self._commit_thread, self._execute, commit, loop, self._clock.monotonic())
+        except Exception as error:
+            self._fail_commits(error)
+
+    def _execute(self, commit: Commit, loop: asyncio.AbstractEventLoop, started: float) -> None:
+        """Carry out a commit in its thread, and wake the loop once."""
+        try:
+            commit.execute()
+        except Exception as error:
+            loop.call_soon_threadsafe(self._fail_commits, error)
+        else:
+            loop.call_soon_threadsafe(self._commit_executed, commit, started)
+
+    def _commit_executed(self, commit: Commit, started: float) -> None:
+        try:
+            self._finish_job(commit)
+            self._commit_seconds.observe(self._clock.monotonic() - started)
+        except Exception as error:
+            self._fail_commits(error)
+        else:
+            self._commit_next()
+
+    def _fail_commits(self, error: Exception) -> None:
+        """Stop the store, and with it the node: a commit has failed in a way that it does not handle."""
+        if self._commits_ended is not None and not self._commits_ended.done():
+            self._commits_ended.set_exception(error)
+
+    def _end_commits_if_closing(self) -> None:
+        if self._closing and self._commits_ended is not None and not self._commits_ended.done():
+            self._commits_ended.set_result(None)
 
     async def _upkeep_forever(self) -> None:
         while not self._closing:
@@ -654,7 +703,8 @@ class LogStore:
         if self._closing:
             return
         self._closing = True
-        self._commit_wake.set()
+        if not self._is_committing:
+            self._end_commits_if_closing()
         self._upkeep_wake.set()
         self._compact_wake.set()
         self._scrub_wake.set()
