@@ -467,8 +467,8 @@ def compare(console: Console, given: argparse.Namespace, trees: dict[str, Path],
     with ExitStack() as stack:
         loads: dict[str, tuple[Server, Load]] = {}
         for name, tree in trees.items():
-            server = stack.enter_context(TreeServer(folder / name, tree))
-            loads[name] = server, stack.enter_context(opened(server, "messages", given.flush, given.workers))
+            started = stack.enter_context(TreeServer(folder / name, tree))
+            loads[name] = started, stack.enter_context(opened(started, "messages", given.flush, given.workers))
         for server, load in loads.values():
             load.run(given.rates[-1], WARM_S)
             await_idle(server.pid)
