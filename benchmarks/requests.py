@@ -26,16 +26,16 @@ _ASK_PAUSE_S = 0.05
 def first_answer(address: str, topic: str) -> float:
     """Seconds until a client that connects now has its topic, which is created by asking for it."""
     began = time.perf_counter()
-    with _connect(address) as peer:
+    with connect(address) as peer:
         _ask_for_topic(peer, topic)
     return time.perf_counter() - began
 
 
 def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
     """One message after the other, then many in flight, for some seconds each."""
-    with _connect(target.address) as peer:
+    with connect(target.address) as peer:
         _ask_for_topic(peer, target.topic)
-        request = _produce_request(target.topic, case)
+        request = produce_frame(target.topic, case.size_bytes)
         for _ in range(200):
             _exchange(peer, request)
         times_ms = []
@@ -63,7 +63,8 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
     }
 
 
-def _connect(address: str) -> socket.socket:
+def connect(address: str) -> socket.socket:
+    """A connection that sends at once."""
     host, _, port = address.rpartition(":")
     peer = socket.create_connection((host, int(port)), timeout=_TIMEOUT_S)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,7 +102,8 @@ def _receive(peer: socket.socket, count: int) -> bytes:
     return frame
 
 
-def _request(key: int, version: int, body: bytes) -> bytes:
+def request_frame(key: int, version: int, body: bytes) -> bytes:
+    """A whole request."""
     client = b"bench"
     header = struct.pack(">hhih", key, version, 1, len(client)) + client
     return struct.pack(">i", len(header) + len(body)) + header + body
@@ -113,7 +115,7 @@ def _text(value: str) -> bytes:
 
 def _ask_for_topic(peer: socket.socket, topic: str) -> None:
     """Ask for the topic until it is there; the first asking may create it."""
-    request = _request(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
+    request = request_frame(_METADATA, _METADATA_VERSION, struct.pack(">i", 1) + _text(topic) + b"\x01")
     for _ in range(_ASK_TRIES_MAX):
         answer = _exchange(peer, request)
         if struct.pack(">h", 0) + _text(topic) in answer:
@@ -122,9 +124,10 @@ def _ask_for_topic(peer: socket.socket, topic: str) -> None:
     raise TimeoutError("the server did not create the topic")
 
 
-def _produce_request(topic: str, case: Case) -> bytes:
-    record = NewRecord(key=None, value=bytes(case.size_bytes), timestamp_ms=int(time.time() * 1000))
+def produce_frame(topic: str, size_bytes: int) -> bytes:
+    """A Produce request with one message."""
+    record = NewRecord(key=None, value=bytes(size_bytes), timestamp_ms=int(time.time() * 1000))
     batch = bytes(encode_batch([record]))
     body = struct.pack(">hhi", -1, -1, 30_000) + struct.pack(">i", 1) + _text(topic)
     body += struct.pack(">iii", 1, 0, len(batch)) + batch
-    return _request(_PRODUCE, _PRODUCE_VERSION, body)
+    return request_frame(_PRODUCE, _PRODUCE_VERSION, body)

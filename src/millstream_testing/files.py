@@ -8,12 +8,14 @@ a journaling file system). `kill` ends the process only, so that nothing is lost
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
 import threading
 from collections.abc import Iterator
 
 from millstream.broker.log.files import Readable
+from millstream.broker.log.kernel_sync import BackgroundSync, SyncListener
 from millstream.core.errors import DataFolderInUse
 
 SECTOR_BYTES = 64
@@ -105,6 +107,8 @@ class MemoryFiles:
     def __init__(self, seed: int = 0, *, open_files_max: int = 16) -> None:
         self.capacity_bytes: int | None = None
         self.short_write_chance = 0.0
+        self.syncs_in_background = True
+        """Whether a store may have files synced without a thread."""
         self.keep_cache_after_failed_sync = True
         self.syncs = 0
         self.reads = 0
@@ -225,6 +229,10 @@ class MemoryFiles:
         with self._lock:
             self.reads += 1
             return bytes(self._opened(descriptor).data[position : position + size])
+
+    def background_sync(self) -> BackgroundSync | None:
+        """Sync files a little later, unless the test wants threads."""
+        return MemorySync(self) if self.syncs_in_background else None
 
     def sync(self, descriptor: int, /) -> None:
         """Make the contents of a file durable."""
@@ -445,3 +453,30 @@ def _apply(
             entries.pop(name, None)
         else:
             entries[name] = entry
+
+
+class MemorySync:
+    """Syncs files of a `MemoryFiles` as the kernel does in the background: what was written by then, known later.
+
+    In a simulation the work of threads is done on the loop, so none may have to wait there for the end of a sync.
+    """
+
+    def __init__(self, files: MemoryFiles) -> None:
+        self._files = files
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self, descriptor: int, listener: SyncListener) -> bool:
+        """Sync a file, and let that be known a little later."""
+        try:
+            self._files.sync(descriptor)
+        except OSError as error:
+            listener.sync_ended(error)
+        else:
+            listener.sync_ended(None)
+        self._loop.call_soon_threadsafe(listener.proceed)
+        return True
+
+    def drain(self) -> None:
+        """Do nothing: all have ended."""
+
+    close = drain

@@ -17,6 +17,7 @@ from typing import Any, Final
 from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
+from millstream.broker.subscriptions.state_store import PendingWrite
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
@@ -37,13 +38,13 @@ def _answers_early() -> None:
     write = RoutedStateStore.write
     last: dict[RoutedStateStore, float] = {}
 
-    def hasty(self: RoutedStateStore, one: Any) -> asyncio.Future[None]:
+    def hasty(self: RoutedStateStore, one: Any) -> PendingWrite:
         loop = asyncio.get_running_loop()
         # In order, also when the clock of the loop gives two the same time.
         last[self] = max(loop.time() + LATE_S, last.get(self, 0.0) + 1e-4)
         loop.call_at(last[self], write, self, one)
-        done: asyncio.Future[None] = loop.create_future()
-        done.set_result(None)
+        done = PendingWrite()
+        done.finish()
         return done
 
     _replace(RoutedStateStore, "write", hasty)

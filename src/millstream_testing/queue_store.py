@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from millstream.broker.subscriptions.snapshot import FoldImage
-from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
+from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
 from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch
 from millstream.core.subscription import QueueKey
@@ -31,7 +31,7 @@ class MemoryStateStore:
         self.loading.set()
         self.writes = 0
         self._kept: dict[QueueKey, _Kept] = {}
-        self._held: list[tuple[QueueWrite, asyncio.Future[None]]] = []
+        self._held: list[tuple[QueueWrite, PendingWrite]] = []
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue back."""
@@ -44,14 +44,14 @@ class MemoryStateStore:
         kept.leader_epoch = leader_epoch
         return StoredQueue(None if kept.sequence < 0 else kept.image.snapshot(), kept.sequence)
 
-    def write(self, write: QueueWrite) -> asyncio.Future[None]:
+    def write(self, write: QueueWrite) -> PendingWrite:
         """Take a write, or keep it back."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pending = PendingWrite()
         self.writes += 1
-        self._held.append((write, future))
+        self._held.append((write, pending))
         if not self.holds:
             self.let_go()
-        return future
+        return pending
 
     def has_room(self, _key: QueueKey) -> bool:
         """What the test says."""
@@ -60,15 +60,8 @@ class MemoryStateStore:
     def let_go(self) -> None:
         """Let everything that waits be durable."""
         held, self._held = self._held, []
-        for write, future in held:
-            error = self.refusal or self._take(write)
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-                future.exception()
+        for write, pending in held:
+            pending.finish(self.refusal or self._take(write))
 
     def forget_unwritten(self) -> None:
         """Lose what is not durable, as in a crash."""

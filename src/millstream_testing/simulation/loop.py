@@ -79,7 +79,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._enqueue(context.get(PROCESS, self.world), handle)
         return handle
 
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Call when the loop has noticed what a thread has done, which is a little later."""
+        return self.call_at(self._now + self._thread_delay_s(), callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None

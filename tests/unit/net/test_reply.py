@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
-from millstream.broker.net.reply import Buffers, start
+from millstream.broker.net.reply import Buffers, Started, start
+
+
+async def continued(started: Buffers | Started | None) -> Buffers | None:
+    assert isinstance(started, Started)
+    return await started
 
 
 async def test_what_waits_for_nothing_is_answered_without_a_turn_of_the_loop() -> None:
@@ -34,7 +37,7 @@ async def test_what_waits_goes_on_in_a_task_where_it_stopped() -> None:
     assert steps == ["waits"]
     # It may be there before the task has taken its first step.
     futures[0].set_result("first")
-    task = asyncio.create_task(_coroutine(started))
+    task = asyncio.create_task(continued(started))
     await asyncio.sleep(0)
     futures[1].set_result("second")
     assert await task == [b"late"]
@@ -53,19 +56,49 @@ async def test_an_answer_that_is_given_up_or_refused_hears_of_it() -> None:
         return []
 
     loop = asyncio.get_running_loop()
-    task = asyncio.create_task(_coroutine(start(answer(loop.create_future()))))
+    task = asyncio.create_task(continued(start(answer(loop.create_future()))))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     refused: asyncio.Future[None] = loop.create_future()
-    task = asyncio.create_task(_coroutine(start(answer(refused))))
+    task = asyncio.create_task(continued(start(answer(refused))))
     refused.set_exception(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         await task
     assert [type(error) for error in heard] == [asyncio.CancelledError, ValueError]
 
 
-def _coroutine(started: Buffers | Coroutine[Any, Any, Buffers]) -> Coroutine[Any, Any, Buffers]:
-    assert asyncio.iscoroutine(started)
-    return started
+async def test_an_answer_that_no_task_continues_gives_back_what_it_holds() -> None:
+    """Its connection may be lost in the turn of the loop in which the request came."""
+    given_back: list[str] = []
+
+    async def answer() -> Buffers:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            given_back.append("a lease")
+            raise
+        return []
+
+    started = start(answer())
+    assert isinstance(started, Started)
+    started.close()
+    started.close()
+    assert given_back == ["a lease"]
+
+
+async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
+    steps: list[str] = []
+
+    async def answer() -> Buffers:
+        steps.append("arrived")
+        await asyncio.sleep(0)
+        steps.append("arrived" if asyncio.current_task() is None else "in a task")
+        return []
+
+    task = asyncio.create_task(continued(start(answer())))
+    assert steps == ["arrived"]
+    await asyncio.sleep(0)
+    assert steps == ["arrived", "in a task"]
+    assert await task == []

@@ -392,7 +392,7 @@ class Shard(Generic[S]):
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
         """Run an operation before returning; the future completes when its response may be sent."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.call(operation, partial(_complete, future), pure=pure)
+        self.call(operation, partial(complete, future), pure=pure)
         return future
 
     def call(self, operation: Operation[S, T], release: Release[T], *, pure: bool = False) -> None:
@@ -452,7 +452,7 @@ class Shard(Generic[S]):
         """Wait until the log has acknowledged everything below `offset`."""
         if offset > self._acknowledged:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((offset, partial(_complete, future), _resolved(None)))
+            self._waiting.append((offset, partial(complete, future), _resolved(None)))
             await future
 
     def delete_before(self, offset: Offset) -> None:
@@ -626,7 +626,8 @@ def _client_error(name: str, error: MillstreamError) -> MillstreamError:
     return error
 
 
-def _complete(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
+def complete(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
+    """Pass an answer on to a future."""
     # The caller may have left, which cancels the future.
     if future.done():
         return

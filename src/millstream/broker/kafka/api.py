@@ -6,6 +6,7 @@ any version into that one, `handle` answers it, `downgrade` turns the answer bac
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from kio.static.primitive import i32, i32Timedelta
 from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.reply import Buffers
+from millstream.broker.net.reply import Buffers, start
 from millstream.broker.security.changes import record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
@@ -214,6 +215,10 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     async def needs(self, request: RequestT) -> Sequence[Need]:
         """What a client has to be allowed to do for this request."""
 
+    def starts_at_once(self, request: RequestT) -> bool:
+        """Whether a request is worked on as it arrives, as `Api` explains."""
+        return False
+
     def redact(self, response: ResponseT, rights: Rights) -> ResponseT:
         """Leave out of a response what the client may not know of."""
         return response
@@ -224,14 +229,15 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer once the request is carried out."""
-        return self._answer(bytes(frame[header.body_at :]), header, client)
+        answer = self._answer(bytes(frame[header.body_at :]), header, client)
+        return start(answer, is_abandoned_with_client=self.waits_for_others)
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
-        if self.waits_for_others:
-            client.presence.cancel_on_disconnect()
         response: Any
         try:
             request: RequestT = decode(body, self.request_type)
+            if not self.starts_at_once(request):
+                await asyncio.sleep(0)
             if client.rights is None:
                 response = await self.handle_from(client, request)
             else:

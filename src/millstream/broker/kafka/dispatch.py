@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.net.connection import Answer, Connection
-from millstream.broker.net.reply import Buffers, Promise, Reply, Stream, start
+from millstream.broker.net.reply import Buffers, Promise, Reply, Started, Stream, start
 from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram, Metric, Sample
 from millstream.protocol.messages.codec import (
@@ -92,6 +92,8 @@ class Dispatch:
     async def _serve_when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
         await self._loaded.wait()
         answer = self.handle(memoryview(frame), connection)
+        if isinstance(answer, Started) and answer.is_abandoned_with_client:
+            connection.presence.cancel_on_disconnect()
         if isinstance(answer, Awaitable):
             return await answer
         return answer
@@ -151,7 +153,7 @@ class Dispatch:
         if answer is None or isinstance(answer, (list, Stream)):
             latency.observe(time.perf_counter() - started)
             return answer
-        if isinstance(answer, Promise):
+        if isinstance(answer, (Promise, Started)):
             answer.observe(latency, started)
             return answer
         return _observed(latency, answer, started)

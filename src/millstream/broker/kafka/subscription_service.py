@@ -297,6 +297,11 @@ class SubscriptionService:
             self._client = Client.connect(self._membership.addresses(), client_id="subscriptions")
         return self._client
 
+    def is_loaded(self, name: str) -> bool:
+        """Whether a subscription, its topics and the queues are known here, so that nothing has to be looked up."""
+        declared = self.declared.get(name)
+        return self._engine is not None and declared is not None and bool(declared.topics)
+
     @property
     def loaded(self) -> Engine | None:
         """The queues, if they were needed so far."""

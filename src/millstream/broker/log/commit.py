@@ -1,16 +1,18 @@
 """The group commit: the records of many producers become durable with one sync.
 
 A commit of a few logs syncs their segments; one of more logs goes through the journal with a single sync. It is
-prepared on the loop (`Commit(...)`), carried out in a thread (`execute`) and accounted for on the loop (`finish`).
+prepared on the loop (`Commit(...)`), carried out in the background (`begin`) or in a thread (`execute`), and accounted for on the
+loop (`finish`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.journal import Journal, Reservation
+from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import REPAIR_SUFFIX, Segment, segment_path
@@ -157,6 +159,9 @@ class Commit:
     """One group of logs on their way to the disk."""
 
     def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
+        self.logs = tuple(logs)
+        self.is_direct = direct
+        """Whether it brings segments up to what the journal holds, beside other commits."""
         self.retry_now: list[Log] = []
         """Logs that must be part of the next commit."""
         self.retry_later: list[Log] = []
@@ -167,7 +172,7 @@ class Commit:
         self._repairs: list[TailRewrite] = []
         self._errors: dict[Log, OSError] = {}
         self._reservation: Reservation | None = None
-        for log in logs:
+        for log in self.logs:
             # A log under repair is committed again when that is done.
             if not log.closed and not log.health.repairing:
                 self._prepare(log)
@@ -190,6 +195,31 @@ class Commit:
         except OSError as error:
             log.fail_sync(error, "opening a file to sync it")
             self.retry_later.append(log)
+
+    # -- in the background of the loop ----------------------------------------------------------------------
+
+    def begin(self, sync: BackgroundSync, executed: Callable[[Commit], None]) -> bool:
+        """Have one file synced without a thread, then call `executed`; return False if the commit needs one.
+
+        That is the ordinary commit of one log. New names, several files, a repair and the journal are for a thread.
+        """
+        capture = self._captures[0] if len(self._captures) == 1 else None
+        if capture is None or len(capture.targets) != 1 or self._repairs or self._reservation is not None:
+            return False
+        if not (capture.names_synced and capture.folder_synced and capture.targets[0].segment.claim_sync()):
+            return False
+        if not sync.begin(capture.targets[0].descriptor, _FileSync(self, capture, executed)):
+            capture.targets[0].segment.sync_ended(None)
+            return False
+        return True
+
+    def file_synced(self, capture: Capture, error: OSError | None) -> None:
+        """Account for the one file; called on the loop, in the middle of anything."""
+        capture.targets[0].segment.sync_ended(error)
+        if error is None:
+            capture.synced_files = 1
+        else:
+            self._errors[capture.log] = error
 
     # -- in a thread ----------------------------------------------------------------------------------------
 
@@ -258,3 +288,20 @@ class Commit:
         else:
             log.mark_unsynced_segment(broken)
             self.retry_now.append(log)
+
+
+class _FileSync:
+    """Waits for the one file of a commit."""
+
+    __slots__ = ("_capture", "_commit", "_executed")
+
+    def __init__(self, commit: Commit, capture: Capture, executed: Callable[[Commit], None]) -> None:
+        self._commit = commit
+        self._capture = capture
+        self._executed = executed
+
+    def sync_ended(self, error: OSError | None) -> None:
+        self._commit.file_synced(self._capture, error)
+
+    def proceed(self) -> None:
+        self._executed(self._commit)

@@ -6,6 +6,7 @@ raise `OSError`; a write may be short, as the operating system's may.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import fcntl
@@ -19,6 +20,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Protocol
 
+from millstream.broker.log.kernel_sync import BackgroundSync, KernelSync
 from millstream.core.errors import DataFolderInUse
 
 _SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
@@ -71,6 +73,9 @@ class Files(Protocol):
 
     def sync(self, descriptor: int, /) -> None:
         """Return once the contents of the file survive a power failure."""
+
+    def background_sync(self) -> BackgroundSync | None:
+        """Return what syncs files in the background of the running loop; None if only threads can."""
 
     def truncate(self, descriptor: int, size: int, /) -> None:
         """Truncate the file."""
@@ -135,6 +140,10 @@ class DiskFiles:
     remove = staticmethod(os.unlink)
     remove_directory = staticmethod(os.rmdir)
     exists = staticmethod(os.path.lexists)
+
+    def background_sync(self) -> BackgroundSync | None:
+        """Return what syncs files in the background of the running loop; None if only threads can."""
+        return KernelSync.open(asyncio.get_running_loop())
 
     def open(self, path: str, /, *, create: bool = False) -> int:
         """Open a file for reading and writing; create it if asked to."""

@@ -282,6 +282,24 @@ class Segment:
                 self.broken = True
                 raise
 
+    def claim_sync(self) -> bool:
+        """Claim the file for a sync in the background, which `sync_ended` ends; return False if a thread syncs it.
+
+        Until then a thread that syncs the file waits; code that would wait on the loop itself ends it first.
+        """
+        if not self._sync_lock.acquire(blocking=False):
+            return False
+        if self.broken:
+            self._sync_lock.release()
+            return False
+        return True
+
+    def sync_ended(self, error: OSError | None) -> None:
+        """Account for a sync in the background; after a failure the file is never trusted again."""
+        if error is not None:
+            self.broken = True
+        self._sync_lock.release()
+
 
 class Swap(NamedTuple):
     """A new segment whose file has not been renamed yet; the token is part of its temporary name."""

@@ -18,12 +18,13 @@ from pathlib import Path
 from uuid import UUID
 
 from millstream.broker.log.checkpoint import Checkpoints
-from millstream.broker.log.commit import Commit
+from millstream.broker.log.commit import DIRECT_LOGS_MAX, Commit
 from millstream.broker.log.compaction import Compaction, Compactor, Job
 from millstream.broker.log.files import Files
 from millstream.broker.log.folder import DataFolder
 from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.journal import Journal, remove_journal
+from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import RecoveryReport
@@ -100,7 +101,13 @@ class LogStore:
         self._stale: dict[Log, None] = {}
         self._to_checkpoint: dict[Log, None] = {}
         self._catch_up: dict[Log, None] = {}
-        self._commit_wake = asyncio.Event()
+        self._background: BackgroundSync | None = None
+        self._is_commit_due = False
+        self._committing: dict[Log, float] = {}
+        """Logs with a commit under way, and since when; what is requested meanwhile waits for their next one."""
+        self._commits_in_thread = 0
+        self._commits_ended: asyncio.Future[None] | None = None
+        """Done when the last commit of a store that closes is, or has the error that a commit raised."""
         self._upkeep_wake = asyncio.Event()
         self._compact_wake = asyncio.Event()
         self._compact_at = math.inf
@@ -306,7 +313,9 @@ class LogStore:
     def sync_soon(self, log: Log) -> None:
         """Make everything in the log durable, together with what other logs ask for."""
         self._to_commit[log] = None
-        self._commit_wake.set()
+        if not self._is_commit_due and self._loop is not None:
+            self._is_commit_due = True
+            self._loop.call_soon(self._commit_due)
 
     def note_dirty(self, log: Log) -> None:
         """Plan the sync, checkpoint and compaction of a log that holds unsynced bytes."""
@@ -385,6 +394,7 @@ class LogStore:
         if cut.replay is not None:
             cut.replay.execute()
             cut.take_producers()
+        self._drain_background()
         cut.execute()
         self._finish_truncation(cut)
 
@@ -456,16 +466,25 @@ class LogStore:
     def _run_job(self, job: Job | None) -> bool:
         if job is None:
             return False
+        self._drain_background()
         job.execute()
         self._finish_job(job)
         return True
 
-    def _begin_commit(self) -> Commit | None:
-        if not self._to_commit:
+    def _drain_background(self) -> None:
+        """End the syncs in the background: what is about to run here may sync the same files."""
+        if self._background is not None:
+            self._background.drain()
+
+    def _begin_commit(self, logs_max: int | None = None) -> Commit | None:
+        free = (log for log in self._to_commit if log not in self._committing)
+        logs = list(islice(free, logs_max or self._batch_max))
+        if not logs:
             return None
-        logs = list(islice(self._to_commit, self._batch_max))
+        now = self._clock.monotonic()
         for log in logs:
             del self._to_commit[log]
+            self._committing[log] = now
         return Commit(logs, self._files, self._journal)
 
     def _begin_upkeep(self) -> Job | None:
@@ -487,6 +506,8 @@ class LogStore:
         """Account for a job that a thread has carried out, and start what follows from it."""
         job.finish()
         if isinstance(job, Commit):
+            if not job.is_direct:
+                self._note_committed(job)
             for log in job.retry_now:
                 self.sync_soon(log)
             for log in job.retry_later:
@@ -504,6 +525,10 @@ class LogStore:
                 else:
                     self.note_dirty(log)
 
+    def _note_committed(self, commit: Commit) -> None:
+        now = self._clock.monotonic()
+        self._commit_seconds.observe(now - min(self._committing.pop(log, now) for log in commit.logs))
+
     def _expire(self, log: Log) -> int:
         now_ms = self._clock.now_ms()
         log.producers.expire(now_ms)
@@ -513,8 +538,14 @@ class LogStore:
 
     async def run(self) -> None:
         """Commit, checkpoint and delete until the store is closed."""
+        if self._closing:
+            return
         self._loop = asyncio.get_running_loop()
         self._running = self._loop.create_future()
+        self._commits_ended = self._loop.create_future()
+        self._background = self._files.background_sync()
+        for log in list(self._to_commit):
+            self.sync_soon(log)
         # What became dirty before the loop ran has no timer yet.
         stale, self._stale = self._stale, {}
         for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
@@ -522,23 +553,80 @@ class LogStore:
         self._retention_timer()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._commit_forever(), name="log commits")
+                tasks.create_task(self._await_commits(self._commits_ended), name="log commits")
                 tasks.create_task(self._upkeep_forever(), name="log upkeep")
                 tasks.create_task(self._compact_forever(), name="log compaction")
                 if self._scrubber.bytes_per_s > 0:
                     tasks.create_task(self._scrub_forever(), name="log scrub")
         finally:
+            background, self._background = self._background, None
+            if background is not None:
+                background.close()
             self._loop = None
             self._running.set_result(None)
 
-    async def _commit_forever(self) -> None:
-        while not self._closing:
-            await self._commit_wake.wait()
-            self._commit_wake.clear()
-            while (commit := self._begin_commit()) is not None:
-                started = self._clock.monotonic()
-                await self._in_thread(self._commit_thread, commit)
-                self._commit_seconds.observe(self._clock.monotonic() - started)
+    # Every producer waits for commits, so they go on by callbacks with a single hand-over each way. A few logs are
+    # committed each for itself, in the background, so that none waits for another's sync; many together, in a thread.
+
+    async def _await_commits(self, ended: asyncio.Future[None]) -> None:
+        await ended
+
+    def _commit_due(self) -> None:
+        """Begin to commit everything that was requested in this turn of the loop."""
+        self._is_commit_due = False
+        try:
+            self._begin_commits()
+        except Exception as error:
+            self._fail_commits(error)
+
+    def _begin_commits(self) -> None:
+        loop, background = self._loop, self._background
+        if loop is None:
+            return
+        if background is not None and len(self._to_commit) + len(self._committing) <= DIRECT_LOGS_MAX:
+            while (commit := self._begin_commit(logs_max=1)) is not None:
+                if not commit.begin(background, self._commit_executed):
+                    self._execute_in_thread(commit, loop)
+        elif not self._commits_in_thread:
+            several = self._begin_commit()
+            if several is not None:
+                self._execute_in_thread(several, loop)
+        self._end_commits_if_closing()
+
+    def _execute_in_thread(self, commit: Commit, loop: asyncio.AbstractEventLoop) -> None:
+        self._commits_in_thread += 1
+        loop.run_in_executor(self._commit_thread, self._execute, commit, loop)
+
+    def _execute(self, commit: Commit, loop: asyncio.AbstractEventLoop) -> None:
+        """Carry out a commit in its thread, and wake the loop once."""
+        try:
+            commit.execute()
+        except Exception as error:
+            loop.call_soon_threadsafe(self._fail_commits, error)
+        else:
+            loop.call_soon_threadsafe(self._thread_executed, commit)
+
+    def _thread_executed(self, commit: Commit) -> None:
+        self._commits_in_thread -= 1
+        self._commit_executed(commit)
+
+    def _commit_executed(self, commit: Commit) -> None:
+        """Account for a commit, and begin with what was requested meanwhile."""
+        try:
+            self._finish_job(commit)
+            self._begin_commits()
+        except Exception as error:
+            self._fail_commits(error)
+
+    def _fail_commits(self, error: Exception) -> None:
+        """Stop the store, and with it the node: a commit has failed in a way that it does not handle."""
+        if self._commits_ended is not None and not self._commits_ended.done():
+            self._commits_ended.set_exception(error)
+
+    def _end_commits_if_closing(self) -> None:
+        is_busy = self._committing or self._to_commit
+        if self._closing and not is_busy and self._commits_ended is not None and not self._commits_ended.done():
+            self._commits_ended.set_result(None)
 
     async def _upkeep_forever(self) -> None:
         while not self._closing:
@@ -654,7 +742,7 @@ class LogStore:
         if self._closing:
             return
         self._closing = True
-        self._commit_wake.set()
+        self._end_commits_if_closing()
         self._upkeep_wake.set()
         self._compact_wake.set()
         self._scrub_wake.set()
@@ -673,6 +761,8 @@ class LogStore:
     def _last_jobs(self) -> Iterator[Job]:
         """Yield the jobs that remain before the folder is clean."""
         self._closing = True
+        # A store that was cancelled may have left some.
+        self._committing.clear()
         for log in self._logs.values():
             if log.synced_offset < log.end_offset:
                 self._to_commit[log] = None

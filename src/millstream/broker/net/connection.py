@@ -33,7 +33,17 @@ from millstream.broker.net.partial_frame import (
     release_buffer,
 )
 from millstream.broker.net.presence import End, Hangups, Presence, find_end
-from millstream.broker.net.reply import PIECE_BYTES, Outgoing, Piece, Promise, Reply, Stored, Stream, promise_of
+from millstream.broker.net.reply import (
+    PIECE_BYTES,
+    Outgoing,
+    Piece,
+    Promise,
+    Reply,
+    Started,
+    Stored,
+    Stream,
+    promise_of,
+)
 from millstream.broker.net.reply import Buffers as Buffers
 from millstream.broker.net.turns import (
     BYTE_S,
@@ -77,7 +87,10 @@ class ConnectionLimits:
 
 _logger = logging.getLogger(__name__)
 
-Answer = Reply | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Reply | None] | None
+Waiting = Started | Coroutine[Any, Any, Reply | None]
+"""An answer that a task waits for."""
+
+Answer = Reply | Promise | asyncio.Future[Buffers | None] | Waiting | None
 
 SCRATCH_BYTES = 128 * 1024
 START_BYTES = 20 * 1024
@@ -494,7 +507,7 @@ class Connection(asyncio.BufferedProtocol):
             if buffer is not None:
                 self._release(buffer)
             raise
-        if not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer):
+        if isinstance(answer, Started) or (not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer)):
             self._begin_task(answer, len(frame), buffer)
             return
         if buffer is not None:
@@ -515,16 +528,18 @@ class Connection(asyncio.BufferedProtocol):
             promise.on_kept = self._promise_kept
             self._replies.append(promise)
 
-    def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
+    def _begin_task(self, answer: Waiting, size: int, buffer: bytearray | None) -> None:
         """Make the connection wait for a coroutine; the frame counts against the budget until it is done."""
         reply = Promise()
         self._replies.append(reply)
         if buffer is None:
             self._budget.take(size + FRAME_COST_BYTES)
         self._task = self._loop.create_task(self._wait_for(reply, answer))
+        if isinstance(answer, Started) and answer.is_abandoned_with_client:
+            self.presence.cancel_on_disconnect(self._task)
         self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
 
-    async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Reply | None]) -> None:
+    async def _wait_for(self, reply: Promise, answer: Waiting) -> None:
         try:
             buffers = await answer
         except asyncio.CancelledError:
@@ -542,7 +557,7 @@ class Connection(asyncio.BufferedProtocol):
             reply.keep(buffers)
             self._flush_replies()
 
-    def _after_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
+    def _after_task(self, answer: Waiting, size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 
 class Presence:
@@ -66,9 +67,9 @@ class Presence:
         """Note that all responses so far have left the connection."""
         self._undelivered.clear()
 
-    def cancel_on_disconnect(self) -> None:
-        """Cancel the current task when its client leaves, or after its first step if it has left already."""
-        task = asyncio.current_task()
+    def cancel_on_disconnect(self, task: asyncio.Task[Any] | None = None) -> None:
+        """Cancel a task, or the current one, when its client leaves; after its first step if it has left already."""
+        task = task or asyncio.current_task()
         if task is not None and self.has_left:
             asyncio.get_running_loop().call_soon(task.cancel)
         elif task is not None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 from millstream.core.metric import Histogram
@@ -100,35 +101,50 @@ def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseExcep
     return promise
 
 
-def start(answer: Coroutine[Any, Any, Buffers]) -> Buffers | Coroutine[Any, Any, Buffers]:
-    """Run a coroutine up to its first wait; return its result, or a coroutine that continues from there.
+def start(
+    answer: Coroutine[Any, Any, Buffers | None], *, is_abandoned_with_client: bool = False
+) -> Buffers | Started | None:
+    """Run a coroutine up to its first wait; return its result, or what a task continues from there.
 
     A task would take its first step in the next turn of the loop, and turns of a busy loop are long.
     """
     try:
         waits_for = answer.send(None)
     except StopIteration as done:
-        return cast("Buffers", done.value)
-    return _await_started(_Started(answer, waits_for))
+        return cast("Buffers | None", done.value)
+    return Started(answer, waits_for, is_abandoned_with_client=is_abandoned_with_client)
 
 
-async def _await_started(started: _Started) -> Buffers:
-    return await started
-
-
-class _Started:
+class Started:
     """A coroutine that has taken its first step, as something a task can await."""
 
-    __slots__ = ("_coroutine", "_waits_for")
+    __slots__ = ("_coroutine", "_is_continued", "_latency", "_started", "_waits_for", "is_abandoned_with_client")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Buffers], waits_for: Any) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Buffers | None], waits_for: Any, *, is_abandoned_with_client: bool
+    ) -> None:
+        self.is_abandoned_with_client = is_abandoned_with_client
+        """Whether its task is cancelled when the client leaves."""
         self._coroutine = coroutine
         self._waits_for = waits_for
+        self._is_continued = False
+        self._latency: Histogram | None = None
+        self._started = 0.0
 
-    def __await__(self) -> Generator[Any, Any, Buffers]:
+    def observe(self, latency: Histogram, started: float) -> None:
+        """Measure the time from `started` (of `time.perf_counter`) until it ends."""
+        self._latency = latency
+        self._started = started
+
+    def __await__(self) -> Generator[Any, Any, Buffers | None]:
+        """Continue in a task."""
+        self._is_continued = True
         waits_for = self._waits_for
-        while True:
-            try:
+        try:
+            if waits_for is None:
+                # It only wanted to go on in a task.
+                waits_for = self._coroutine.send(None)
+            while True:
                 try:
                     sent = yield waits_for
                 except GeneratorExit:
@@ -138,8 +154,19 @@ class _Started:
                     waits_for = self._coroutine.throw(error)
                 else:
                     waits_for = self._coroutine.send(sent)
-            except StopIteration as done:
-                return cast("Buffers", done.value)
+        except StopIteration as done:
+            return cast("Buffers | None", done.value)
+        finally:
+            if self._latency is not None:
+                self._latency.observe(time.perf_counter() - self._started)
+
+    def close(self) -> None:
+        """Cancel it if no task has continued it, so that it gives back what it holds."""
+        if not self._is_continued:
+            self._is_continued = True
+            with suppress(asyncio.CancelledError, StopIteration):
+                self._coroutine.throw(asyncio.CancelledError())
+            self._coroutine.close()
 
 
 PIECE_BYTES = 1024 * 1024

@@ -35,7 +35,7 @@ from millstream.broker.subscriptions.log_scan import (
 )
 from millstream.broker.subscriptions.outcomes import OutcomeHistory
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.state_store import QueueWrite, StateStore
+from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StateStore
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -215,7 +215,7 @@ class Delivery:
         # The size of a message, estimated from the last read.
         self._message_bytes = 1024
         self._scanned_offsets = 0
-        self._last_write: asyncio.Future[None] | None = None
+        self._last_write: PendingWrite | None = None
         self.outcomes = OutcomeHistory()
         self._closed: MillstreamError | None = None
         self._record_filter_version()
@@ -356,8 +356,7 @@ class Delivery:
         """Wait until all changes so far are durable; without `is_all`, except those that a scan would find again."""
         written = self._write(is_all=is_all)
         if written is not None:
-            # Several callers wait for the same write; one that is cancelled must not cancel it.
-            await asyncio.shield(written)
+            await written
 
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""
@@ -683,7 +682,7 @@ class Delivery:
             )
             self._drops_timer = asyncio.get_running_loop().call_later(DROP_WARNING_S, self._warn_dropped)
 
-    def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
+    def _write(self, *, is_all: bool = False) -> PendingWrite | None:
         """Write pending changes that must be stored; return None when everything is durable."""
         if self._closed is not None:
             raise self._closed
@@ -693,9 +692,9 @@ class Delivery:
             written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
             self._next_sequence += 1
             self._last_write = written
-            written.add_done_callback(self._written)
+            written.listen(self._written)
         last = self._last_write
-        return None if last is None or (last.done() and last.exception() is None) else last
+        return None if last is None or (last.is_done and last.error is None) else last
 
     def _write_leases(self) -> None:
         """Write leases that were not written together with anything else."""
@@ -705,8 +704,7 @@ class Delivery:
         if self._closed is None and self.queue.has_leases:
             self._write(is_all=True)
 
-    def _written(self, written: asyncio.Future[None]) -> None:
-        error = None if written.cancelled() else written.exception()
+    def _written(self, error: MillstreamError | None) -> None:
         if error is not None:
             # Memory no longer matches the store: the queue is read back when it is next needed.
             if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
@@ -743,7 +741,7 @@ class Delivery:
         if not self._may_deliver:
             # Any change of this also wakes the waiting workers.
             self._has_more_to_scan = False
-            if self._is_store_full and (self._last_write is None or self._last_write.done()):
+            if self._is_store_full and (self._last_write is None or self._last_write.is_done):
                 # Other queues fill the store, and do not notify this one when they have made room.
                 asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._wake)
             return

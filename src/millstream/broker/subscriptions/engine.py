@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
@@ -125,12 +125,10 @@ class Engine:
 
     async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
         """Return the queue of a subscription on a partition that this node leads, restoring it if necessary."""
+        ready = self._ready(subscription, partition)
+        if ready is not None:
+            return ready
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
-        found = self._open.get(key)
-        if found is not None:
-            if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
-                return found.delivery
-            found.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
         opening = self._opening.get(key)
         if opening is None:
             opening = asyncio.get_running_loop().create_task(self._open_queue(subscription, partition, key))
@@ -138,12 +136,24 @@ class Engine:
             opening.add_done_callback(lambda done: self._opening_finished(key, done))
         return await asyncio.shield(opening)
 
-    async def deliveries_of(self, subscription: Subscription, partitions: Iterable[Partition]) -> list[Delivery]:
+    def _ready(self, subscription: Subscription, partition: Partition) -> Delivery | None:
+        """Return the queue of a subscription on a partition if it is open; one of an earlier epoch is closed."""
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
+        found = self._open.get(key)
+        if found is None:
+            return None
+        if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
+            return found.delivery
+        found.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
+        return None
+
+    async def deliveries_of(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery]:
         """Open the queues on some partitions; those that fail are left out unless all fail."""
+        ready = [one for partition in partitions if (one := self._ready(subscription, partition)) is not None]
+        if len(ready) == len(partitions):
+            return ready
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self.delivery(subscription, partition)) for partition in partitions]
-        if not tasks:
-            return []
         try:
             await asyncio.wait(tasks, timeout=OPEN_WAIT_S)
             if not any(task.done() and task.exception() is None for task in tasks):

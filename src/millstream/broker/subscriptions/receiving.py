@@ -58,9 +58,10 @@ class _BudgetShare:
         self._taken_bytes += size
         return size
 
-    def return_leases(self) -> None:
-        """Release the memory of an answer that was sent or abandoned."""
-        self.budget.give_back(self._taken_bytes)
+    def give_back_soon(self) -> None:
+        """Release the memory in the loop's next turn: the answer is sent or abandoned by then."""
+        if self._taken_bytes:
+            asyncio.get_running_loop().call_soon(self.budget.give_back, self._taken_bytes)
 
 
 class _WaitingWorker:
@@ -90,6 +91,10 @@ class _WaitingWorker:
 
     def reject(self, reason: MillstreamError) -> None:
         # Other queues may still deliver; the next request gets the error.
+        self.give_up()
+
+    def give_up(self, _reason: object = None) -> None:
+        """End the wait without messages."""
         if not self.found.done():
             self.found.set_result(None)
 
@@ -139,7 +144,7 @@ async def receive(
             grants = _receive_from_any(deliveries, demand, first, share)
         return await _await_durable(grants, demand.worker, also_after)
     finally:
-        asyncio.get_running_loop().call_soon(share.return_leases)
+        share.give_back_soon()
 
 
 def _receive_from_any(
@@ -172,6 +177,9 @@ def _receive_from_any(
 async def _wait(
     deliveries: Sequence[Delivery], waiting: _WaitingWorker, wait_s: float, interrupt: asyncio.Future[None] | None
 ) -> list[Grant]:
+    timer = asyncio.get_running_loop().call_later(wait_s, waiting.give_up)
+    if interrupt is not None:
+        interrupt.add_done_callback(waiting.give_up)
     try:
         for delivery in deliveries:
             # Some may be closed; if all were, an error was raised above.
@@ -179,16 +187,17 @@ async def _wait(
                 delivery.park(waiting)
         # Without memory nothing was read yet; ask to be notified when there is some.
         waiting.current_demand()
-        ends: list[asyncio.Future[Any]] = [waiting.found] if interrupt is None else [waiting.found, interrupt]
-        await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        found = await waiting.found
     except asyncio.CancelledError:
-        if waiting.found.done() and (found := waiting.found.result()) is not None:
-            return_leases([found], waiting.demand.worker)
+        # Messages may have arrived at that very moment; otherwise the cancellation has ended the wait.
+        if not waiting.found.cancelled() and waiting.found.done() and (late := waiting.found.result()) is not None:
+            return_leases([late], waiting.demand.worker)
         raise
     finally:
+        timer.cancel()
+        if interrupt is not None:
+            interrupt.remove_done_callback(waiting.give_up)
         waiting.stop()
-    # Also after a timeout: messages may have arrived at that very moment.
-    found = waiting.found.result() if waiting.found.done() else None
     return [] if found is None else [found]
 
 

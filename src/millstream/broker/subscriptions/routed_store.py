@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
@@ -20,7 +21,7 @@ from millstream.broker.subscriptions.state_messages import (
     encode_writes,
 )
 from millstream.broker.subscriptions.state_shard import WriteResult
-from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
+from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -56,14 +57,18 @@ TRANSIENT_ERRORS: Final = (
 )
 """Errors of a whole batch that may be gone at the next attempt."""
 
-Send = Callable[[Sequence[QueueWrite]], Awaitable[list[WriteResult]]]
-"""Writes a batch: starts immediately, so that batches keep their order, and returns when they are durable."""
+Finish = Callable[[list[WriteResult] | BaseException], None]
+"""Takes the result of each write of a batch, or the error of all of them."""
+
+Send = Callable[[Sequence[QueueWrite], Finish], None]
+"""Writes a batch: starts immediately, so that batches keep their order, and calls back once they are durable. That may
+be before it returns; what is called back sends nothing itself."""
 
 
 class _Entry(NamedTuple):
     number: int
     write: QueueWrite
-    future: asyncio.Future[None]
+    pending: PendingWrite
 
 
 class StateLane:
@@ -77,7 +82,7 @@ class StateLane:
         self._queued: deque[_Entry] = deque()
         self._last_number = 0
         self._bytes = 0
-        self._in_flight: set[asyncio.Future[list[WriteResult]]] = set()
+        self._in_flight = 0
         # Batches sent before a failure do not decide about those sent again.
         self._generation = 0
         self._pause_task: asyncio.Task[None] | None = None
@@ -89,49 +94,46 @@ class StateLane:
         """Whether the writes that are not durable yet are within bounds."""
         return self._bytes < UNWRITTEN_BYTES_MAX
 
-    def write(self, write: QueueWrite) -> asyncio.Future[None]:
-        """Write after all earlier writes; the future is done when it is durable."""
-        loop = asyncio.get_running_loop()
+    def write(self, write: QueueWrite) -> PendingWrite:
+        """Write after all earlier writes."""
         self._last_number += 1
-        entry = _Entry(self._last_number, write, loop.create_future())
+        entry = _Entry(self._last_number, write, PendingWrite())
         self._pending[entry.number] = entry
         self._queued.append(entry)
         self._bytes += len(write.deltas)
         if self._closed:
             self._settle(entry, NotCoordinator("the state store was closed"))
-        elif not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            loop.call_soon(self._flush)
-        return entry.future
+        else:
+            self._flush_soon()
+        return entry.pending
 
     async def wait_settled(self, key: QueueKey) -> None:
         """Wait until the outcome of every write of a queue is known."""
-        in_flight = [entry.future for entry in self._pending.values() if entry.write.key == key]
-        if in_flight:
-            await asyncio.wait(in_flight)
+        await _all_finished([entry for entry in self._pending.values() if entry.write.key == key])
 
     async def close(self, *, patience_s: float) -> None:
         """Wait a bounded time for pending writes, then fail the rest."""
-        if self._pending:
-            await asyncio.wait([entry.future for entry in self._pending.values()], timeout=patience_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await _all_finished(list(self._pending.values()))
         self._closed = True
-        tasks: list[asyncio.Future[Any]] = [*self._in_flight]
         if self._pause_task is not None:
-            tasks.append(self._pause_task)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+            self._pause_task.cancel()
+            await asyncio.wait([self._pause_task])
         for entry in list(self._pending.values()):
             self._settle(entry, NotCoordinator("the state store was closed"))
 
+    def _flush_soon(self) -> None:
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
     def _flush(self) -> None:
         self._is_flush_scheduled = False
-        while self._queued and len(self._in_flight) < IN_FLIGHT_MAX and self._pause_task is None and not self._closed:
+        while self._queued and self._in_flight < IN_FLIGHT_MAX and self._pause_task is None and not self._closed:
             batch = self._next_batch()
-            sending = asyncio.ensure_future(self._send([entry.write for entry in batch]))
-            self._in_flight.add(sending)
-            sending.add_done_callback(partial(self._batch_finished, batch, self._generation))
+            self._in_flight += 1
+            self._send([entry.write for entry in batch], partial(self._batch_finished, batch, self._generation))
 
     def _next_batch(self) -> list[_Entry]:
         batch: list[_Entry] = []
@@ -142,21 +144,19 @@ class StateLane:
             batch.append(entry)
         return batch
 
-    def _batch_finished(self, batch: list[_Entry], generation: int, sending: asyncio.Future[list[WriteResult]]) -> None:
-        self._in_flight.discard(sending)
-        if sending.cancelled():
-            return
-        error = sending.exception()
-        failed = isinstance(error, TRANSIENT_ERRORS)
-        if error is None:
+    def _batch_finished(self, batch: list[_Entry], generation: int, outcome: list[WriteResult] | BaseException) -> None:
+        self._in_flight -= 1
+        failed = isinstance(outcome, TRANSIENT_ERRORS)
+        if not isinstance(outcome, BaseException):
             self._backoff.reset()
-            failed = self._apply_results(batch, sending.result())
+            failed = self._apply_results(batch, outcome)
         elif not failed:
             for entry in batch:
-                self._settle(entry, error)
+                self._settle(entry, outcome)
         if failed and generation == self._generation:
             self._resend()
-        self._flush()
+        if self._queued:
+            self._flush_soon()
 
     def _apply_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
         """Apply the results of a batch; return whether writes must be resent because earlier ones were not stored."""
@@ -188,18 +188,15 @@ class StateLane:
         if self._pending.pop(entry.number, None) is None:
             return
         self._bytes -= len(entry.write.deltas)
-        if entry.future.done():
-            return
-        if error is None:
-            entry.future.set_result(None)
-            return
-        known = error if isinstance(error, MillstreamError) else CoordinatorUnavailable(str(error))
-        entry.future.set_exception(known)
-        # A queue that was closed no longer retrieves the exception; asyncio must not warn about it.
-        entry.future.exception()
+        if error is not None and not isinstance(error, MillstreamError):
+            error = CoordinatorUnavailable(str(error))
+        entry.pending.finish(error)
 
 
-T = TypeVar("T")
+async def _all_finished(entries: Sequence[_Entry]) -> None:
+    for entry in entries:
+        with suppress(MillstreamError):
+            await entry.pending
 
 LOAD_S: Final = 30.0
 
@@ -217,12 +214,18 @@ class RoutedStateStore:
         self._random = random
         self._me = me
         self._lanes: dict[PartitionIndex, StateLane] = {}
+        self._sending: set[asyncio.Task[list[WriteResult]]] = set()
+        """Batches on their way to other nodes."""
         # A node may start with thousands of queues. Those that wait for another node are not counted.
         self._load_slots = asyncio.Semaphore(CONCURRENT_LOADS_MAX)
 
     async def close(self) -> None:
         """Wait a bounded time until all writes are durable."""
         await asyncio.gather(*(lane.close(patience_s=CLOSE_S) for lane in self._lanes.values()))
+        for sending in self._sending:
+            sending.cancel()
+        if self._sending:
+            await asyncio.wait(self._sending)
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue's state, retrying for a while."""
@@ -241,7 +244,7 @@ class RoutedStateStore:
                     raise
             await backoff.pause()
 
-    def write(self, write: QueueWrite) -> asyncio.Future[None]:
+    def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls."""
         return self._lane(write.key).write(write)
 
@@ -271,17 +274,28 @@ class RoutedStateStore:
         index = self._local.partition_of(key)
         lane = self._lanes.get(index)
         if lane is None:
-
-            async def send(writes: Sequence[QueueWrite]) -> list[WriteResult]:
-                return await self._send(index, writes)
-
-            lane = self._lanes[index] = StateLane(send, Backoff(self._random))
+            lane = self._lanes[index] = StateLane(partial(self._send, index), Backoff(self._random))
         return lane
 
-    async def _send(self, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
-        node = self._leader(index)
-        if node == self._me:
-            return await self._local.write(index, writes)
+    def _send(self, index: PartitionIndex, writes: Sequence[QueueWrite], finish: Finish) -> None:
+        try:
+            node = self._leader(index)
+            if node == self._me:
+                self._local.write(index, writes, lambda later: finish(later.error or later.result()))
+                return
+        except MillstreamError as error:
+            finish(error)
+            return
+        sending = asyncio.get_running_loop().create_task(self._send_to(node, index, writes))
+        self._sending.add(sending)
+        sending.add_done_callback(partial(self._sent, finish))
+
+    def _sent(self, finish: Finish, sending: asyncio.Task[list[WriteResult]]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled():
+            finish(sending.exception() or sending.result())
+
+    async def _send_to(self, node: NodeId, index: PartitionIndex, writes: Sequence[QueueWrite]) -> list[WriteResult]:
         body = await self._peers.send_private(node, WRITE_KEY, encode_writes(index, writes))
         answer = decode(body, QueuesWritten)
         if answer.error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
-from millstream.broker.coordination.shard import RETRY_FIRST_S
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.subscriptions.state_shard import StateShard, WriteResult
 from millstream.broker.subscriptions.state_store import MakeImage, QueueWrite, StoredQueue
 from millstream.core.clock import Clock
@@ -71,11 +71,11 @@ class StateCoordinator(Coordinator[StateShard]):
         snapshot = await asyncio.to_thread(loaded.snapshot) if loaded.is_large else loaded.snapshot()
         return StoredQueue(snapshot, loaded.sequence)
 
-    def write(self, index: PartitionIndex, writes: Sequence[QueueWrite]) -> asyncio.Future[list[WriteResult]]:
-        """Write to one partition; the future is done when the writes are durable."""
+    def write(self, index: PartitionIndex, writes: Sequence[QueueWrite], release: Release[list[WriteResult]]) -> None:
+        """Write to one partition; `release` gets the results in the moment when the writes are durable."""
         if any(self.partition_of(write.key) != index for write in writes):
             raise CoordinatorUnavailable(f"a write was sent to partition {index}, which does not store its queue")
-        return self._runtime.shard_at(index).submit(lambda state: state.write(writes), pure=True)
+        self._runtime.shard_at(index).call(lambda state: state.write(writes), release, pure=True)
 
     async def forget(self, is_gone: Callable[[QueueKey], bool]) -> int:
         """Delete the states of deleted queues that this node stores; return how many."""

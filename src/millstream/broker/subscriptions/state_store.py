@@ -8,9 +8,10 @@ number, so that a replaced leader cannot write any more, and a repeated write co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
 
+from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch
 from millstream.core.subscription import QueueKey
 
@@ -51,16 +52,55 @@ class QueueWrite(NamedTuple):
     deltas: bytes
 
 
+class PendingWrite:
+    """A write on its way to the store; several requests may wait for it, each as it likes.
+
+    Listeners are called in the moment when it is durable or has failed, without a turn of the loop in between. A
+    request that awaits it and is cancelled leaves it as it is.
+    """
+
+    __slots__ = ("_listeners", "error", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.error: MillstreamError | None = None
+        """Why it failed, if it did."""
+        self._listeners: list[Callable[[MillstreamError | None], None]] = []
+
+    def finish(self, error: MillstreamError | None = None) -> None:
+        """Note that the write is durable, or why it failed; only the first outcome counts."""
+        if self.is_done:
+            return
+        self.is_done, self.error = True, error
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            listener(error)
+
+    def listen(self, listener: Callable[[MillstreamError | None], None]) -> None:
+        """Call `listener` with the outcome, immediately if it is known."""
+        if self.is_done:
+            listener(self.error)
+        else:
+            self._listeners.append(listener)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait until the write is durable, or raise why it failed."""
+        if not self.is_done:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._listeners.append(lambda _error: None if waiter.done() else waiter.set_result(None))
+            yield from waiter
+        if self.error is not None:
+            raise self.error
+
+
 class StateStore(Protocol):
     """Stores the states of queues."""
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue's state, and durably fence every writer with an older leader epoch."""
 
-    def write(self, write: QueueWrite) -> asyncio.Future[None]:
-        """Write in the order of the calls; the future is done when it is durable, or fails if the queue is led
-        elsewhere.
-        """
+    def write(self, write: QueueWrite) -> PendingWrite:
+        """Write in the order of the calls; a write fails if the queue is led elsewhere."""
 
     def has_room(self, key: QueueKey) -> bool:
         """Whether more may be written; if not, the queue waits until its writes are durable."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
+from millstream.broker.coordination.shard import complete
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
@@ -15,6 +18,7 @@ from millstream.broker.subscriptions.state_messages import (
     QueuesWritten,
     WriteQueues,
 )
+from millstream.broker.subscriptions.state_shard import WriteResult
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.ids import Epoch, PartitionIndex
 
@@ -57,6 +61,8 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
         writes = [write.read() for write in request.writes]
-        results = await self._states.write(PartitionIndex(request.state_partition), writes)
+        written: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
+        self._states.write(PartitionIndex(request.state_partition), writes, partial(complete, written))
+        results = await written
         outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
         return QueuesWritten(0, None, outcomes)

@@ -64,6 +64,10 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         # Queues take turns at being asked first.
         self._turn = itertools.count()
 
+    def starts_at_once(self, request: Receive) -> bool:
+        """Start at once where nothing has to be looked up."""
+        return self._service.is_loaded(request.subscription)
+
     async def needs(self, request: Receive) -> Sequence[Need]:
         """READ on the subscription and on its topics: responses carry whole batches."""
         topics = await self._service.topics_of(request.subscription)
