@@ -1,8 +1,8 @@
 """The group commit: the records of many producers become durable with one sync.
 
 A commit of a few logs syncs their segments; one of more logs goes through the journal with a single sync. It is
-prepared on the loop (`Commit(...)`), carried out in the background (`begin`) or in a thread (`execute`), and accounted for on the
-loop (`finish`).
+prepared on the loop (`Commit(...)`), carried out in the background (`begin`) or in a thread (`execute`), and accounted
+for on the loop (`finish`).
 """
 
 from __future__ import annotations

@@ -198,6 +198,7 @@ async def _all_finished(entries: Sequence[_Entry]) -> None:
         with suppress(MillstreamError):
             await entry.pending
 
+
 LOAD_S: Final = 30.0
 
 CONCURRENT_LOADS_MAX: Final = 16
