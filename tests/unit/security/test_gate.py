@@ -53,6 +53,7 @@ def opened(knowledge: Knowledge, **listener: Any) -> Session:
         session=None,
         host=GATEWAY,
         peer=f"{GATEWAY}:1",
+        listener="default",
         ssl_object=None,
         state=None,
         deadline=None,

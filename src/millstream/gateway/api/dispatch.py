@@ -207,7 +207,7 @@ class Api:
             return refused
         return Refused(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "a node does not know this caller yet; try again",
+            f"a node does not accept this caller now: {refused.detail}",
             headers={"retry-after": str(RETRY_S)},
         )
 
