@@ -1,4 +1,4 @@
-"""Lands topics until nothing is left, for the trials of landing, and dies where it is told to.
+"""Lands topics until nothing is left, for the trials of landing, and exits at a given point.
 
   python land_driver.py '{"master": …, "brokers": …, "lake": …, "settings": {…}, "fault": …, "folder": …, "landed": …}'
 

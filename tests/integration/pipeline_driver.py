@@ -1,4 +1,4 @@
-"""A program for the trials: runs a transform or a route until it is killed, with a pause where it is told to.
+"""A program for the trials: runs a transform or a route until it is killed, with pauses at given points.
 
     python pipeline_driver.py '{"brokers": …, "folder": …, "pipeline": …, "pause": …}'
 
@@ -8,7 +8,7 @@ written its rows yet; or `kill-worker`, which kills the process of the first tas
 written. `batch` names another batch to stop in.
 
 What happened is left as files in the folder, or in `marks` if that is another one. A file `go` there ends a pause. With
-`"ends": "when-told"` it goes on until there is a file `enough`.
+`"ends": "on-request"` it continues until the file `enough` exists.
 """
 
 from __future__ import annotations

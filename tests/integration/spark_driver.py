@@ -1,4 +1,4 @@
-"""A Spark program for the trials: copies a topic to another as a stream, with faults planted where it is told to.
+"""A Spark program for the trials: copies a topic to another as a stream, with faults at given points.
 
     python spark_driver.py '{"master": …, "brokers": …, "source": …, "target": …, "folder": …, "fault": …}'
 
@@ -115,7 +115,7 @@ class PausingSource(MillstreamSource):
         return "pausing"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        """A writer that stops where it is told to."""
+        """A writer that stops at a given point."""
         options = dict(self.options)
         return PausingWriter(options, options.pop("folder"), options.pop("fault"))
 

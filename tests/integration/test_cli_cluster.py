@@ -1,4 +1,4 @@
-"""`millstream cluster` as people use it: everything starts, is told of, and ends, however the command ends."""
+"""`millstream cluster` as people use it: everything starts, is listed, and ends, however the command ends."""
 
 from __future__ import annotations
 

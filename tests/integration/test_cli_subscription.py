@@ -1,4 +1,4 @@
-"""Subscriptions by command: what is told of messages that are taken, by whom, and of what is not there."""
+"""Subscriptions by command: which messages are leased, by which workers, and errors for missing ones."""
 
 from __future__ import annotations
 

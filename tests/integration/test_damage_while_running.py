@@ -1,4 +1,4 @@
-"""Bytes that change under a running broker, after they were read once: never served, told everywhere, passed over."""
+"""Bytes that change under a running broker, after they were read once: never served, reported everywhere, skipped."""
 
 from __future__ import annotations
 

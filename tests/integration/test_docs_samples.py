@@ -149,7 +149,7 @@ class Reader:
         (self.folder / name).write_text(self._here(text))
 
     def start_beside(self, command: str) -> None:
-        """Start a program; if it runs already, it is ended first with Ctrl-C, as the reader is told to."""
+        """Start a program; if it runs already, it is first ended with Ctrl-C, as the page says."""
         if command in self._beside:
             self._beside[command].send_signal(signal.SIGINT)
             assert self._beside[command].wait(COMMAND_S_MAX) == 0

@@ -323,6 +323,6 @@ async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_b
         head = request_head(RECEIVE_KEY, 0, 1, "gone")
         asking.sendall(struct.pack(">i", len(head) + len(body)) + bytes(head) + body)
         assert await asyncio.to_thread(asking.recv, 4)
-        # Closed with most of the answer unread, so that the broker is told of a reset.
+        # Closed with most of the answer unread, so that the broker sees a reset.
         asking.close()
         assert await taken(server, topic) == [1]

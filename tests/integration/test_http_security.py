@@ -238,7 +238,7 @@ def test_a_refusal_names_the_operation_and_the_resource(locked: Locked) -> None:
         assert made.json()["detail"] == "User:alice may not read topic 'secret-topic'"
 
 
-def test_names_of_others_are_not_told(locked: Locked) -> None:
+def test_names_of_others_are_not_revealed(locked: Locked) -> None:
     with locked.client(ADMIN) as admin, locked.client(ALICE) as alice:
         assert publish(admin, "hidden-http").status_code == 201
         assert publish(alice, "alice-seen").status_code == 201
@@ -264,7 +264,7 @@ def test_what_is_about_the_cluster_needs_the_right_to_describe_it(locked: Locked
         assert "describe" in refused.json()["detail"]
 
 
-def test_health_is_told_to_everyone_and_nothing_else(locked: Locked) -> None:
+def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:
     with locked.client() as nobody:
         for path in ("/", "/healthz", "/readyz", "/openapi.json", "/docs"):
             assert nobody.get(path).status_code == 200

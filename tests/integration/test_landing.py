@@ -465,7 +465,7 @@ def test_only_what_is_committed_is_landed(shore: Shore, topic: str) -> None:
     shore.land(topics=topic)
     assert [value for _, _, _, value in shore.landed(topic)] == [b"0", b"2", b"4"]
     producer.commit_transaction(WAIT_S)
-    # The commit is decided when this is told, and shows in the partition a moment later.
+    # The commit is decided when this is reported, and appears in the partition a moment later.
     deadline = time.monotonic() + WAIT_S
     while not sum(step.rows for step in shore.land(topics=topic)):
         assert time.monotonic() < deadline

@@ -45,7 +45,7 @@ Row = tuple[int, int, bytes]
 
 
 class Publisher(threading.Thread):
-    """Publishes to all topics until it is told to end; a broker that is away for a while is waited for.
+    """Publishes to all topics until it is stopped; it waits for an unavailable broker.
 
     How much that is depends on what is landed, and not on how long it takes.
     """

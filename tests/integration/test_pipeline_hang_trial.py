@@ -73,7 +73,7 @@ def test_a_driver_whose_java_hangs_is_replaced_and_no_one_is_blamed(server: Serv
     (driver,) = children(server.pid, "millstream.pipelines.runtime.driver")
     os.kill(wait_until(lambda: java_of(driver)), signal.SIGSTOP)
     publish(server, topic, 10)
-    # Also one that is told to end waits for nobody.
+    # One that must end does not wait either.
     assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
     wait_until(lambda: landed(20))
     assert (reported["report"]["rows"], reported["report"]["stalls"], reported["parked"]) == (20, 0, "")

@@ -1,4 +1,4 @@
-"""A pipeline that is run by hand, with a real Spark, ends in order when it is told to."""
+"""A pipeline that is run manually, with a real Spark, ends in order on request."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Desk:
         return described
 
     async def pushed(self, **wanted: object) -> dict[str, Any]:
-        """How push goes, once it is told so."""
+        """Return the push status, once it is reported."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 reported = (await self.reported())["push"]

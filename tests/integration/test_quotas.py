@@ -1,4 +1,4 @@
-"""Quotas with real producers and consumers: they are told to wait, they do, and nothing is lost."""
+"""Quotas with real producers and consumers: they are throttled, they wait, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_producer_is_throttled_and_loses_nothing(server: Server, topic: str) -
     for _ in range(MESSAGES):
         producer.produce(topic, bytes(MESSAGE_BYTES), partition=0)
         producer.poll(0)
-    # Lifting the quota ends the debt, so the test does not wait for it. What librdkafka was told stays told.
+    # Lifting the quota ends the debt, so the test does not wait for it. librdkafka still waits out its throttle time.
     while throttled(server, PRODUCER) == before:
         producer.poll(0.05)
     set_quota(server, topic, producer_byte_rate=None)

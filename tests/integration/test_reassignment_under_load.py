@@ -36,7 +36,7 @@ def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Itera
 
 
 class Writer(threading.Thread):
-    """An idempotent producer that numbers what it sends to each partition, until it is told to end."""
+    """An idempotent producer that numbers its messages per partition, until it is stopped."""
 
     def __init__(self, cluster: ServerGroup, topic: str) -> None:
         super().__init__(daemon=True)
@@ -78,7 +78,7 @@ class Writer(threading.Thread):
 
 
 class Reader(threading.Thread):
-    """A consumer that reads all the while and notes what it was given, until it has seen as much as it is told."""
+    """A consumer that reads continuously and records its messages, until it has seen a given number."""
 
     def __init__(self, cluster: ServerGroup, topic: str) -> None:
         super().__init__(daemon=True)

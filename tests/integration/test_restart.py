@@ -188,7 +188,7 @@ def test_nothing_acknowledged_is_lost_when_a_loaded_broker_is_killed(tmp_path: P
 class ForgetfulServer(Server):
     """A server whose disk loses its logs, and all that could repair them, when it starts again.
 
-    All of them: of half a log, what nobody was told is stored may be all that is gone.
+    All of them: of half a log, only unacknowledged messages may be missing.
     """
 
     def start(self) -> Self:

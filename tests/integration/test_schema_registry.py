@@ -243,9 +243,9 @@ def test_refusals_have_the_registrys_codes(rest: httpx.Client, topic: str) -> No
 def test_the_level_decides_what_is_compatible(rest: httpx.Client, topic: str) -> None:
     register(rest, topic, record("a"))
     check = f"/compatibility/subjects/{topic}/versions"
-    told = rest.post(f"{check}/latest?verbose=true", json={"schema": record("a", "b")}).json()
-    assert told["is_compatible"] is False
-    assert "READER_FIELD_MISSING_DEFAULT_VALUE" in told["messages"][0]
+    reported = rest.post(f"{check}/latest?verbose=true", json={"schema": record("a", "b")}).json()
+    assert reported["is_compatible"] is False
+    assert "READER_FIELD_MISSING_DEFAULT_VALUE" in reported["messages"][0]
     assert rest.post(f"{check}/1", json={"schema": record("a", "b=0")}).json() == {"is_compatible": True}
     assert rest.post(f"{check}-unknown", json={"schema": record("a")}).status_code == 404
     assert rest.put(f"/config/{topic}", json={"compatibility": "FORWARD"}).json() == {"compatibility": "FORWARD"}

@@ -211,10 +211,10 @@ def test_answers_carry_the_address_of_the_listener_that_was_asked(locked: Locked
 
     user, password = ALICE
     tls = client_tls(locked.certificates.ca)
-    told = asyncio.run(addresses(locked.server.kafka, Credentials(tls=tls, user=user, password=password)))
-    assert told == {locked.server.kafka}
-    told = asyncio.run(addresses(locked.clear, Credentials(user=user, password=password)))
-    assert told == {locked.clear}
+    reported = asyncio.run(addresses(locked.server.kafka, Credentials(tls=tls, user=user, password=password)))
+    assert reported == {locked.server.kafka}
+    reported = asyncio.run(addresses(locked.clear, Credentials(user=user, password=password)))
+    assert reported == {locked.clear}
 
 
 # -- who may not ----------------------------------------------------------------------------------------------------

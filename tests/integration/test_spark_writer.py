@@ -103,7 +103,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     killed = Batch(query, 3, "thisrun", writer._stream)
     for batch in (Batch(query, 3, "before", writer._stream), killed, other):
         left_open(options, batch)
-    # All that a driver is told: the number of the batch, and the parts of tasks that came to their end.
+    # All that a driver receives: the number of the batch, and the parts of the tasks that ended.
     of_driver.abort([None, Part(killed, 3, None) if is_returned else None], 3)
     assert open_transactions(options, query) == []
     assert len(open_transactions(options, other.query)) == 1

@@ -136,7 +136,7 @@ class StreamTrial:
             "pipeline": self.pipeline,
             "pause": pause,
             "batch": batch,
-            "ends": "when-told",
+            "ends": "on-request",
         }
         environment = dict(os.environ)
         use_fitting_java(environment)
@@ -225,10 +225,10 @@ def trial(server: Server, topic: str, tmp_path: Path, request: pytest.FixtureReq
     made.close()
 
 
-Told = tuple[StreamTrial, Callable[[StreamTrial], None]]
+ScriptedTrial = tuple[StreamTrial, Callable[[StreamTrial], None]]
 
 
-def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: Told) -> None:
+def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: ScriptedTrial) -> None:
     stream, check = trial
     # Twice at the same batch, and once more when it is committed, which Spark does not know.
     stream.kill_at("before-commit", 1)
@@ -239,7 +239,7 @@ def test_a_driver_that_is_killed_around_the_commits_of_a_batch(trial: Told) -> N
     check(stream)
 
 
-def test_a_driver_that_is_killed_while_spark_writes(trial: Told) -> None:
+def test_a_driver_that_is_killed_while_spark_writes(trial: ScriptedTrial) -> None:
     stream, check = trial
     # The offsets of a batch that nothing is done for yet, the state of one task, what a file is made of, and the end.
     stream.kill_when_there_is("offsets/1")
@@ -249,7 +249,7 @@ def test_a_driver_that_is_killed_while_spark_writes(trial: Told) -> None:
     check(stream)
 
 
-def test_a_jvm_that_is_killed_around_a_commit(trial: Told) -> None:
+def test_a_jvm_that_is_killed_around_a_commit(trial: ScriptedTrial) -> None:
     stream, check = trial
     for pause, batch in (("before-commit", 1), ("after-commit", 3)):
         run = stream.start(pause, batch)
@@ -262,7 +262,7 @@ def test_a_jvm_that_is_killed_around_a_commit(trial: Told) -> None:
     check(stream)
 
 
-def test_a_driver_that_comes_back_when_another_has_taken_its_place(trial: Told) -> None:
+def test_a_driver_that_comes_back_when_another_has_taken_its_place(trial: ScriptedTrial) -> None:
     stream, check = trial
     old = stream.start("before-commit", 2)
     stream.until(lambda: old.has("paused"), old)

@@ -23,7 +23,7 @@ def reported(title: str) -> dict[str, str]:
     cells = [line.split(" | ")[0] for line in section(title).splitlines() if line.startswith("| `")]
     found = {}
     for name, value in re.findall(r"`([\w.-]+)(?:=([^`]*))?`", " ".join(cells)):
-        assert name not in found, f"{name} is told twice"
+        assert name not in found, f"{name} is listed twice"
         found[name] = value
     return found
 

@@ -135,7 +135,7 @@ class NodeSender:
             size += len(sealed)
             sent.append(_Sent(queue, batch))
             topics.setdefault(queue.topic, []).append((queue.index, sealed))
-            # Whoever has had its turn comes last the next time.
+            # A partition that had its turn is last the next time.
             del self._ready[queue]
             if queue.can_send:
                 self._ready[queue] = None

@@ -94,7 +94,7 @@ MillstreamError
 ├── CatalogUnavailable             the catalog does not answer; data flows, declarations wait
 │   └── CatalogDenied              it refuses the login or has no such database; retrying does not help
 ├── FilterUnavailable              the process that evaluates filters does not answer
-├── AuthenticationFailed           nobody this cluster knows, or not proved
+├── AuthenticationFailed           unknown, or identity not proved
 ├── NotAuthorized                  the principal may not do this
 │   ├── TopicNotAuthorized
 │   ├── GroupNotAuthorized
@@ -593,7 +593,7 @@ class PublishFailed(MillstreamError):
 
 
 class AuthenticationFailed(MillstreamError):
-    """The client is nobody that this cluster knows, or has not proved it."""
+    """The client is unknown to this cluster, or has not proved its identity."""
 
 
 class NotAuthorized(MillstreamError):

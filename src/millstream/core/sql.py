@@ -61,7 +61,7 @@ class Token(NamedTuple):
         return self.kind is Kind.WORD and self.text.upper() in words
 
     def marks(self, *signs: str) -> bool:
-        """Tell whether this is one of some signs."""
+        """Return whether this is one of some signs."""
         return self.kind is Kind.MARK and self.text in signs
 
 

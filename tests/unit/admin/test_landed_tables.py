@@ -1,4 +1,4 @@
-"""Where the tables of pipelines are, and what is said when that cannot be told."""
+"""Where the tables of pipelines are, and the error if that is unknown."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_settings_of_nodes_are_changed_by_what_is_stored(catalog: Catalog) -> No
     assert catalog.change_broker_settings("", {"a": None, "c": "3"}) == {"b": "2", "c": "3"}
     assert catalog.change_broker_settings("7", {"a": "4"}) == {"a": "4"}
     assert catalog.change_broker_settings("7", {"b": "5"}, replace=True) == {"b": "5"}
-    # What is unset is told so: a catalog that was lost would otherwise unset it too.
+    # An unset scope keeps an empty row: a lost catalog would otherwise unset it too.
     assert catalog.change_broker_settings("7", {}, replace=True) == {}
     assert catalog.broker_settings() == {"": {"b": "2", "c": "3"}, "7": {}}
 

@@ -1,4 +1,4 @@
-"""What the demo tells a person is told as it is."""
+"""The demo reports its steps unchanged."""
 
 from __future__ import annotations
 

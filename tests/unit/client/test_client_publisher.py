@@ -1,4 +1,4 @@
-"""The publisher against a broker that fails as it is told to: every message once and in order, or a true error."""
+"""The publisher against a broker with scripted failures: every message once and in order, or a true error."""
 
 from __future__ import annotations
 

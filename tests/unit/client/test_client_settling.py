@@ -1,4 +1,4 @@
-"""What is told of messages reaches whoever waits for it: all of it, or the error."""
+"""The outcome of settlements reaches their callers: success, or the error."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_all_parts_are_reported_before_the_answer_comes() -> None:
 
 
 class Failing(Node):
-    """Fails with what it is told to, and then works; what is asked of a message has an answer."""
+    """Fails with given errors, and then works; it knows the delivery state of messages."""
 
     def __init__(self, *failures: BaseException, state: str = "accepted") -> None:
         super().__init__(5)

@@ -51,14 +51,14 @@ class Cluster:
         self._offset = 0
         self._hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.settled: list[tuple[int, int]] = []
-        """Verbs and offsets, as they were told."""
+        """Verbs and offsets, as they were received."""
         self.extended_ms: list[int | None] = []
         self.attempts: list[int | None] = []
         """Which deliveries were settled."""
         self.done: set[int] = set()
         """Messages that nobody holds."""
         self.answering = asyncio.Event()
-        """While it is not set, what is told is carried out and has no answer."""
+        """While it is not set, settlements are carried out and not answered."""
         self.answering.set()
 
     async def metadata(self, topics: object) -> Any:
@@ -210,7 +210,7 @@ async def test_a_waiter_that_gave_up_is_forgotten() -> None:
         assert len(receiver._idle) == 2
         cluster.give(1, 1)
         await until(lambda: len(receiver._idle) == 1)
-        # It is told of a message and cancelled in the same turn: another one gets the message.
+        # It is woken for a message and cancelled in the same turn: another one gets the message.
         first.cancel()
         async with asyncio.timeout(HANG_S):
             await second

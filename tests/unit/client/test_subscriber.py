@@ -24,7 +24,7 @@ HANG_S = 60
 
 
 class Given:
-    """A source of some messages, after which it waits; it remembers what was told of them."""
+    """A source of some messages, after which it waits; it records their settlements."""
 
     subscription = "billing"
     error: MillstreamError | None = None

@@ -1,4 +1,4 @@
-"""Quotas: kept by the catalog, found for a client, told to whoever enforces them."""
+"""Quotas: stored in the catalog, found for a client, announced to those that enforce them."""
 
 from __future__ import annotations
 

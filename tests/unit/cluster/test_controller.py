@@ -80,7 +80,7 @@ async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> Non
         assert settings.min_insync_replicas == 1
         await group[1].topics.delete("orders")
         await group.until(lambda: all(node.topics.get("orders") is None for node in group.nodes.values()))
-        # The record of the deletion stays until every node has told that its files are gone.
+        # The record of the deletion stays until every node has reported that its files are removed.
         await group.until(lambda: not group.service.read(keys.DELETED).entries)
         assert not group.service.read(keys.PARTITIONS).entries
         assert await group.declarations.deleted_topic_ids() == set()

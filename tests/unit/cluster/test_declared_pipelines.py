@@ -1,4 +1,4 @@
-"""Pipelines: kept by the catalog, checked before they are declared, told to whoever runs them."""
+"""Pipelines: stored in the catalog, checked before they are declared, announced to the node that runs them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_what_is_declared_is_there_after_a_restart(catalog: Catalog) -> No
     await again.load()
     assert again.all() == [changed]
     await again.delete("land-orders")
-    # Of what has not changed nobody is told.
+    # Listeners are not called if nothing has changed.
     assert reported == [1, 1, 1]
     await pipelines.load()
     await pipelines.load()

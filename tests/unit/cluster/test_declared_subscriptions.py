@@ -1,4 +1,4 @@
-"""Subscriptions: kept by the catalog, checked before they are declared, told to whoever delivers them."""
+"""Subscriptions: stored in the catalog, checked before they are declared, announced to the queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a data folder can be trusted to hold what its node told others it has."""
+"""Whether a data folder can be trusted to hold what its node has reported to others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_machine_that_went_down_without_a_clean_stop_is_unclean(
 def test_a_crash_counts_until_the_cluster_has_heard_of_it(files: MemoryFiles) -> None:
     run(files).begin("first")
     run(files, "b").begin("second")
-    # Killed before it was let in, then started on the same boot: what the crash cost is still not told.
+    # Killed before it was admitted, then started on the same boot: the loss of the crash is still not reported.
     again = run(files, "b")
     assert again.is_unclean("first")
     assert not again.is_unclean("second")

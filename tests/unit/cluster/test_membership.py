@@ -1,4 +1,4 @@
-"""Which nodes clients are told of."""
+"""The nodes that clients see."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_all_that_the_catalog_knows_is_worked_out() -> None:
 def test_logs_that_are_missing_are_reported() -> None:
     rebuilt = derive_states([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
     assert (rebuilt.short, rebuilt.missing, rebuilt.is_safe) == (["orders-0"], ["orders-1"], False)
-    # The controller makes the partition that is not there; the topic is told when it has.
+    # The controller creates the missing partition; the topic is announced when it has.
     assert rebuilt.topics == []
 
 

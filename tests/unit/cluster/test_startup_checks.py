@@ -1,4 +1,4 @@
-"""What a starting node checks: every mismatch is told in a sentence, and what is away is waited for, or not."""
+"""The checks of a starting node: every mismatch has its error, and unavailable stores are waited for, or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MINE = FolderOwner(node_id=2, cluster="c", cluster_id="id", was_admitted=True, i
 
 
 class Store(EmbeddedStore):
-    """Fails as often as it is told to, and time passes each time."""
+    """Fails a given number of times, and time passes each time."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(EmbeddedService(clock), clock)
@@ -52,7 +52,7 @@ class Store(EmbeddedStore):
 
 
 class Catalog:
-    """A catalog that fails as often as it is told to."""
+    """A catalog that fails a given number of times."""
 
     def __init__(self) -> None:
         self.failures: list[Exception] = []

@@ -52,7 +52,7 @@ class Broker:
         self.fetch = OffsetFetch(self.groups, known)
 
     async def send(self, version: int, **given: Any) -> Any:
-        """A heartbeat of some version; one that joins unless told."""
+        """A heartbeat of some version; one that joins by default."""
         values = {"group_id": GROUP, "member_id": "m0", "member_epoch": 0}
         if given.get("member_epoch", 0) == 0:
             values |= {

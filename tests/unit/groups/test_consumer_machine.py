@@ -407,7 +407,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
                 yield older_client.member_id, older_client.owned
 
     def _left(self, client: Older) -> Callable[[MillstreamError], None]:
-        """A classic consumer gives up everything when it is told that it is not a member of this generation."""
+        """A classic consumer revokes everything when it learns that it is not a member of this generation."""
         asked = client.asked
 
         def refused(error: MillstreamError) -> None:

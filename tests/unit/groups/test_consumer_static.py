@@ -1,4 +1,4 @@
-"""Static members: their place is kept while they are away, and another process under their name is told off."""
+"""Static members: their place is kept while they are away, and another process with their name is fenced."""
 
 from __future__ import annotations
 

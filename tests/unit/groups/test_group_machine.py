@@ -128,7 +128,7 @@ class GroupHistory(RuleBasedStateMachine):
         generation = client.generation
 
         def synced(answer: Synced) -> None:
-            # Only what the log has is told, so no crash may take this generation back.
+            # Responses are sent only when durable, so no crash may undo this generation.
             self.durable_generation = max(self.durable_generation, generation)
             assert answer.assignment in (b"", f"{generation}".encode())
 

@@ -266,7 +266,7 @@ def test_another_node_goes_on_where_the_log_ends(trial: ConsumerTrial) -> None:
     one.beat()
     before = described(trial)
     trial.reload()
-    # It does not know what members were told: it tells them once more.
+    # It does not know what was sent to members, and sends it again.
     assert one.beat() == ShareAnswer(
         member_id="one", epoch=2, heartbeat_ms=HEARTBEAT_MS, assignment=trial.partitions(orders={0, 1, 2, 3})
     )

@@ -1,4 +1,4 @@
-"""For whom the gateway acts: what it remembers, shares, bounds and gives up, against a node that answers as told."""
+"""The callers of the gateway: what it caches, shares, limits and drops, against a scripted node."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_credential_that_expires_is_verified_again(node: Node, monkeypat
     await callers.close()
 
 
-async def test_a_failure_is_told_after_the_pause_and_not_remembered(
+async def test_a_failure_is_answered_after_the_pause_and_not_cached(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callers, pauses = made(node), []

@@ -31,7 +31,7 @@ def message(offset: int, partition: int = 0) -> LeasedMessage:
 
 
 class Node:
-    """A node that takes down what it is told, and answers for each partition."""
+    """A node that records requests, and answers for each partition."""
 
     def __init__(self) -> None:
         self.requests: list[SettleRequest] = []

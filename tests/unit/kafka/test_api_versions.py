@@ -1,4 +1,4 @@
-"""ApiVersions: what is served is told, in every version, also to clients that are too new."""
+"""ApiVersions: the served APIs, in every version, also for clients that are too new."""
 
 from __future__ import annotations
 

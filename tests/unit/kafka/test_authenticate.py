@@ -1,4 +1,4 @@
-"""Authenticate: what a gateway is told about its callers."""
+"""Authenticate: what a gateway learns about its callers."""
 
 from __future__ import annotations
 

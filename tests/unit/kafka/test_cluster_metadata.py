@@ -1,4 +1,4 @@
-"""What clients are told about partitions of a cluster whose nodes come and go."""
+"""The metadata of partitions in a cluster whose nodes start and stop."""
 
 from __future__ import annotations
 

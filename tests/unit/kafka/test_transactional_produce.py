@@ -55,7 +55,7 @@ COMMITTED, UNCOMMITTED = 1, 0
 
 
 class Gate:
-    """Says what it is told to, and notes what it was asked."""
+    """Gives scripted answers, and records the questions."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int, tuple[TopicPartition, ...], bool]] = []

@@ -1,4 +1,4 @@
-"""The list of aborted transactions: what readers are told of, and what it costs to keep and to ask."""
+"""The list of aborted transactions: what readers get, and what storing and looking it up costs."""
 
 from __future__ import annotations
 

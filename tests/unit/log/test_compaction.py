@@ -188,7 +188,7 @@ def test_what_is_not_landed_stays_for_a_while(store: LogStore, clock: ManualCloc
     for value in (b"1", b"2", b"3"):
         put(log, clock, (b"k", value))
         settle(store, log)
-    assert not store.compact_once(), "as long as nobody has told what is landed, nothing is"
+    assert not store.compact_once(), "nothing counts as landed before the first report"
     store.floors.landed = lambda _partition: 2
     assert store.compact_once()
     assert pairs_of(log) == [(1, b"k", b"2"), (2, b"k", b"3")]

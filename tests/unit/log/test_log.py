@@ -403,7 +403,7 @@ def test_old_records_wait_until_they_are_landed(store: LogStore, clock: ManualCl
     store.sync_soon(log)
     store.commit_once()
     clock.advance_ms(10_000)
-    assert store.delete_expired() == 0, "as long as nobody has told what is landed, nothing is"
+    assert store.delete_expired() == 0, "nothing counts as landed before the first report"
     assert held_bytes(log, clock.now_ms()) == log.size_bytes
     store.floors.landed = lambda _partition: 2
     store.delete_expired()

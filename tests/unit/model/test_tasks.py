@@ -1,4 +1,4 @@
-"""Things done at the same time: what comes of them, which failure is told; a cancellation is never forgotten."""
+"""Concurrent work: its results, which failure is raised; a cancellation is never lost."""
 
 from __future__ import annotations
 

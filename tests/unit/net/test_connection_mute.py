@@ -104,7 +104,7 @@ async def test_the_longer_of_two_mutes_holds() -> None:
         writer.write(framed(b"mute") + framed(b"behind it"))
         assert await read_frame(reader) == b"mute"
         (connection,) = service.connections
-        # Whoever waits because it was told to is not idle, and is not closed for it.
+        # A throttled client is not idle, and is not closed.
         assert not connection.is_idle
         connection.mute(0)
         assert await echo(port, b"other") == b"other"

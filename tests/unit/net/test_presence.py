@@ -1,4 +1,4 @@
-"""What lasts as long as a connection is told when it is gone."""
+"""State that lasts as long as a connection is released when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What retention deletes while a task reads is skipped and counted; what is missing for another reason is told."""
+"""Messages that retention deletes while a task reads are skipped and counted; other gaps are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver: what it is told to run, what it tells, and who may work beside whom after a death."""
+"""The driver: what it runs, what it reports, and which pipelines run together after a crash."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NO_SPARK = cast("Any", None)
 
 
 class Watched:
-    """A runner in its thread, with everything that it told."""
+    """A runner in its thread, with everything that it reported."""
 
     def __init__(self, script: Script, claim: FreeClaim) -> None:
         self.claim = claim

@@ -128,7 +128,7 @@ def test_who_waits_or_may_take_for_ever_is_left_alone() -> None:
         scene.pass_by(10_000)
         assert (waiting.given_up, patient.given_up, scene.replaced) == ([], [], [])
         assert patient.progress.still_s > 9000
-        # One that was told to end has to, whatever it may do otherwise.
+        # One that must end does, whatever else it is allowed to do.
         patient.is_ending = True
         scene.pass_by(LOOK_S)
         assert [name for name, _ in scene.replaced] == ["b"]

@@ -25,7 +25,7 @@ ROWS = TransactionalProducer("rows", ProducerId(2), 0)
 
 
 class Stage:
-    """A coordinator that does as it is told, in the place of a loop and of Spark."""
+    """A scripted coordinator, instead of a loop and Spark."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.last = -1

@@ -1,4 +1,4 @@
-"""Those who wait for an acknowledgement: told in order, and not kept when they wait no more."""
+"""Listeners for an acknowledgement: called in order, and discarded when they no longer wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = PartitionState(replicas=(ME, OTHER), leader=ME, leader_epoch=Epoch(1), i
 
 
 class Listener:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.is_finished = False

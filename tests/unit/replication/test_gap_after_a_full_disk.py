@@ -1,4 +1,4 @@
-"""What the clients of a partition are told while its disk takes nothing."""
+"""The errors that clients of a partition get while its disk is full."""
 
 from __future__ import annotations
 

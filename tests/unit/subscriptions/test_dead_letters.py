@@ -151,7 +151,7 @@ async def test_a_letter_that_is_refused_for_what_it_is_does_not_hold_up_others(
     async with asyncio.timeout(WAIT_S):
         while desk.box.refusals < 6:
             await asyncio.sleep(0.005)
-    # The pauses between them grow, and each letter is told once.
+    # The pauses between them grow, and each letter is reported once.
     assert desk.letters._refused_backoff.next_s > 2 * FIRST_S
     reported = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
     assert len(reported) == 2

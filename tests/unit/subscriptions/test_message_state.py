@@ -1,4 +1,4 @@
-"""What a publisher is told of its message, from its publication to its end."""
+"""The states of a message that its publisher sees, from publication to the end."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ class QueueHistory(RuleBasedStateMachine):
 
     @rule()
     def wait_for_next(self) -> None:
-        """The time at which the queue wants to be told is never too late."""
+        """The time at which the queue wants to be woken is never too late."""
         due = [one.due_ms for one in self.model.messages.values() if one.state in (LEASED, PARKED)]
         next_ms = self.queue.next_due_ms
         assert not due or (next_ms is not None and next_ms <= min(due))

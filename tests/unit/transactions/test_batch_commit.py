@@ -88,7 +88,7 @@ class Run:
         return Member(*ref)
 
     def batch(self, batch: int) -> None:
-        """The driver runs a batch until it is told that it is committed."""
+        """Run a batch, as a driver does, until it is committed."""
         while True:
             try:
                 members = [

@@ -1,8 +1,8 @@
 """Random histories of producers, time-outs, administrators and crashes against a simple model.
 
 The coordinator is read back from its log after every step. Markers are written one by one, with crashes between them;
-answers are lost, and clients ask again. At the end every transaction is on all of its partitions what its producer was
-told, and nothing is left open.
+responses are lost, and clients retry. At the end every transaction has the same outcome on all of its partitions as for
+its producer, and nothing is left open.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def with_owned_worker(request: W, client: ClientInfo) -> W:
 
 
 def cluster_operations(client: ClientInfo) -> i32:
-    """What a client may do with the cluster, which it is told only if it may describe it."""
+    """The operations that a client may do on the cluster; returned only if it may describe it."""
     rights = client.rights
     if rights is None:
         return CLUSTER_OPERATIONS

@@ -159,7 +159,7 @@ class ApiDependencies:
     node: NodeState
     supervise: Supervise
     knowledge: Knowledge | None = None
-    """How clients authenticate; None where nobody does."""
+    """How clients authenticate; None without authentication."""
     damage: Callable[[], Damaged] = tuple
     warnings: Callable[[], Iterable[str]] = tuple
 

@@ -284,7 +284,7 @@ class Listener:
                 lambda: connection, accepted, ssl=door.tls, ssl_handshake_timeout=HANDSHAKE_S
             )
         except ConnectionResetError:
-            # Those who only look whether somebody listens do that.
+            # Port scanners and simple probes do that.
             self.traffic.handshakes_failed += 1
         except OSError as error:
             self.traffic.handshakes_failed += 1

@@ -66,7 +66,7 @@ async def node_status(client: Client, node: NodeId | None = None) -> dict[str, A
     return status
 
 
-async def _status_if_told(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
+async def _find_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
     try:
         return await node_status(client, node)
     except NotAuthorized:
@@ -87,7 +87,7 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
     leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
     lost: list[DamagedOffsets] = []
     for leader in sorted(leaders):
-        status = await _status_if_told(client, leader)
+        status = await _find_status(client, leader)
         if status is None or "damage" not in status:
             return None
         lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in wanted]
@@ -96,7 +96,7 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
 
 async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:
     """Build an error that says what could not be done, with the reasons that the node reports."""
-    status = await _status_if_told(client)
+    status = await _find_status(client)
     reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
     reason = "; ".join(reasons) or "the cluster did not complete it in time"
     return RequestTimedOut(f"{attempted}: {reason}; try again, and check the cluster with millstream cluster status")

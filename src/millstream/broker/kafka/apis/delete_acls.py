@@ -43,11 +43,11 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
         except MillstreamError as error:
             return _refused(error_code(error), error_message(error))
         return DeleteAclsFilterResult(
-            error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_told, sorted(gone)))
+            error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_matching_acl, sorted(gone)))
         )
 
 
-def _told(acl: Acl) -> DeleteAclsMatchingAcl:
+def _matching_acl(acl: Acl) -> DeleteAclsMatchingAcl:
     return DeleteAclsMatchingAcl(
         error_code=ErrorCode.none,
         error_message=None,
