@@ -167,7 +167,7 @@ class Session:
         return not self.is_known or self._is_default or bool(self._ends and self._mechanism_name)
 
     def begin(self, mechanism: str, *, bare: bool) -> bool:
-        """Begin an exchange; return False, and end the connection, if the mechanism cannot be used here."""
+        """Begin an exchange; return False, and close, if the mechanism cannot be used here."""
         knowledge = self._gate.knowledge
         if mechanism == ASSERTION and self._gate.takes_assertions:
             chosen: Mechanism = _Asserted(knowledge.assertions)
