@@ -102,8 +102,21 @@ def test_another_key_is_named_by_its_id(tmp_path: Path, key_file: Path) -> None:
     assert str(key_file) in found.sealed[SECRET].problem
 
 
-def test_keys_are_rotated_while_the_catalog_is_open(tmp_path: Path, key_file: Path) -> None:
-    catalog = opened(tmp_path / "data", key_file)
+@pytest.mark.parametrize("store", ["sqlite", "postgresql"])
+def test_keys_are_rotated_while_the_catalog_is_open(
+    tmp_path: Path, key_file: Path, store: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("postgres").new_database() if store == "postgresql" else ""
+
+    def open_again() -> Catalog:
+        if not url:
+            return opened(tmp_path / "data", key_file)
+        shared = Catalog(url, sealing=Sealing(key_file))
+        shared.prepare()
+        request.addfinalizer(shared.close)
+        return shared
+
+    catalog = open_again()
     subscription, pipeline = pushed("billing"), landing("lake")
     catalog.add_subscription(subscription)
     catalog.add_pipeline(pipeline)
@@ -116,7 +129,7 @@ def test_keys_are_rotated_while_the_catalog_is_open(tmp_path: Path, key_file: Pa
     assert {one.key_id for one in catalog.secrets()} == {new}
     assert catalog.reseal() == 0
     write_keys(key_file, read_keys(key_file)[-1:], replace=True)
-    later = opened(tmp_path / "data", key_file)
+    later = open_again()
     assert later.subscriptions() == [dataclasses.replace(subscription, used_ms=7)]
     assert later.pipelines() == [pipeline]
     assert [one.problem for one in later.secrets()] == ["", "", ""]

@@ -88,6 +88,22 @@ class TestDescribeConfigs:
         assert configs["auto-create-topics"].config_source == 5
         assert configs["connections-max"].documentation
 
+    async def test_the_node_shows_no_password(
+        self, topics: Topics, membership: Membership, config: Config, groups: DeclaredGroups
+    ) -> None:
+        secret = config.replace(
+            etcd="https://node:p4ss@word@etcd-1:2379,https://etcd-2:2379",
+            catalog="postgresql://node:p4ss/word@db:5432/catalog?sslmode=verify-full&password=p4ssword",
+            pipelines_spark="spark.hadoop.fs.s3a.secret.key=p4ssword",
+        )
+        api = DescribeConfigs(topics, membership, secret, groups)
+        (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
+        configs = {one.name: one for one in result.configs}
+        assert "p4ss" not in str(result) + repr(secret)
+        assert configs["etcd"].value == "https://node:***@etcd-1:2379,https://etcd-2:2379"
+        assert configs["catalog"].value == "postgresql://node:***@db:5432/catalog?sslmode=verify-full&password=***"
+        assert (configs["pipelines-spark"].value, configs["pipelines-spark"].is_sensitive) == (None, True)
+
     async def test_what_was_set_while_nodes_run_is_shown_with_its_source(
         self, api: DescribeConfigs, topics: Topics
     ) -> None:

@@ -24,6 +24,8 @@ def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
         "MILLSTREAM_BROKERS",
         "MILLSTREAM_TIMEOUT",
         "MILLSTREAM_TRACEBACK",
+        "MILLSTREAM_PROFILE",
+        "MILLSTREAM_PROFILES",
         "MILLSTREAM_SERVICE_HOST",
         "MILLSTREAM_SERVICE_PORT_KAFKA",
         "MILLSTREAM_PORT",

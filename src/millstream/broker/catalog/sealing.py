@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -308,5 +309,9 @@ def _noun_of(declared: Subscription | Pipeline) -> str:
 
 def secret_settings(declared: Subscription | Pipeline) -> frozenset[str]:
     """Return the names of the settings that are sealed."""
-    kind = SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind]
+    return _secrets_among(SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind])
+
+
+@cache
+def _secrets_among(kind: type) -> frozenset[str]:
     return frozenset(setting.name for _, setting in settings_of(kind) if setting.is_secret)
