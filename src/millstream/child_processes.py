@@ -31,6 +31,7 @@ def _push(node: RunningNode) -> PushChild:
         node_id=config.node_id,
         private_addresses=config.push_private_addresses,
         release_worker=service.release_worker,
+        security=node.security if config.authorizes else None,
         log_level=config.log_level,
         log_format=config.log_format,
     )
@@ -44,6 +45,7 @@ def _pipelines(node: RunningNode) -> PipelineChild:
         node.pipeline_board,
         node.pipeline_owner(not idle_reason_of(config)),
         missing=lambda: idle_reason_of(config),
+        security=node.security if config.authorizes else None,
     )
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +44,7 @@ from kafka import KafkaConsumer, KafkaProducer
 from kafka.net.sasl.oauth import AbstractTokenProvider as KafkaPythonTokens
 
 import millstream
+from millstream.client.admin.security import create_token
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
@@ -182,6 +187,56 @@ def test_kafka_python(locked: Locked, mechanism: str) -> None:
     consumer.close()
 
 
+def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: int = 0) -> Any:
+    """Run a command in a process of its own; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "millstream.cli.main", *arguments, "--json", "--brokers", locked.server.kafka],
+        env=os.environ
+        | {"MILLSTREAM_TLS_CA": str(locked.certificates.ca)}
+        | dict(zip(("MILLSTREAM_USER", "MILLSTREAM_PASSWORD"), who, strict=True)),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == exit_code, done.stderr
+    return json.loads(done.stdout or "null")
+
+
+async def test_an_api_token_is_its_owner_within_its_scope_until_it_is_revoked(locked: Locked) -> None:
+    allowed = ("--allow", "write,create", "topic:alice-token*", "--allow", "all", "topic:another")
+    made = await asyncio.to_thread(run_cli, locked, ALICE, "token", "create", "--expires", "2h", *allowed)
+    settings = confluent(locked, (made["id"], made["secret"]), "PLAIN")
+    assert await asyncio.to_thread(send, settings, "alice-token-topic", b"x") is None
+    for topic in ("alice-elsewhere", "another"):
+        error = await asyncio.to_thread(send, settings, topic, b"x")
+        assert error is not None
+        assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    listed = await asyncio.to_thread(run_cli, locked, ALICE, "token", "list")
+    assert [one["owner"] for one in listed["tokens"] if one["id"] == made["id"]] == ["User:alice"]
+    assert made["secret"] not in json.dumps(listed)
+    assert (await asyncio.to_thread(run_cli, locked, MALLORY, "token", "list"))["tokens"] == []
+    await asyncio.to_thread(run_cli, locked, MALLORY, "token", "revoke", made["id"], exit_code=3)
+
+    def by_token(text: str) -> Credentials:
+        return Credentials(tls=client_tls(locked.certificates.ca), token=lambda: text)
+
+    async with Client.connect(locked.server.kafka, credentials=by_token(made["token"])) as client:
+        channel = await (await client.pool_for(None)).shared()
+        assert channel.is_open
+        child = await create_token(client)
+        assert child.expires_ms <= made["expires_ms"]
+        with pytest.raises(MillstreamError, match="may not alter the cluster"):
+            await create_token(client, owner="User:admin")
+        await asyncio.to_thread(run_cli, locked, ADMIN, "token", "revoke", made["id"])
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.shield(channel._lost)
+    for text in (made["token"], child.token):
+        with pytest.raises(AuthenticationFailed):
+            async with Client.connect(locked.server.kafka, credentials=by_token(text)):
+                pass
+
+
 async def test_the_sdk_and_a_subscription(locked: Locked) -> None:
     ca = locked.certificates.ca
     got: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -196,6 +251,12 @@ async def test_the_sdk_and_a_subscription(locked: Locked) -> None:
         async with asyncio.timeout(WAIT_S):
             await got
     async with millstream.connect(locked.server.kafka, tls=ca, token=lambda: locked.issuer.token("alice")) as ms:
+        await ms.publish("alice-sdk", {"n": 2})
+    async with Client.connect(
+        locked.server.kafka, credentials=Credentials(tls=client_tls(ca), user=ALICE[0], password=ALICE[1])
+    ) as client:
+        token = (await create_token(client)).token
+    async with millstream.connect(locked.server.kafka, tls=ca, token=token) as ms:
         await ms.publish("alice-sdk", {"n": 2})
     async with millstream.connect(locked.server.kafka, tls=ca, user=MALLORY[0], password=MALLORY[1]) as ms:
         with pytest.raises(MillstreamError, match="alice-sdk"):

@@ -188,7 +188,7 @@ def test_an_empty_topic_has_no_rows(bench: Bench) -> None:
             "check that it is running and that the option kafka.bootstrap.servers is right",
         ),
         ({"startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
-        ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol is not supported"),
+        ({"kafka.security.protocol": "SASL_SSL"}, "there is nothing to sign in by"),
     ],
 )
 def test_what_cannot_be_read_is_said_at_once(bench: Bench, options: dict[str, str], said: str) -> None:

@@ -333,6 +333,11 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
         ("SELECT id, total AS id FROM orders", "two columns"),
         ("SELECT key FROM orders", "nothing else"),
         ("SELECT value, id FROM orders", "not part of a message"),
+        ("SELECT reflect('java.lang.System', 'getProperty', 'user.dir') AS id FROM orders", "reflect"),
+        ("SELECT identifier('java_' || 'method')('java.lang.System', 'exit') AS id FROM orders", "java_method"),
+        ("SELECT TRANSFORM(id) USING 'cat /etc/passwd' FROM orders", "cannot run a program"),
+        ("SELECT id FROM orders JOIN text.`/etc/passwd` USING (id)", "backquotes"),
+        ("SELECT id FROM orders JOIN identifier('text.`/etc/passwd`') USING (id)", "backquotes"),
     ],
 )
 def test_statements_that_cannot_be_run(shop: Shop, sql: str, message: str) -> None:

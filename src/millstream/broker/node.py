@@ -37,6 +37,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.broker.security.secrets import StoredSecrets
+from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -125,6 +126,7 @@ class RunningNode:
     pipeline_board: PipelineBoard
     pipeline_owner: Callable[[bool], PipelineOwner]
     """Which node runs pipelines; the argument says whether this node can."""
+    security: SecurityState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,6 +568,7 @@ class Broker:
             subscription_service=served.subscriptions,
             pipelines=core.declared.pipelines,
             pipeline_board=served.pipeline_board,
+            security=core.declared.security,
             pipeline_owner=lambda stands: SoleOwner() if node is None else node.pipeline_owner(stands=stands),
         )
 

@@ -14,7 +14,7 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of push to an endpoint, since its process was started or the settings were changed."""
 
     state: str
-    """unused, up, failing, down, or parked: nothing is sent until this node can open the secrets of push."""
+    """unused, up, failing, down, or parked: nothing is sent, for the reason in `last_error`."""
     concurrency: int = 0
     in_flight: int = 0
     accepted: int = 0

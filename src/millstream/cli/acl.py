@@ -80,7 +80,7 @@ def _adding(permission: Permission, text: str) -> Callable[..., None]:
         brokers: Brokers = DEFAULT_BROKERS,
         timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
     ) -> None:
-        _add(_rules(permission, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+        _add(parse_rules(permission, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
 
     add.__doc__ = text
     return add
@@ -139,7 +139,7 @@ def list_(
 
     selected = AclFilter(principal=principal)
     if resource is not None:
-        kind, name = _resource(resource)
+        kind, name = parse_resource(resource)
         selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
     rules = sorted(ask(brokers, timeout, lambda client: list_acls(client, selected)))
     if as_json:
@@ -163,7 +163,7 @@ def remove(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Remove the rules that allow or deny exactly this."""
-    rules = _rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
+    rules = parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
     _remove(rules, brokers, timeout, as_json)
 
 
@@ -182,7 +182,7 @@ def explain(
     from millstream.broker.security.state import parse_super_users
     from millstream.client.admin.security import list_acls, super_users_setting
 
-    kind, name = _resource(resource)
+    kind, name = parse_resource(resource)
     wanted = parse_name(Operation, operation)
     check_principal(principal)
 
@@ -244,15 +244,16 @@ def _remove(
 def _role_rules(role: str, principal: str, resources: Iterable[str], prefixed: bool, host: str) -> list[Acl]:
     rules: list[Acl] = []
     for resource in resources:
-        operations = ",".join(map(name_of, role_operations(role, _resource(resource)[0])))
-        rules += _rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
+        operations = ",".join(map(name_of, role_operations(role, parse_resource(resource)[0])))
+        rules += parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
     return rules
 
 
-def _rules(
+def parse_rules(
     permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
 ) -> list[Acl]:
-    kind, name = _resource(resource)
+    """Read the rules of a command, one for each operation, or raise `InvalidRequest`."""
+    kind, name = parse_resource(resource)
     return [
         Acl(
             resource_type=kind,
@@ -267,7 +268,8 @@ def _rules(
     ]
 
 
-def _resource(text: str) -> tuple[ResourceType, str]:
+def parse_resource(text: str) -> tuple[ResourceType, str]:
+    """Read TYPE:NAME, or raise `InvalidRequest`."""
     kind_text, colon, name = text.partition(":")
     kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
     if kind is ResourceType.CLUSTER:

@@ -40,6 +40,7 @@ ORDER = (
     "pipeline",
     "transaction",
     "user",
+    "token",
     "acl",
     "secrets",
     "quota",

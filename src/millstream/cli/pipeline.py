@@ -191,6 +191,8 @@ def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
 def _facts(described: dict[str, Any]) -> dict[str, str]:
     facts = {"id": described["pipeline_id"], "group": described["group"], **_tables(described["tables"])}
     report = described["report"]
+    if described["owner"]:
+        facts["owner"] = described["owner"]
     if described["parked"]:
         facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):

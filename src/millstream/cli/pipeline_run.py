@@ -18,7 +18,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 import typer
 
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Settings, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_note
@@ -40,7 +40,7 @@ from millstream.cli.pipeline_options import (
     Watermarks,
 )
 from millstream.cli.pipeline_rule import read_rules
-from millstream.core.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
+from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from millstream.pipelines.runtime.claim import Claim
     from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
+    from millstream.pipelines.source.access import Access
+    from millstream.pipelines.source.link import Link
     from millstream.protocol.wire.client import Client
 
 
@@ -87,9 +89,10 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
 
     with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
-        context = JobContext(spark=spark, brokers=brokers, lake=scratch, folder=scratch)
         try:
-            plan = dry_run(pipeline, context)
+            with _signed_in(brokers, scratch) as (_, access):
+                context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
+                plan = dry_run(pipeline, context)
         except MillstreamError:
             raise
         except Exception as error:
@@ -365,6 +368,27 @@ async def _look_up(
     return pipeline, places
 
 
+@contextmanager
+def _signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[Link, Access]]:
+    """Connect as the command's user; Spark's queries sign in by a token in a file of the run."""
+    from millstream.pipelines.source.access import TokenFiles, connection_access
+    from millstream.pipelines.source.link import Link
+
+    credentials = command_credentials()
+    link = Link(brokers, f"pipeline-run-{os.getpid()}", timeout_s, credentials=credentials)
+    base = connection_access(credentials)
+    tokens = TokenFiles(link, scratch, base)
+    try:
+        access = tokens.access_of("")
+    except InvalidRequest:
+        # The brokers do not know who this is, and need not.
+        access = base
+    try:
+        yield link, access
+    finally:
+        tokens.close()
+
+
 class _ByHand:
     """One run, from the claim to the summary."""
 
@@ -402,16 +426,18 @@ class _ByHand:
         """Claim it, start Spark, and run steps; print a summary, also when interrupted."""
         from millstream.pipelines.runtime.claim import SESSION_S, Claim
         from millstream.pipelines.runtime.manual_run import ManualRunWatch
-        from millstream.pipelines.source.link import Link
 
-        link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
-        claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
-        with unwound_by_sigterm():
+        with (
+            unwound_by_sigterm(),
+            tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+            _signed_in(self._brokers, scratch, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (link, access),
+        ):
+            claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
             try:
                 self._take(claim)
-                with self._stages, tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+                with self._stages:
                     spark = self._start(master, memory, log=os.path.join(scratch, "spark.log"))
-                    running = self._running(claim, spark)
+                    running = self._running(claim, spark, access)
                     with ManualRunWatch(running, spark, lambda reason: self._leave(claim, scratch, reason)):
                         self._drive(running, once=once, as_json=as_json)
             finally:
@@ -432,7 +458,7 @@ class _ByHand:
         self._stages.show("running")
         return spark
 
-    def _running(self, claim: Claim, spark: SparkSession) -> ManualRun:
+    def _running(self, claim: Claim, spark: SparkSession, access: Access) -> ManualRun:
         from millstream.pipelines.jobs.job import JobContext
         from millstream.pipelines.runtime.manual_run import ManualRun
 
@@ -443,6 +469,7 @@ class _ByHand:
         context = JobContext(
             spark=spark,
             brokers=self._brokers,
+            access=access,
             lake=self._lake,
             lake_is_shared=self._lake_is_shared,
             folder=self._folder,

@@ -193,7 +193,9 @@ def print_push(described: Mapping[str, Any]) -> None:
     header = [key.replace("_", "-") for key in (*keys, *rates)]
     print_table(header, [[row[key] for key in (*keys, *rates)] for row in rows])
     for row in rows:
-        if row["last_error"]:
+        if row["state"] == "parked":
+            print_line(f"node {row['node']} does not push: {one_line(row['last_error'])}")
+        elif row["last_error"]:
             print_line(f"last failure of node {row['node']}: {one_line(row['last_error'])}")
 
 

@@ -61,6 +61,19 @@ class ScramCredential:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Who changed a pipeline or an endpoint last, and with whose rights it therefore acts."""
+
+    principal: str = ""
+    """Empty if it was changed where clients are not known."""
+    has_password: bool = False
+    """Whether it was a user with a password then, so that it is gone when that user is."""
+
+
+NO_OWNER: Final = Owner()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiToken:
     """What a broker keeps of an API token: a secret that acts for its owner, within a scope, until it expires."""
 

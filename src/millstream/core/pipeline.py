@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
+from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
@@ -89,6 +90,8 @@ class Pipeline:
     """How often it has changed since it was declared; the higher of two reported versions is newer."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
+    owner: Owner = NO_OWNER
+    """Who changed it last, and with whose rights it runs."""
 
     @property
     def group(self) -> str:

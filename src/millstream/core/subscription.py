@@ -15,6 +15,7 @@ from uuid import UUID
 from zlib import crc32
 
 from millstream.core import push
+from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidSetting, InvalidSubscription
 from millstream.core.ids import PartitionIndex
 from millstream.core.setting import HIDDEN, SealedValue, Setting, hide_secrets, setting, settings_of, suggestion
@@ -332,6 +333,8 @@ class Subscription:
     """When its use was last recorded; maintained only if the subscription can expire."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
+    owner: Owner = NO_OWNER
+    """Who changed it last, and with whose rights it is pushed."""
 
     def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
         """Return where a queue starts; None for a partition that was added later, which is delivered from its

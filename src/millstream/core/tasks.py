@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Final, TypeVar
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeVar
 
 from millstream.core.errors import MillstreamError
 
 _logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Parameters = ParamSpec("_Parameters")
 
 RESTART_S: Final = 1.0
 
@@ -101,3 +103,15 @@ async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:
     # Retrieved here: a caller that was cancelled does not look at the outcome.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
+
+
+def finishing(
+    work: Callable[_Parameters, Coroutine[Any, Any, _Result]],
+) -> Callable[_Parameters, Coroutine[Any, Any, _Result]]:
+    """Make every call of a coroutine function complete, as `finish` does."""
+
+    @wraps(work)
+    async def finished(*arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+        return await finish(work(*arguments, **named))
+
+    return finished

@@ -11,14 +11,26 @@ ranges.mapInArrow(count, "rows long")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
+from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, DEFAULT_BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
+
+
+def task_access(
+    brokers: str = DEFAULT_BROKERS, topics: Sequence[str] = (), *, options: Mapping[str, str] | None = None
+) -> Access:
+    """Make what the tasks of a bulk job sign in by; call it on the driver, for the topics that they read.
+
+    `options` say how the driver signs in, as those of `format("millstream")` do; without them, the environment.
+    """
+    chosen = read_options({BROKERS: brokers, "subscribe": ",".join(topics), **(options or {})})
+    return chosen.access.for_tasks(chosen.brokers, may_read(chosen.subscribe))
 
 
 def records(
@@ -26,15 +38,17 @@ def records(
     brokers: str = DEFAULT_BROKERS,
     *,
     columns: Sequence[str] = (),
-    options: dict[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
+    access: Access | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the records of the ranges in `batches`, in order, with all columns or the named ones.
 
-    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`.
+    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`. `access` is what
+    `task_access` has made, where brokers authenticate their clients.
     """
     given = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
     for batch in batches:
         for row in batch.to_pylist():
-            chosen = read_options({**given, "subscribe": row["topic"]})
+            chosen = read_options({**given, "subscribe": row["topic"]}, access)
             one = Range(row["topic"], row["partition"], row["start"], row["end"])
             yield from read_range(one, chosen, shape_of(default_schema(chosen), chosen))

@@ -29,7 +29,7 @@ class Watched:
         self._news = threading.Condition()
         around = Surroundings(
             make=script,
-            context=lambda: JobContext(spark=NO_SPARK, brokers="", lake="", folder=""),
+            context=lambda _pipeline: JobContext(spark=NO_SPARK, brokers="", lake="", folder=""),
             claim=self._claimed,
             begun=lambda: self.steps.append("begun"),
             ended=self.steps.append,

@@ -50,10 +50,10 @@ async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
 def opened(knowledge: Knowledge, **listener: Any) -> Session:
     gate = Gate(cast("Service", None), ConnectionLimits(frame_bytes_max=1), knowledge, in_clear=False, **listener)
     connection = SimpleNamespace(
+        listener="default",
         session=None,
         host=GATEWAY,
         peer=f"{GATEWAY}:1",
-        listener="default",
         ssl_object=None,
         state=None,
         deadline=None,

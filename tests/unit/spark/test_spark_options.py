@@ -91,9 +91,14 @@ def test_options_that_only_tune_another_client_are_warned_about_by_name(name: st
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("kafka.security.protocol", "SASL_SSL", "rows would travel in plaintext"),
-        ("kafka.sasl.jaas.config", "secret", "rows would travel in plaintext"),
-        ("kafka.SSL.truststore.location", "/store", "rows would travel in plaintext"),
+        ("kafka.security.protocol", "SASL_SSL", "there is nothing to sign in by"),
+        ("kafka.sasl.jaas.config", "secret", "is understood for PlainLoginModule"),
+        ("kafka.sasl.login.class", "com.example.Login", "authenticated at with the options"),
+        ("kafka.ssl.endpoint.identification.algorithm", "none", "anyone could pose as the broker"),
+        ("kafka.ssl.truststore.type", "JKS", "has to be PEM"),
+        ("user", "alice", "a user and its password together"),
+        ("tls", "/no/such/ca.pem", "cannot be read"),
+        ("kafka.ssl.truststore.location", "/no/such/store", "cannot be read"),
         ("kafka.partitioner.class", "Mine", "not supported"),
         ("kafka.interceptor.classes", "Mine", "not supported"),
         ("kafka.auto.offset.reset", "latest", "not supported"),

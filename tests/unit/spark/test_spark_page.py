@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.pipelines.source import options
+from millstream.pipelines.source.access import ACCESS_OPTIONS
 from millstream.pipelines.source.options import ReadOptions, WriteOptions, read_options, write_options
 from millstream.pipelines.source.shape import TYPES
 
@@ -30,11 +31,15 @@ def table(title: str) -> dict[str, str]:
 
 
 def test_every_option_of_reading_is_on_the_page() -> None:
-    assert set(table("Options of reading")) == set(options._READ) - OWN_NAME
+    assert set(table("Options of reading")) == set(options._READ) - OWN_NAME - set(ACCESS_OPTIONS)
 
 
 def test_every_option_of_writing_is_on_the_page() -> None:
-    assert set(table("Options of writing")) == set(options._WRITE) - OWN_NAME
+    assert set(table("Options of writing")) == set(options._WRITE) - OWN_NAME - set(ACCESS_OPTIONS)
+
+
+def test_every_option_of_signing_in_is_on_the_page() -> None:
+    assert set(table("Options of signing in")) == set(ACCESS_OPTIONS)
 
 
 def test_options_without_effect_are_named_on_the_page() -> None:

@@ -57,6 +57,7 @@ from millstream.core.config import Config
 from millstream.core.credential import (
     ApiToken,
     DeclaredSecurity,
+    Owner,
     ScramCredential,
     SecurityChange,
     user_principal,
@@ -172,7 +173,16 @@ def _changing(pipeline: Pipeline) -> dict[str, Any]:
         "is_wanted": pipeline.is_wanted,
         "parked": pipeline.parked,
         "version": pipeline.version,
+        **_owner_row(pipeline.owner),
     }
+
+
+def _owner_row(owner: Owner) -> dict[str, Any]:
+    return {"owner": owner.principal, "owner_has_password": owner.has_password}
+
+
+def _owner(row: Any) -> Owner:
+    return Owner(principal=row.owner, has_password=row.owner_has_password)
 
 
 def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
@@ -185,6 +195,7 @@ def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
         parked=row.parked,
         created_ms=row.created_ms,
         version=row.version,
+        owner=_owner(row),
         rules=tuple(sorted(rules, key=lambda rule: rule.name)),
     )
 
@@ -567,6 +578,7 @@ class Catalog:
                         overrides=overrides,
                         created_ms=subscription.created_ms,
                         used_ms=subscription.used_ms,
+                        **_owner_row(subscription.owner),
                     )
                 )
         except IntegrityError as error:
@@ -587,6 +599,7 @@ class Catalog:
                 "starts": _starts(changed),
                 "overrides": self._sealing.seal_all(changed, before, stored.overrides),
                 "used_ms": changed.used_ms,
+                **_owner_row(changed.owner),
             }
             connection.execute(update(subscriptions).where(here).values(values))
             return changed
@@ -874,6 +887,7 @@ def _subscription(row: Any) -> Subscription:
         created_ms=row.created_ms,
         starts={topic: tuple(offsets) for topic, offsets in row.starts.items()},
         used_ms=row.used_ms,
+        owner=_owner(row),
     )
 
 

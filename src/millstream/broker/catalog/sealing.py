@@ -309,7 +309,8 @@ def _noun_of(declared: Subscription | Pipeline) -> str:
 
 def secret_settings(declared: Subscription | Pipeline) -> frozenset[str]:
     """Return the names of the settings that are sealed."""
-    return _secrets_among(SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind])
+    kind: type = SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind]
+    return _secrets_among(kind)
 
 
 @cache

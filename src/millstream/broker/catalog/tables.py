@@ -79,6 +79,8 @@ subscriptions = Table(
     Column("overrides", JSON, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
     Column("used_ms", BigInteger, nullable=False),
+    Column("owner", String(1024), nullable=False),
+    Column("owner_has_password", Boolean, nullable=False),
 )
 
 deleted_subscriptions = Table(
@@ -101,6 +103,8 @@ pipelines = Table(
     Column("parked", Text, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
     Column("version", BigInteger, nullable=False),
+    Column("owner", String(1024), nullable=False),
+    Column("owner_has_password", Boolean, nullable=False),
 )
 
 routing_rules = Table(

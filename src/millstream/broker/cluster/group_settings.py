@@ -11,6 +11,7 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidRequest
 from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_settings
+from millstream.core.tasks import finishing
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class DeclaredGroups:
         """Return the settings of a group as numbers."""
         return self._parsed.get(group_id, _NONE)
 
+    @finishing
     async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:
         """Set some settings of a group, durably; None resets one to the node's."""
         if not 0 < len(group_id) <= GROUP_ID_CHARACTERS_MAX:

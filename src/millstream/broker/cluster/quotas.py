@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.errors import InvalidRequest
 from millstream.core.quota import Allotment, QuotaEntity, candidates, check_limit
+from millstream.core.tasks import finishing
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class ClientQuotas:
                 return Allotment(rate, scope)
         return None
 
+    @finishing
     async def alter(
         self, entity: QuotaEntity, changes: Mapping[str, float | None], *, validate_only: bool = False
     ) -> None:

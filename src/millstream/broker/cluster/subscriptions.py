@@ -12,6 +12,7 @@ from uuid import UUID
 
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
+from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
 from millstream.core.subscription import (
     OWN_PREFIX,
@@ -23,6 +24,7 @@ from millstream.core.subscription import (
     shown,
     topic_of_start,
 )
+from millstream.core.tasks import finishing
 
 _logger = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ class Subscriptions:
             return await self.create(name, (), {})
         return await self.find(name)
 
+    @finishing
     async def create(
         self,
         name: str,
@@ -135,6 +138,7 @@ class Subscriptions:
         *,
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
+        owner: Owner | None = None,
     ) -> Subscription:
         """Declare a subscription durably; `starts` says where its queues begin, for existing partitions.
 
@@ -156,6 +160,7 @@ class Subscriptions:
                 overrides=settings,
                 created_ms=self._clock.now_ms(),
                 starts=dict(starts or {}),
+                owner=owner or NO_OWNER,
             )
             if validate_only:
                 return made
@@ -165,6 +170,7 @@ class Subscriptions:
         self._notify()
         return made
 
+    @finishing
     async def alter(
         self,
         name: str,
@@ -173,6 +179,7 @@ class Subscriptions:
         topics: Sequence[str] | None = None,
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
+        owner: Owner | None = None,
     ) -> Subscription:
         """Set some settings of a subscription, durably; None resets a setting to what a new one has.
 
@@ -190,7 +197,9 @@ class Subscriptions:
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
             sealed = {name: value for name, value in now.sealed.items() if name not in changes}
-            return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept, sealed=sealed)
+            return dataclasses.replace(
+                now, overrides=overrides, topics=wanted, starts=kept, sealed=sealed, owner=owner or now.owner
+            )
 
         # Checked before the catalog is asked, and again with what it declares by then.
         preview = await asyncio.to_thread(changed, found)
@@ -204,6 +213,7 @@ class Subscriptions:
         self._notify()
         return stored
 
+    @finishing
     async def note_use(self, name: str, used_ms: int) -> None:
         """Record durably that a subscription is in use."""
         found = self.existing(name)
@@ -213,6 +223,7 @@ class Subscriptions:
             )
             self._store(stored)
 
+    @finishing
     async def delete(self, name: str) -> Subscription:
         """Delete a subscription, durably; the state of its queues is removed after that."""
         await self.find(name)

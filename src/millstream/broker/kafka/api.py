@@ -24,6 +24,7 @@ from millstream.broker.net.presence import Presence
 from millstream.broker.net.reply import Buffers, start
 from millstream.broker.security.changes import record_changes
 from millstream.core.acl import Operation, ResourceType
+from millstream.core.credential import Owner
 from millstream.core.errors import MillstreamError
 from millstream.core.quota import ANONYMOUS
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
@@ -132,6 +133,11 @@ def with_owned_worker(request: W, client: ClientInfo) -> W:
         return request
     # The principal has no space then, so it ends with the first one.
     return msgspec.structs.replace(request, worker=f"{quote(rights.principal, safe=':=,@')} {request.worker}")
+
+
+def owner_of(client: ClientInfo) -> Owner | None:
+    """The client as the owner of what it declares; None where it is not known, or acts for others."""
+    return None if client.rights is None else client.rights.owner
 
 
 def cluster_operations(client: ClientInfo) -> i32:

@@ -114,6 +114,7 @@ from millstream.broker.kafka.apis.subscription_apis import (
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.broker.kafka.apis.sync_group import SyncGroup
+from millstream.broker.kafka.apis.token_apis import TokenCreate, TokenList, TokenRevoke
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
@@ -400,6 +401,9 @@ class ServedApis:
         yield DeleteAcls(rules)
         yield DescribeUserScramCredentials(security)
         yield AlterUserScramCredentials(security)
+        yield TokenCreate(security)
+        yield TokenList(security)
+        yield TokenRevoke(security)
         yield SecretList(self._parts.secrets)
         yield SaslHandshake()
         yield SaslAuthenticate()

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
+from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, MillstreamError, PipelineExists, UnknownPipeline
 from millstream.core.pipeline import (
     GROUP_PREFIX,
@@ -23,6 +24,7 @@ from millstream.core.pipeline import (
     check_pipeline,
     check_rules,
 )
+from millstream.core.tasks import finishing
 
 
 def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
@@ -106,6 +108,7 @@ class Pipelines:
         """Return the pipeline of this name, asking the catalog if another node may have just declared it."""
         return self._by_name.get(name) or await self._declared(name)
 
+    @finishing
     async def create(
         self,
         name: str,
@@ -115,6 +118,7 @@ class Pipelines:
         rules: Iterable[Rule] = (),
         is_wanted: bool = True,
         validate_only: bool = False,
+        owner: Owner | None = None,
     ) -> Pipeline:
         """Declare a pipeline durably."""
         listed = tuple(sorted(rules, key=lambda rule: rule.name))
@@ -134,6 +138,7 @@ class Pipelines:
                 is_wanted=is_wanted,
                 created_ms=self._clock.now_ms(),
                 rules=listed,
+                owner=owner or NO_OWNER,
             )
             check_landed_once(made, self._by_name.values())
             if validate_only:
@@ -144,7 +149,14 @@ class Pipelines:
         self._notify()
         return made
 
-    async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Pipeline:
+    async def alter(
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        *,
+        validate_only: bool = False,
+        owner: Owner | None = None,
+    ) -> Pipeline:
         """Change settings durably; None resets one to its default.
 
         A parked pipeline is retried.
@@ -155,7 +167,7 @@ class Pipelines:
             overrides = {key: text for key, text in merged.items() if text is not None}
             check_pipeline(name, now.kind, overrides)
             sealed = {key: value for key, value in now.sealed.items() if key not in changes}
-            after = dataclasses.replace(now, overrides=overrides, parked="", sealed=sealed)
+            after = dataclasses.replace(now, overrides=overrides, parked="", sealed=sealed, owner=owner or now.owner)
             check_landed_once(after, self._by_name.values())
             return after
 
@@ -163,13 +175,19 @@ class Pipelines:
             return changed(await self.find(name))
         return await self._alter(name, changed, f"settings {', '.join(sorted(changes))}")
 
-    async def start(self, name: str) -> Pipeline:
+    async def start(self, name: str, *, owner: Owner | None = None) -> Pipeline:
         """Start a pipeline; one that was parked is retried."""
-        return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=True, parked=""), "started")
+        return await self._want(name, True, owner, "started")
 
-    async def stop(self, name: str) -> Pipeline:
+    async def stop(self, name: str, *, owner: Owner | None = None) -> Pipeline:
         """Stop a pipeline."""
-        return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=False, parked=""), "stopped")
+        return await self._want(name, False, owner, "stopped")
+
+    async def _want(self, name: str, is_wanted: bool, owner: Owner | None, description: str) -> Pipeline:
+        def changed(now: Pipeline) -> Pipeline:
+            return dataclasses.replace(now, is_wanted=is_wanted, parked="", owner=owner or now.owner)
+
+        return await self._alter(name, changed, description)
 
     async def park(self, pipeline: Pipeline, reason: str) -> Pipeline:
         """Record that a pipeline failed repeatedly, so that it is not run until it is started or changed.
@@ -183,7 +201,13 @@ class Pipelines:
         return await self._alter(pipeline.name, parked, "parked")
 
     async def change_rules(
-        self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
+        self,
+        name: str,
+        rules: Iterable[Rule] = (),
+        *,
+        gone: Iterable[str] = (),
+        validate_only: bool = False,
+        owner: Owner | None = None,
     ) -> Pipeline:
         """Add or replace rules by name and delete others, durably and atomically.
 
@@ -199,12 +223,13 @@ class Pipelines:
             merged = {**{key: rule for key, rule in known.items() if key not in left_out}, **put}
             after = tuple(merged[key] for key in sorted(merged))
             check_rules(now.kind, after)
-            return dataclasses.replace(now, rules=after, parked="")
+            return dataclasses.replace(now, rules=after, parked="", owner=owner or now.owner)
 
         if validate_only:
             return changed(await self.find(name))
         return await self._alter(name, changed, f"{len(put)} rules put, {len(left_out)} removed")
 
+    @finishing
     async def delete(self, name: str) -> Pipeline:
         """Delete a pipeline durably."""
         async with self._changing:
@@ -222,6 +247,7 @@ class Pipelines:
         """Call `listener` after each change."""
         self._listeners.append(listener)
 
+    @finishing
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
         async with self._changing:
             found = await self._declared(name)

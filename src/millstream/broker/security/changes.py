@@ -129,6 +129,17 @@ def _acl_change(activity: Activity, rule: Any, pattern: int, result: Any) -> Cha
     return _change(result, activity, "acl", str(acl), {"principal": acl.principal})
 
 
+def _token_created(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if response.error == 0:
+        data = {"owner": response.owner, "expires_ms": response.expires_ms}
+        yield Change(activity=CREATE, kind="token", name=response.token_id, data=data)
+
+
+def _token_revoked(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if response.error == 0:
+        yield Change(activity=DELETE, kind="token", name=request.token_id)
+
+
 def _groups_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for group in _done(response.results):
         yield _change(group, DELETE, "group", group.group_id)
@@ -231,6 +242,8 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "SubscriptionForget": _of_one("subscription", UPDATE),
     "SubscriptionRevive": _of_one("subscription", UPDATE),
     "SubscriptionSeek": _of_one("subscription", UPDATE),
+    "TokenCreate": _token_created,
+    "TokenRevoke": _token_revoked,
 }
 
 CHANGES_NOTHING: Final = frozenset(
@@ -243,7 +256,7 @@ CHANGES_NOTHING: Final = frozenset(
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
         *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
-        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList"),
+        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),

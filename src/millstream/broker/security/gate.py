@@ -22,6 +22,7 @@ from millstream.broker.security.rights import Rights
 from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
+from millstream.core.credential import TOKEN_PREFIX
 from millstream.core.errors import AuthenticationFailed, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter
@@ -334,14 +335,17 @@ def _subject(certificate: Any) -> str:
 
 
 class _NodeSecret:
-    """The mechanism of a node's own processes, on a listener that only they know."""
+    """The mechanism of a node's own processes, on a listener that only they know: as the node, or by an API token."""
 
     def __init__(self, knowledge: Knowledge) -> None:
+        self._authenticator = knowledge.authenticator
         self._secret = knowledge.node_secret
         self.user = NODE_USER
 
-    async def step(self, message: bytes) -> tuple[bytes, Verified]:
-        """Compare the secret."""
+    async def step(self, message: bytes) -> bytes | tuple[bytes, Verified]:
+        """Compare the secret, or verify a token."""
+        if message.startswith(b"\0" + TOKEN_PREFIX.encode()):
+            return await self._authenticator.begin(PLAIN).step(message)
         if not hmac.compare_digest(message, b"\0" + NODE_USER.encode() + b"\0" + self._secret):
             raise AuthenticationFailed("this listener is for the node's own processes")
         return b"", Verified(principal=_NODE_PRINCIPAL)

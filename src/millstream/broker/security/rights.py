@@ -10,17 +10,20 @@ from millstream.broker.security.audit import Actor, Change
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import CLUSTER_NAME, OPERATIONS, Operation, ResourceType
-from millstream.core.credential import ApiToken, ScramCredential
+from millstream.core.credential import ApiToken, Owner, ScramCredential
 from millstream.core.errors import (
     ClusterNotAuthorized,
     GroupNotAuthorized,
     MillstreamError,
+    NotAuthorized,
     TopicNotAuthorized,
     TransactionNotAuthorized,
 )
 from millstream.core.ids import NodeId
 
 ANONYMOUS: Final = "User:ANONYMOUS"
+OWNER_HOST: Final = "127.0.0.1"
+"""Where pipelines and push are, for rules that name a host."""
 _REMEMBERED_MAX: Final = 10_000
 _ERRORS: Final[dict[ResourceType, type[MillstreamError]]] = {
     ResourceType.TOPIC: TopicNotAuthorized,
@@ -106,6 +109,18 @@ class Rights:
         rules = (self._state.snapshot, *self._scopes)
         return all(one.decide_any(self.principal, self.host, operation, kind) for one in rules)
 
+    def has_token(self, token: ApiToken | None) -> bool:
+        """Whether an API token is the client's own; within a scope, only the one it shows and those made with it."""
+        if token is None or token.owner != self.principal:
+            return False
+        chain = self._state.token_chain(token.token_id)
+        return not self._scopes or any(one.token_id == self.tokens[0].token_id for one in chain)
+
+    @property
+    def owner(self) -> Owner | None:
+        """The client as the owner of what it changes; None for nodes, which change things for others."""
+        return None if self.node_id is not None else self._state.owner(self.principal)
+
     def topic(self, operation: Operation, name: str) -> bool:
         """Whether the client may do an operation on a topic."""
         return self.allows(operation, ResourceType.TOPIC, name)
@@ -144,3 +159,19 @@ class Rights:
     def operations(self, kind: ResourceType, name: str = CLUSTER_NAME) -> int:
         """Return the allowed operations on a resource as a Kafka bit field."""
         return sum(1 << operation for operation in OPERATIONS[kind] if self.allows(operation, kind, name))
+
+
+def owner_refusal(state: SecurityState, owner: Owner, needs: Iterable[tuple[Operation, ResourceType, str]] = ()) -> str:
+    """Say why something cannot act with the rights of its owner; empty if it can."""
+    takes_over = "whoever changes it becomes its owner"
+    if owner.principal in ("", ANONYMOUS):
+        return f"it has no owner, since it was changed without authentication; {takes_over}"
+    if state.is_gone(owner):
+        return f"its owner {owner.principal} was deleted; {takes_over}"
+    rights = Rights(state, owner.principal, OWNER_HOST)
+    try:
+        for operation, kind, name in needs:
+            rights.require(operation, kind, name)
+    except NotAuthorized as error:
+        return f"its owner may not go on: {error}"
+    return ""

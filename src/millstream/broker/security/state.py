@@ -16,7 +16,15 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.core.acl import Acl, AclFilter, check_principal
-from millstream.core.credential import ApiToken, DeclaredSecurity, ScramCredential, SecurityChange
+from millstream.core.credential import (
+    SCRAM_MECHANISMS,
+    ApiToken,
+    DeclaredSecurity,
+    Owner,
+    ScramCredential,
+    SecurityChange,
+    user_principal,
+)
 from millstream.core.errors import CatalogUnavailable, InvalidRequest, InvalidSetting
 from millstream.core.tasks import finish
 
@@ -25,7 +33,7 @@ _logger = logging.getLogger(__name__)
 ACLS_MAX: Final = 100_000
 CREDENTIALS_MAX: Final = 100_000
 TOKENS_MAX: Final = 100_000
-TOKENS_PER_OWNER_MAX: Final = 1000
+TOKENS_PER_OWNER_MAX: Final = 10_000
 CHAIN_MAX: Final = 8
 """How many tokens are created one with the other."""
 _LOGGED_MAX: Final = 20
@@ -114,6 +122,18 @@ class SecurityState:
                     except CatalogUnavailable as error:
                         _logger.debug("an unknown token cannot be looked for", exc_info=error)
         return self.token_chain(token_id)
+
+    def owner(self, principal: str) -> Owner:
+        """A principal as the owner of what it changes."""
+        return Owner(principal=principal, has_password=self._has_password(principal))
+
+    def is_gone(self, owner: Owner) -> bool:
+        """Whether an owner was a user that is deleted by now."""
+        return owner.has_password and not self._has_password(owner.principal)
+
+    def _has_password(self, principal: str) -> bool:
+        user = principal.removeprefix(user_principal(""))
+        return principal == user_principal(user) and self.credential(user, SCRAM_MECHANISMS) is not None
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change."""

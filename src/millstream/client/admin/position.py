@@ -48,6 +48,12 @@ class Position:
         }[self.kind]
 
 
+def parse_age_ms(text: str) -> int | None:
+    """Parse a length of time such as 15m or 7d; None if the text is none."""
+    ago = _AGO.match(text)
+    return None if ago is None else int(ago[1]) * _UNIT_MS[ago[2]]
+
+
 def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     """Parse a position, or raise `InvalidRequest` with the accepted forms."""
     text = text.strip()
@@ -55,10 +61,10 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
         return Position(Kind(_NAMES[text.lower()]))
     if text.isascii() and text.isdigit():
         return Position(Kind.OFFSET, int(text))
-    ago = _AGO.match(text)
-    if ago is not None:
+    age_ms = parse_age_ms(text)
+    if age_ms is not None:
         now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-        return Position(Kind.TIME, max(0, now_ms - int(ago[1]) * _UNIT_MS[ago[2]]))
+        return Position(Kind.TIME, max(0, now_ms - age_ms))
     try:
         return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
     except (ValueError, OverflowError):

@@ -1,10 +1,10 @@
-"""Users and access rules, over the requests that Kafka has for them, and what secrets the catalog holds."""
+"""Users and access rules, over the requests that Kafka has for them, and tokens and secrets, over private ones."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from millstream.client.admin.topics import node_configs
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
@@ -16,13 +16,26 @@ from millstream.core.credential import (
     hash_password,
 )
 from millstream.core.errors import NotFound
-from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.message import Nothing, Response, decode, encode
 from millstream.protocol.private.secret_messages import SECRETS_KEY, SecretsRequest, SecretsResponse
+from millstream.protocol.private.token_messages import (
+    CREATE_KEY,
+    LASTS_MS,
+    LIST_KEY,
+    REVOKE_KEY,
+    CreateTokenResponse,
+    ListTokensResponse,
+    NewToken,
+    RevokeTokenRequest,
+    ScopeRule,
+    TokenDescription,
+)
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 _SALT_BYTES = 24
 _SUPER_USERS = "super-users"
+_Answer = TypeVar("_Answer", bound=Response)
 
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
@@ -87,6 +100,31 @@ async def super_users_setting(client: Client) -> str | None:
     """Return the super users as a node's configuration names them; None if the client may not see that."""
     node = next(iter((await client.metadata([])).nodes))
     return (await node_configs(client, node, (_SUPER_USERS,))).get(_SUPER_USERS)
+
+
+async def create_token(
+    client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lasts_ms: int = LASTS_MS
+) -> CreateTokenResponse:
+    """Create an API token; this is the only time that its secret is shown."""
+    request = NewToken(owner=owner, lasts_ms=lasts_ms, scope=[ScopeRule.of(acl) for acl in scope])
+    return await _ask(client, CREATE_KEY, request, CreateTokenResponse)
+
+
+async def list_tokens(client: Client) -> Sequence[TokenDescription]:
+    """The API tokens that the client may know of."""
+    return (await _ask(client, LIST_KEY, Nothing(), ListTokensResponse)).tokens
+
+
+async def revoke_token(client: Client, token_id: str) -> None:
+    """Revoke an API token and those that were created with it."""
+    await _ask(client, REVOKE_KEY, RevokeTokenRequest(token_id=token_id), Response)
+
+
+async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -> _Answer:
+    answer = decode(await client.private(None, key, encode(request)), kind)
+    if answer.error:
+        raise error_from_code(answer.error, answer.message, about="API tokens")
+    return answer
 
 
 async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:

@@ -19,9 +19,13 @@ import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.push_board import PushBoard, PushReport
+from millstream.broker.security.rights import owner_refusal
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
 from millstream.core.errors import MillstreamError
 from millstream.core.setting import seal_problem
+from millstream.core.subscription import Subscription
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
 from millstream.protocol.wire.credentials import child_environment
 
@@ -51,6 +55,7 @@ class PushChild(SupervisedChild):
         node_id: int,
         private_addresses: bool,
         release_worker: Callable[[str], None],
+        security: SecurityState | None = None,
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -62,12 +67,15 @@ class PushChild(SupervisedChild):
         self._node_id = node_id
         self._private_addresses = private_addresses
         self._worker_gone = release_worker
+        self._security = security
         self._log_level = log_level
         self._log_format = log_format
         self._pushed: list[PushSubscription] = []
         self._news = asyncio.Event()
         self._worker = ""
         declared.on_change(self._look)
+        if security is not None:
+            security.on_change(self._look)
         self._look()
 
     @property
@@ -156,7 +164,10 @@ class PushChild(SupervisedChild):
                 # A newer node may have declared settings that are unknown here.
                 _logger.debug("a subscription cannot be read", extra={"error": str(error)})
                 continue
-            if pushed is not None:
+            refusal = "" if pushed is None else self._refusal(declared)
+            if refusal:
+                parked[declared.name] = refusal
+            elif pushed is not None:
                 found.append(pushed)
             elif settings.push_url:
                 parked[declared.name] = seal_problem(declared.sealed)
@@ -164,6 +175,14 @@ class PushChild(SupervisedChild):
         if found != self._pushed:
             self._pushed = found
             self._news.set()
+
+    def _refusal(self, subscription: Subscription) -> str:
+        """Say why messages are not pushed with the rights of the subscription's owner; empty if they are."""
+        if self._security is None:
+            return ""
+        topics = ((Operation.READ, ResourceType.TOPIC, topic) for topic in subscription.topics)
+        needs = [(Operation.READ, ResourceType.GROUP, subscription.name), *topics]
+        return owner_refusal(self._security, subscription.owner, needs)
 
     def _command(self) -> list[str]:
         options = {

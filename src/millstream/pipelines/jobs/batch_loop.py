@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
+from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.batch_commit import (
     OFFSETS_TASK,
     Batch,
@@ -109,7 +110,7 @@ class BatchLoop:
         self._known: _Known | None = None
         self._is_alone = False
         """Whether undecided transactions of earlier runs have been looked for."""
-        self.options = WriteOptions(brokers=context.brokers, client_id=CLIENT_ID)
+        self.options = WriteOptions(brokers=context.brokers, access=context.access, client_id=CLIENT_ID)
 
     @property
     def link(self) -> Link:
@@ -119,10 +120,14 @@ class BatchLoop:
     def options_for(self, topic: str) -> WriteOptions:
         return replace(self.options, topic=topic)
 
+    def reading_access(self, topics: Iterable[str]) -> Access:
+        """Return what tasks that read topics sign in by."""
+        return self.options.access.for_tasks(self.options.brokers, may_read(topics))
+
     def survey(self, topics: Sequence[str]) -> OffsetResolver:
         """Return a resolver of the committed offsets of some topics."""
         given = {BROKERS: self._context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
-        return OffsetResolver(read_options(given))
+        return OffsetResolver(read_options(given, self._context.access))
 
     def plan(self, topics: Sequence[str]) -> Plan:
         """Plan the next batch of some topics; it has no rows if there are no messages."""

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from millstream.core.pipeline import Pipeline, Rule
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.protocol.private.transactions import GroupMember
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from millstream.pipelines.source.link import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,10 @@ class JobContext:
     spark: SparkSession
     brokers: str
     """The bootstrap servers."""
+    access: Access = NO_ACCESS
+    """What the job signs in by: as the owner of its pipeline."""
+    node_link: Link | None = None
+    """The link of a driver that acts for its node, where jobs do not; None where they have the same rights."""
     lake: str
     """The folder or URL of the tables, unless the pipeline sets its own."""
     folder: str

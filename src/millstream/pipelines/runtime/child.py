@@ -21,6 +21,8 @@ import msgspec
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.security.rights import owner_refusal
+from millstream.broker.security.state import SecurityState
 from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
@@ -58,6 +60,7 @@ def driver_options(config: Config, kafka: str) -> Options:
     return Options(
         kafka=kafka if is_local else config.advertise or kafka,
         node=config.node_id,
+        authorizes=config.authorizes,
         lake=places.lake,
         folder=places.folder,
         log=os.path.join(data, LOG_NAME),
@@ -87,17 +90,22 @@ class PipelineChild(SupervisedChild):
         owner: PipelineOwner,
         *,
         missing: Callable[[], str],
+        security: SecurityState | None = None,
         module: str = MODULE,
         backoff_min_s: float = BACKOFF_S_MIN,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Take `missing`, which returns why nothing can be run here: what has to be installed or set."""
+        """Take `missing`, which returns why nothing can be run here: what has to be installed or set.
+
+        With `security`, pipelines run with the rights of their owners.
+        """
         super().__init__(backoff_min_s=backoff_min_s)
         self._options = options
         self._declared = declared
         self._board = board
         self._owner = owner
         self._missing = missing
+        self._security = security
         self._module = module
         self._silent_s = silent_s
         self._driver_reports = DriverReports(options.node)
@@ -113,6 +121,8 @@ class PipelineChild(SupervisedChild):
         self._to_park = asyncio.Event()
         declared.on_change(self._look)
         owner.on_change(self._look)
+        if security is not None:
+            security.on_change(self._look)
         self._look()
 
     @property
@@ -263,6 +273,8 @@ class PipelineChild(SupervisedChild):
         self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
+        if self._owner.is_mine:
+            due = [one for one in due if not self._is_refused(one)]
         # Missing packages may have been installed since; this is only checked when there is something to run.
         self._idle_reason = self._missing() if due else ""
         self._due = due
@@ -326,6 +338,14 @@ class PipelineChild(SupervisedChild):
                     break
                 del self._parked[name]
                 self._look()
+
+    def _is_refused(self, pipeline: Pipeline) -> bool:
+        """Whether a pipeline cannot run with the rights of its owner; it is parked for that."""
+        reason = "" if self._security is None else owner_refusal(self._security, pipeline.owner)
+        if reason:
+            self._parked[pipeline.name] = (pipeline, reason)
+            self._to_park.set()
+        return bool(reason)
 
     def _is_parked_here(self, pipeline: Pipeline) -> bool:
         parked = self._parked.get(pipeline.name)

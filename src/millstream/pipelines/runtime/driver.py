@@ -30,9 +30,10 @@ from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
+from millstream.pipelines.source.access import NO_ACCESS, TokenFiles, connection_access
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
-from millstream.protocol.wire.credentials import adopt_node_credentials
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS, adopt_node_credentials
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -168,13 +169,18 @@ class Driver:
         backoff_s: float = BACKOFF_S_MIN,
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
+        tokens: TokenFiles | None = None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        """Run pipelines; `leave` ends the process at once, with an exit code."""
+        """Run pipelines; `leave` ends the process at once, with an exit code.
+
+        With `tokens`, pipelines act with the rights of their owners.
+        """
         self._options = options
         self._spark: Any = spark
         self._send = send
         self._claim = claim
+        self._tokens = tokens
         self._jobs = jobs
         self._report_s = report_s
         self._backoff_s = backoff_s
@@ -245,9 +251,16 @@ class Driver:
             backoff_s=self._backoff_s,
         )
 
-    def _context(self) -> JobContext:
-        options = self._options
-        return JobContext(spark=self._spark, brokers=options.kafka, lake=options.lake, folder=options.folder)
+    def _context(self, pipeline: Pipeline) -> JobContext:
+        options, tokens = self._options, self._tokens
+        return JobContext(
+            spark=self._spark,
+            brokers=options.kafka,
+            access=NO_ACCESS if tokens is None else tokens.access_of(pipeline.owner.principal),
+            node_link=None if tokens is None else tokens.link,
+            lake=options.lake,
+            folder=options.folder,
+        )
 
     def _begun(self, name: str) -> None:
         if self._spark is not None:
@@ -307,7 +320,7 @@ def _send_heartbeats(events: EventWriter) -> None:
 
 def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Callable[[], None] = exit_now) -> None:
     """Drive until the broker closes the pipe."""
-    from millstream.pipelines.runtime.spark_session import close_session, open_session
+    from millstream.pipelines.runtime.spark_session import close_session, open_session, scratch_folder
 
     ears = CommandReader(commands, leave)
     threading.Thread(target=_send_heartbeats, args=(events,), name="alive", daemon=True).start()
@@ -319,7 +332,8 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
             log=options.log,
             ends_with_java=True,
         )
-        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S)
+        credentials = NODE_CREDENTIALS.get()
+        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S, credentials=credentials)
     except Exception as error:
         events.send(DriverEvent(failed=reason_of(error)))
         raise
@@ -327,10 +341,13 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
     def claim(group: str, on_lost: Callable[[], None]) -> HeldClaim:
         return Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
 
-    driver = Driver(options, spark, events.send, claim)
+    tokens = TokenFiles(link, scratch_folder(), connection_access(credentials)) if options.authorizes else None
+    driver = Driver(options, spark, events.send, claim, tokens=tokens)
     for line in ears.lines():
         driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
     driver.end()
+    if tokens is not None:
+        tokens.close()
     close_session(spark)
 
 

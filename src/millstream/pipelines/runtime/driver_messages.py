@@ -22,6 +22,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     kafka: str
     node: int
+    authorizes: bool = False
+    """Whether pipelines have to act with the rights of their owners."""
     lake: str
     folder: str
     master: str

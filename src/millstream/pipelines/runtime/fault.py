@@ -50,7 +50,12 @@ _OUTSIDE: Final[tuple[type[BaseException], ...]] = (
 )
 _NOT_OUTSIDE: Final[tuple[type[BaseException], ...]] = (NotADirectoryError, IsADirectoryError, FileExistsError)
 """The path is taken by something else."""
-_DECLARED: Final[tuple[type[BaseException], ...]] = (errors.InvalidRequest, errors.LostData, errors.ColumnMismatch)
+_DECLARED: Final[tuple[type[BaseException], ...]] = (
+    errors.InvalidRequest,
+    errors.LostData,
+    errors.ColumnMismatch,
+    errors.NotAuthorized,
+)
 
 _JAVA_LOST: Final = ("Py4JNetworkError", "Py4JError")
 """Raised when Java does not answer any more. Java's own errors are of other classes."""

@@ -146,8 +146,8 @@ class Surroundings:
     """What the driver provides to a runner."""
 
     make: JobKind
-    context: Callable[[], JobContext]
-    """Returns the context of jobs, without what belongs to one pipeline."""
+    context: Callable[[Pipeline], JobContext]
+    """Returns the context of a pipeline's jobs, without what belongs to one run."""
     claim: Callable[[str, Callable[[], None]], HeldClaim]
     """Makes the claim on a group; the second argument is called when it is lost."""
     turn: Callable[[], None] = lambda: None
@@ -378,7 +378,7 @@ class Runner:
 
     def _context(self, pipeline: Pipeline, stopping: threading.Event) -> JobContext:
         return replace(
-            self._around.context(),
+            self._around.context(pipeline),
             rules=pipeline.rules,
             stopping=stopping,
             member=lambda: self._claim.member(),

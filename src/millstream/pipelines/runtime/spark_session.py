@@ -45,6 +45,11 @@ def make_scratch() -> str:
             return folder
 
 
+def scratch_folder() -> str:
+    """Return this process's scratch folder, which only its user can read."""
+    return next(iter(_held))
+
+
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
     """Redirect the temporary files of libraries to a folder: a process that exits at once leaves them behind."""

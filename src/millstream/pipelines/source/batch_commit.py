@@ -129,7 +129,11 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
 def writing_link(options: WriteOptions) -> Link:
     """Return this process's client for writing; tasks and commits wait for brokers that restart."""
     return link_to(
-        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
+        options.brokers,
+        client_id=options.client_id,
+        timeout_s=options.timeout_s,
+        patience_s=options.timeout_s,
+        access=options.access,
     )
 
 

@@ -1,7 +1,7 @@
 """The broker connection of a Spark process, whose code is not asynchronous: an event loop in a thread.
 
 Spark creates readers and writers all the time and forks its workers, so clients are kept in the module, one per list of
-brokers. A forked process starts with none.
+brokers and way to sign in. A forked process starts with none.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ from typing import Final
 
 from millstream.client.loop_thread import LoopThread
 from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
-LINKS_MAX: Final = 8
-"""The number of clusters to which one process keeps connections."""
+LINKS_MAX: Final = 64
+"""How many clients one process keeps: of each cluster, one for each way to sign in."""
 
 _PAUSE_S: Final = 0.2
 
-_links: dict[tuple[str, str, float], Link] = {}
+_links: dict[tuple[str, str, float, Access], Link] = {}
 _lock = threading.Lock()
 
 
 class Link(LoopThread):
     """A client of one cluster for threads without an event loop."""
 
-    def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patience_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        brokers: str,
+        client_id: str,
+        timeout_s: float,
+        *,
+        patience_s: float = 0.0,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         super().__init__("millstream link")
         self._brokers = brokers
+        self._credentials = credentials
         try:
             self.client = self.call(self._connect(client_id, timeout_s, patience_s))
         except BaseException:
@@ -46,7 +57,9 @@ class Link(LoopThread):
     async def _connect(self, client_id: str, timeout_s: float, patience_s: float) -> Client:
         deadline = self._loop.time() + patience_s
         while True:
-            client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
+            client = Client.connect(
+                self._brokers, client_id=client_id, timeout_s=timeout_s, credentials=self._credentials
+            )
             try:
                 return await client.__aenter__()
             except BrokerUnreachable:
@@ -59,19 +72,21 @@ class Link(LoopThread):
                 ) from None
 
 
-def link_to(brokers: str, *, client_id: str, timeout_s: float, patience_s: float = 0.0) -> Link:
+def link_to(
+    brokers: str, *, client_id: str, timeout_s: float, patience_s: float = 0.0, access: Access = NO_ACCESS
+) -> Link:
     """Return this process's link to a cluster, creating it on first use.
 
     Planning a query fails at once if no broker answers; a task of a running query is patient, since a broker may be
     restarting.
     """
-    key = (brokers, client_id, timeout_s)
+    key = (brokers, client_id, timeout_s, access)
     with _lock:
         link = _links.pop(key, None)
         if link is None:
             if len(_links) >= LINKS_MAX:
                 _links.pop(next(iter(_links))).close()
-            link = Link(brokers, client_id, timeout_s, patience_s=patience_s)
+            link = Link(brokers, client_id, timeout_s, patience_s=patience_s, credentials=access.credentials())
         # Most recently used last.
         _links[key] = link
         return link

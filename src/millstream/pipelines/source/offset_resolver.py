@@ -44,7 +44,7 @@ class OffsetResolver:
     def link(self) -> Link:
         """The client of this process; never stored, since readers are sent between processes."""
         options = self._options
-        return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+        return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, access=options.access)
 
     def partitions(self) -> dict[str, list[int]]:
         """Return the partitions to read now, by topic."""

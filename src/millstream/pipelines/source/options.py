@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
+from millstream.pipelines.source.access import ACCESS_OPTIONS, NO_ACCESS, Access, may_write, parse_access
 from millstream.pipelines.source.position import (
     EARLIEST,
     EARLIEST_LANDED,
@@ -36,7 +37,7 @@ from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 BROKERS: Final = "kafka.bootstrap.servers"
 DEFAULT_BROKERS: Final = "localhost:9092"
 
-_BOTH: Final = (BROKERS, "includeHeaders", "kafka.client.id", "kafka.request.timeout.ms", "path")
+_BOTH: Final = (BROKERS, "includeHeaders", "kafka.client.id", "kafka.request.timeout.ms", "path", *ACCESS_OPTIONS)
 _READ: Final = (
     *_BOTH,
     "subscribe",
@@ -118,7 +119,6 @@ _WITHOUT_EFFECT: Final = {
     ),
 }
 """Options of Spark's Kafka source that affect neither rows nor where they go."""
-_PROTOCOL: Final = "kafka.security.protocol"
 _SECURITY: Final = ("kafka.security.", "kafka.sasl.", "kafka.ssl.")
 _SPARKS_OWN: Final = frozenset(
     {
@@ -141,6 +141,7 @@ class ReadOptions:
     """What a query reads, and how."""
 
     brokers: str = DEFAULT_BROKERS
+    access: Access = NO_ACCESS
     client_id: str = "millstream-spark"
     timeout_s: float = 60.0
     subscribe: tuple[str, ...] = ()
@@ -168,6 +169,14 @@ class ReadOptions:
     lake: str | None = None
     """The folder or URL of landed tables, if not the pipelines' own."""
 
+    def for_tasks(self) -> ReadOptions:
+        """The options without what the driver signs in by."""
+        return replace(self, access=self.access.without_secrets())
+
+    def of(self, access: Access | None) -> ReadOptions:
+        """The options of a task that signs in by its own."""
+        return self if access is None else replace(self, access=access)
+
     @property
     def reaches_lake(self) -> bool:
         """Whether messages that the log no longer has are read from landed tables."""
@@ -191,6 +200,7 @@ class WriteOptions:
     """Where rows go, and how."""
 
     brokers: str = DEFAULT_BROKERS
+    access: Access = NO_ACCESS
     client_id: str = "millstream-spark"
     timeout_s: float = 120.0
     topic: str | None = None
@@ -202,14 +212,31 @@ class WriteOptions:
     source: SourceOffsets | None = None
     """What is committed together with the rows."""
 
+    def for_tasks(self, query: str, topics: Iterable[str] | None = None) -> WriteOptions:
+        """The options of tasks, and of the commit: they sign in by a token for what the query writes.
 
-def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """Validate the options of a reader; raise `InvalidSetting` for unknown, missing or invalid ones."""
+        Topics are named where the rows name them. Without a query, which a stream does not know, any one is meant.
+        """
+        named = topics if self.topic is None else [self.topic]
+        scope = (
+            may_write(named, query)
+            if self.source is None
+            else may_write(named, query, groups=[self.source.group], sources=self.source.offsets)
+        )
+        return replace(self, access=self.access.for_tasks(self.brokers, scope))
+
+
+def read_options(given: Mapping[str, str], access: Access | None = None) -> ReadOptions:
+    """Validate the options of a reader; raise `InvalidSetting` for unknown, missing or invalid ones.
+
+    Without an access, the options and the environment say how to sign in.
+    """
     found = _Given(given, _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
     options = ReadOptions(
         brokers=found.text(BROKERS) or DEFAULT_BROKERS,
+        access=found.access() if access is None else access,
         client_id=found.text("kafka.client.id") or "millstream-spark",
         timeout_s=found.number("kafka.request.timeout.ms", 60_000, minimum=100) / 1000,
         subscribe=topics.subscribe,
@@ -250,6 +277,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     codecs = ("none", "gzip", "snappy", "lz4", "zstd")
     return WriteOptions(
         brokers=found.text(BROKERS) or DEFAULT_BROKERS,
+        access=found.access(),
         client_id=found.text("kafka.client.id") or "millstream-spark",
         timeout_s=found.number("kafka.request.timeout.ms", 120_000, minimum=100) / 1000,
         topic=found.text("topic") or None,
@@ -291,7 +319,7 @@ class _Given:
                 self._texts[by_lower[lower]] = str(text)
             elif lower in ignored:
                 warnings.warn(f"option {name} has no effect: {ignored[lower]}", stacklevel=4)
-            elif lower in _SPARKS_OWN or (lower, str(text).strip().upper()) == (_PROTOCOL, "PLAINTEXT"):
+            elif lower in _SPARKS_OWN:
                 continue
             else:
                 raise _refusal(name, known, doing)
@@ -299,6 +327,10 @@ class _Given:
     def text(self, name: str) -> str | None:
         """Return an option's text; None if it is missing or empty."""
         return self._texts.get(name, "").strip() or None
+
+    def access(self) -> Access:
+        """How to sign in."""
+        return parse_access({name: self._texts[name] for name in ACCESS_OPTIONS if name in self._texts})
 
     def flag(self, name: str, default: bool) -> bool:
         """Parse true or false."""
@@ -333,9 +365,8 @@ def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
     """Explain why an option is not accepted, and what to do."""
     if name.lower().startswith(_SECURITY):
         return InvalidSetting(
-            f"option {name} is not supported: there is no TLS and no authentication yet, and rows would travel in "
-            "plaintext. Remove the option if the network between Spark and the brokers is trusted, or read "
-            "through an encrypted tunnel"
+            f"option {name} is not supported; brokers are reached by TLS and authenticated at with the options "
+            f"{', '.join(ACCESS_OPTIONS)}"
         )
     names = sorted(set(known) - {"path"})
     meant = suggestion(name, names)

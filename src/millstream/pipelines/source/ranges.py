@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil, floor
 
 from pyspark.sql.datasource import InputPartition
 
+from millstream.pipelines.source.access import Access, may_read
+from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import Offsets
 
 
@@ -31,6 +33,8 @@ class Range(InputPartition):
     end: int
     table: Table | None = None
     """The table it is read from, if not the log."""
+    access: Access | None = field(default=None, compare=False, repr=False)
+    """What its task signs in by, if not as nobody."""
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -44,6 +48,14 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
         for number, last in sorted(lasts.items())
         if last > start[topic][number]
     ]
+
+
+def admit_tasks(ranges: Sequence[Range], options: ReadOptions) -> list[Range]:
+    """Give the tasks of a query what they sign in by."""
+    if not options.access.is_known or options.ranges:
+        return list(ranges)
+    access = options.access.for_tasks(options.brokers, may_read({one.topic for one in ranges}))
+    return [replace(one, access=access) for one in ranges]
 
 
 def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: int | None) -> list[Range]:

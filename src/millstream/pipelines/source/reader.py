@@ -25,7 +25,7 @@ from millstream.core.errors import LostData
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import EARLIEST, ByTime, Named, Offsets
-from millstream.pipelines.source.ranges import Range, ranges_between, split
+from millstream.pipelines.source.ranges import Range, admit_tasks, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape
 from millstream.pipelines.source.spark_errors import iterate_without_traceback, without_traceback
@@ -167,11 +167,16 @@ class TopicReader(DataSourceReader):
                 for topic, offsets in start.items()
             }
         ranges = [narrowed for one in (*landed, *ranges_between(start, end)) for narrowed in self._narrowed(one)]
-        return split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
+        pieces = split(ranges, min_partitions=options.min_partitions, records_max=options.records_per_task_max)
+        return admit_tasks(pieces, options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one task."""
         return read_task(partition, self._options, self._shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the driver signs in by: tasks find what they sign in by in their ranges."""
+        return {**self.__dict__, "_options": self._options.for_tasks()}
 
     def _narrowed(self, one: Range) -> Iterator[Range]:
         bounds = self._bounds
@@ -192,7 +197,7 @@ def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> 
 
         yield from read_landed(partition, shape)
     elif isinstance(partition, Range):
-        yield from read_range(partition, options, shape)
+        yield from read_range(partition, options.of(partition.access), shape)
 
 
 def range_row(one: Range) -> pa.RecordBatch:

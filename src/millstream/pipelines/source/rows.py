@@ -134,7 +134,11 @@ def read_columns(
     to `skip` and passed over. Without it, the option `failOnUnreadable` decides.
     """
     link = link_to(
-        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
+        options.brokers,
+        client_id=options.client_id,
+        timeout_s=options.timeout_s,
+        patience_s=options.timeout_s,
+        access=options.access,
     )
     skip = skip or partial(_skip_unreadable, one, options)
     for batches, start, answer in _fetched(link, one, options, skip):

@@ -6,7 +6,7 @@ modules are imported when a query needs them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 class MillstreamSource(DataSource):
     """The data source; Spark creates one per query."""
+
+    _is_planned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave secrets out of what is sent to tasks, which is what happens once a reader was made."""
+        if not self._is_planned:
+            return dict(self.__dict__)
+        from millstream.pipelines.source.access import SECRET_OPTIONS
+
+        kept = {name: text for name, text in self.options.items() if name.lower() not in SECRET_OPTIONS}
+        return {**self.__dict__, "options": kept}
 
     @classmethod
     def name(cls) -> str:
@@ -48,6 +59,7 @@ class MillstreamSource(DataSource):
 
         options = read_options(self.options)
         _check_filter(options.filter)
+        self._is_planned = True
         return TopicReader(options, shape_of(schema, options))
 
     @without_traceback
@@ -59,6 +71,7 @@ class MillstreamSource(DataSource):
 
         options = read_options(self.options)
         _check_filter(options.filter)
+        self._is_planned = True
         return TopicStreamReader(options, shape_of(schema, options))
 
     @without_traceback

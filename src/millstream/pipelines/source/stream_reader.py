@@ -23,7 +23,7 @@ from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.offset_resolver import OffsetResolver
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import LATEST, Named
-from millstream.pipelines.source.ranges import Range, admitted, ranges_between, split
+from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ranges_between, split
 from millstream.pipelines.source.reader import check_start, read_task
 from millstream.pipelines.source.shape import Shape
 from millstream.pipelines.source.spark_errors import without_traceback
@@ -113,9 +113,10 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         there = {topic: list(offsets) for topic, offsets in asked.items()}
         found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
-        return split(
+        pieces = split(
             [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
         )
+        return admit_tasks(pieces, options)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Note that Spark has processed everything before."""
@@ -126,6 +127,10 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one task."""
         return read_task(partition, self._options, self._shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the driver signs in by: tasks find what they sign in by in their ranges."""
+        return {**self.__dict__, "_options": self._options.for_tasks()}
 
     # -- how --------------------------------------------------------------------------------------------------
 

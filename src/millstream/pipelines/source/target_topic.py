@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from millstream.core.errors import TopicExists, UnknownTopic
 from millstream.core.topic import check_topic_name
+from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
 from millstream.protocol.private.transaction_messages import PREPARE_KEY
@@ -62,12 +63,14 @@ def supports_batch_commit(link: Link) -> bool:
 
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
     """Raise unless the brokers answer and have the topic; successful checks are cached."""
-    _check(options.brokers, options.client_id, options.timeout_s, options.topic, patience_s)
+    _check(options.brokers, options.access, options.client_id, options.timeout_s, options.topic, patience_s)
 
 
 @lru_cache(maxsize=16)
-def _check(brokers: str, client_id: str, timeout_s: float, topic: str | None, patience_s: float) -> None:
-    link = link_to(brokers, client_id=client_id, timeout_s=timeout_s, patience_s=patience_s)
+def _check(
+    brokers: str, access: Access, client_id: str, timeout_s: float, topic: str | None, patience_s: float
+) -> None:
+    link = link_to(brokers, client_id=client_id, timeout_s=timeout_s, patience_s=patience_s, access=access)
     if topic is not None:
         count_partitions(link, topic)
     if not supports_batch_commit(link):

@@ -88,12 +88,12 @@ class TopicWriter(DataSourceArrowWriter):
     """Writes one DataFrame. Created on the driver; copies of the instance write in the tasks and commit."""
 
     def __init__(self, options: WriteOptions) -> None:
-        self._options = options
         # Without an application id a write cannot be recognized: nothing partial becomes visible, but a repeated job
         # writes twice.
         self._query = f"batch-{uuid4()}" if options.application is None else quote(options.application, safe="")
         self._number = 0 if options.version is None else options.version
         self._run = uuid4().hex[:12]
+        self._options = options.for_tasks(self._query)
 
     @without_traceback
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -124,7 +124,7 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, options: WriteOptions) -> None:
         if options.source is not None:
             raise InvalidSetting("option sourceOffsets is for batch writes: a stream tracks its own progress")
-        self._options = options
+        self._options = options.for_tasks("")
         self._stream = stream_name(options.checkpoint)
 
     @without_traceback

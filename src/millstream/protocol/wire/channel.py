@@ -100,8 +100,7 @@ class Channel(asyncio.BufferedProtocol):
             if credentials.check_peer is not None:
                 credentials.check_peer(channel._ssl_object())
             await channel._negotiate(timeout_s)
-            if credentials.sasl_mechanism:
-                await channel._authenticate(credentials, timeout_s)
+            await channel._authenticate(credentials, timeout_s)
         except BaseException:
             await channel.close()
             raise
@@ -197,8 +196,11 @@ class Channel(asyncio.BufferedProtocol):
         self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
 
     async def _authenticate(self, credentials: Credentials, timeout_s: float) -> None:
-        """Go through the dialogue of a SASL mechanism."""
-        mechanism = credentials.sasl_mechanism
+        """Go through the dialogue of a SASL mechanism, if there is something to authenticate with."""
+        begun = credentials.begin()
+        if begun is None:
+            return
+        mechanism, exchange = begun
         body = codec.write_entity(codec.load_request_class(_SASL_HANDSHAKE_KEY, 1)(mechanism=mechanism))
         frame = await self.exchange(_SASL_HANDSHAKE_KEY, 1, [body], timeout_s=timeout_s)
         offered = codec.read_response(_SASL_HANDSHAKE_KEY, 1, frame)
@@ -207,7 +209,6 @@ class Channel(asyncio.BufferedProtocol):
             raise AuthenticationFailed(f"{self.address} does not take {mechanism}; it takes {choices}")
         version = self.version_for(_SASL_AUTHENTICATE_KEY, newest=2)
         request = codec.load_request_class(_SASL_AUTHENTICATE_KEY, version)
-        exchange = credentials.begin()
         with suppress(StopIteration):
             message = next(exchange)
             while True:

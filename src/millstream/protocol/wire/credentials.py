@@ -27,8 +27,10 @@ from millstream.core.credential import (
     derive,
     digest,
     hash_password,
+    is_api_token,
     is_same,
     mac,
+    split_token,
 )
 from millstream.core.errors import AuthenticationFailed, InvalidRequest
 from millstream.core.ids import NodeId
@@ -59,7 +61,7 @@ class Credentials:
     user: str = ""
     password: str = field(default="", repr=False)
     token: Callable[[], str] | None = field(default=None, repr=False)
-    """Gives a bearer token; asked again for each connection, since tokens are short-lived."""
+    """Gives a bearer token or an API token; asked again for each connection, since tokens are short-lived."""
     mechanism: str = ""
     check_peer: CheckPeer | None = field(default=None, repr=False)
     """Looks at who answers, where that is not checked by the name that was connected to."""
@@ -72,24 +74,22 @@ class Credentials:
         """The TLS of a new connection; None for plain text."""
         return self.tls() if callable(self.tls) else self.tls
 
-    @property
-    def sasl_mechanism(self) -> str:
-        """The SASL mechanism to use; empty for none."""
+    def begin(self) -> tuple[str, Exchange] | None:
+        """The SASL mechanism to use, and its dialogue; None without a user and a token."""
+        token = "" if self.token is None else self.token()
+        if is_api_token(token):
+            return PLAIN, _send_password(*split_token(token))
         if self.token is not None:
-            return self.mechanism or OAUTHBEARER
-        return self.mechanism or (SHA_512 if self.user else "")
-
-    def begin(self) -> Exchange:
-        """Begin the dialogue of the mechanism."""
-        mechanism = self.sasl_mechanism
-        if mechanism == OAUTHBEARER:
-            return _send_token(self.token() if self.token is not None else self.password)
-        if mechanism == ASSERTION and self.token is not None:
-            return _send_assertion(self.token())
+            if self.mechanism == ASSERTION:
+                return ASSERTION, _send_assertion(token)
+            return OAUTHBEARER, _send_token(token)
+        mechanism = self.mechanism or (SHA_512 if self.user else "")
+        if not mechanism:
+            return None
         if mechanism == PLAIN:
-            return _send_password(self.user, self.password)
+            return mechanism, _send_password(self.user, self.password)
         if mechanism in SCRAM_MECHANISMS:
-            return _prove_password(mechanism, self.user, self.password)
+            return mechanism, _prove_password(mechanism, self.user, self.password)
         raise InvalidRequest(f"this client does not know the SASL mechanism {mechanism!r}")
 
 
@@ -98,11 +98,15 @@ NODE_CREDENTIALS: ContextVar[Credentials] = ContextVar("node_credentials", defau
 
 
 def client_tls(
-    ca: str | Path | None = None, *, certificate: str | Path | None = None, key: str | Path | None = None
+    ca: str | Path | None = None,
+    *,
+    ca_text: str | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
 ) -> ssl.SSLContext:
     """TLS that trusts an authority, or those that the machine trusts, and shows a certificate if it is given one."""
     try:
-        context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+        context = ssl.create_default_context(cafile=None if ca is None else str(ca), cadata=ca_text)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if certificate is not None:
             context.load_cert_chain(str(certificate), None if key is None else str(key))
@@ -146,9 +150,18 @@ def node_by_secret(secret: str) -> Credentials:
 
 def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Credentials:
     """How the nodes of a cluster, and their processes, sign in at each other."""
+    exported = {"certificate": certificate, "key": key, "ca": ca, "cluster": cluster}
+    load, check_peer = node_tls(cluster, lambda: client_tls(ca, certificate=certificate, key=key))
+    return Credentials(tls=load, check_peer=check_peer, exported=exported)
+
+
+def node_tls(cluster: str, make: Callable[[], ssl.SSLContext]) -> tuple[Callable[[], ssl.SSLContext], CheckPeer]:
+    """TLS to the nodes of a cluster, which are known by what their certificates say, whatever they are reached by."""
 
     def load() -> ssl.SSLContext:
-        return _tls_to_nodes(ca, certificate=certificate, key=key)
+        context = make()
+        context.check_hostname = False
+        return context
 
     def check_peer(connection: ssl.SSLObject | None) -> None:
         shown: Any = {} if connection is None else connection.getpeercert() or {}
@@ -156,27 +169,17 @@ def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Cr
         if name is None or name.cluster != cluster:
             raise AuthenticationFailed(f"what answers does not say by its certificate that it is a node of {cluster!r}")
 
-    exported = {"certificate": certificate, "key": key, "ca": ca, "cluster": cluster}
-    return Credentials(tls=load, check_peer=check_peer, exported=exported)
+    return load, check_peer
 
 
 def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
     """How a process of this node connects for a caller that the node has authenticated: never with its own rights."""
     node = NODE_CREDENTIALS.get()
-    ca = (node.exported or {}).get("ca", "")
-    return Credentials(
-        tls=(lambda: _tls_to_nodes(ca)) if ca else None,
-        check_peer=node.check_peer,
-        token=assertion,
-        mechanism=ASSERTION,
-    )
-
-
-def _tls_to_nodes(ca: str, *, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    context = client_tls(ca, certificate=certificate, key=key)
-    # Nodes are known by what their certificates say of the cluster, whatever they are reached by.
-    context.check_hostname = False
-    return context
+    exported = node.exported or {}
+    tls = None
+    if "ca" in exported:
+        tls, _ = node_tls(exported["cluster"], lambda: client_tls(exported["ca"]))
+    return Credentials(tls=tls, check_peer=node.check_peer, token=assertion, mechanism=ASSERTION)
 
 
 def child_environment() -> dict[str, str] | None:

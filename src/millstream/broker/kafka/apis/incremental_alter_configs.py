@@ -32,7 +32,7 @@ from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, check_needs
 from millstream.broker.kafka.apis.describe_configs import (
     GROUP_RESOURCE,
     NODE_RESOURCE,
@@ -41,7 +41,10 @@ from millstream.broker.kafka.apis.describe_configs import (
 )
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import how_to_change, is_list
+from millstream.broker.kafka.subscription_service import letter_needs
 from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.security.rights import Rights
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.group import DECLARED
 from millstream.core.setting import Setting
@@ -74,15 +77,15 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             try:
                 if named[resource.resource_type, resource.resource_name] > 1:
                     raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
-                await self._alter(resource, validate_only=request.validate_only)
+                await self._alter(resource, client.rights, validate_only=request.validate_only)
                 responses.append(_response(resource, ErrorCode.none, None))
             except MillstreamError as error:
                 responses.append(_response(resource, error_code(error), error_message(error)))
         return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
-    async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+    async def _alter(self, resource: AlterConfigsResource, rights: Rights | None, *, validate_only: bool) -> None:
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
-            await self._alter_group(self._subscriptions, resource, validate_only=validate_only)
+            await self._alter_group(self._subscriptions, resource, rights, validate_only=validate_only)
             return
         check_alterable(resource.resource_type, (config.name for config in resource.configs))
         if resource.resource_type == NODE_RESOURCE:
@@ -106,7 +109,12 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         await self._topics.alter_broker(scope, changes, validate_only=validate_only)
 
     async def _alter_group(
-        self, subscriptions: Subscriptions, resource: AlterConfigsResource, *, validate_only: bool
+        self,
+        subscriptions: Subscriptions,
+        resource: AlterConfigsResource,
+        rights: Rights | None,
+        *,
+        validate_only: bool,
     ) -> None:
         """Change a group's settings; one that does not exist yet will have them.
 
@@ -129,18 +137,31 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         if own:
             await self._groups.alter(name, own, validate_only=True)
         if shared:
-            await self._alter_share_group(subscriptions, name, shared, validate_only=validate_only)
+            await self._alter_share_group(subscriptions, name, shared, rights, validate_only=validate_only)
         if own:
             await self._groups.alter(name, own, validate_only=validate_only)
 
     async def _alter_share_group(
-        self, subscriptions: Subscriptions, name: str, changes: dict[str, str | None], *, validate_only: bool
+        self,
+        subscriptions: Subscriptions,
+        name: str,
+        changes: dict[str, str | None],
+        rights: Rights | None,
+        *,
+        validate_only: bool,
     ) -> None:
         wanted = {key: value for key, value in changes.items() if value is not None}
-        if subscriptions.get(name) is not None:
-            await subscriptions.alter(name, changes, validate_only=validate_only)
+        found = subscriptions.get(name)
+        owner = None
+        if rights is not None:
+            # Settings may push messages elsewhere, so this needs what SubscriptionAlter does.
+            rights.require_all(Operation.READ, ResourceType.TOPIC, () if found is None else found.topics)
+            check_needs(letter_needs(wanted), rights)
+            owner = rights.owner
+        if found is not None:
+            await subscriptions.alter(name, changes, validate_only=validate_only, owner=owner)
         elif wanted:
-            await subscriptions.create(name, (), wanted, validate_only=validate_only)
+            await subscriptions.create(name, (), wanted, validate_only=validate_only, owner=owner)
 
     def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
         changes: dict[str, str | None] = {}

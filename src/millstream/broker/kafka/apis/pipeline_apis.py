@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, owner_of
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.credential import Owner
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, GROUP_PREFIX, NO_DECODING, Pipeline, Rule, kind_of
 from millstream.core.subscription import FILTER
@@ -48,7 +49,7 @@ class _PipelineChange(PrivateApi[RequestT, ResponseT]):
         self._notes = notes
 
     async def needs(self, request: RequestT) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        """ALTER on the cluster: a pipeline uses the node's memory, disk and lake."""
         return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
 
@@ -65,7 +66,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
 
     key = CREATE_KEY
 
-    async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
+    async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
@@ -78,8 +79,12 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
             rules=rules,
             is_wanted=request.wanted,
             validate_only=request.validate_only,
+            owner=owner,
         )
         return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))
+
+    async def handle_from(self, client: ClientInfo, request: NewPipeline) -> CreatePipelineResponse:
+        return await self.handle(request, owner_of(client))
 
 
 class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
@@ -95,23 +100,28 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
 
     key = ALTER_KEY
 
-    async def handle(self, request: PipelineChanges) -> AlterPipelineResponse:
+    async def handle(self, request: PipelineChanges, owner: Owner | None = None) -> AlterPipelineResponse:
         notes: list[str] = []
         if request.settings or request.validate_only:
-            notes = await self._change_settings(request)
+            notes = await self._change_settings(request, owner)
         if request.validate_only:
             return AlterPipelineResponse(notes=notes)
         if request.wanted is not None:
-            await (self._pipelines.start if request.wanted else self._pipelines.stop)(request.name)
+            await (self._pipelines.start if request.wanted else self._pipelines.stop)(request.name, owner=owner)
         if request.parked:
             await self._pipelines.park(await self._pipelines.find(request.name), request.parked)
         return AlterPipelineResponse(notes=notes)
 
-    async def _change_settings(self, request: PipelineChanges) -> list[str]:
+    async def handle_from(self, client: ClientInfo, request: PipelineChanges) -> AlterPipelineResponse:
+        return await self.handle(request, owner_of(client))
+
+    async def _change_settings(self, request: PipelineChanges, owner: Owner | None) -> list[str]:
         if request.settings.get(DECODE) == NO_DECODING:
             now = await self._pipelines.find(request.name)
             await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
-        changed = await self._pipelines.alter(request.name, request.settings, validate_only=request.validate_only)
+        changed = await self._pipelines.alter(
+            request.name, request.settings, validate_only=request.validate_only, owner=owner
+        )
         return self._notes.notes_for(changed)
 
 
@@ -129,7 +139,7 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
         self._pipelines = pipelines
 
     async def needs(self, request: DeletePipelineRequest) -> Sequence[Need]:
-        """ALTER on the cluster: a pipeline acts with the rights of its node."""
+        """ALTER on the cluster: a pipeline uses the node's memory, disk and lake."""
         return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: DeletePipelineRequest) -> Response:
@@ -142,9 +152,10 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
 
         {"names": ["land-orders"]}, or null for all
         answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
-        "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …, "rules": [{…}],
-        "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
-        "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
+        "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …,
+        "owner": "User:alice", "rules": [{…}], "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …,
+        "lag": …, "batches": …, "restarts": …, "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…},
+        "node": 1}}]}
 
     Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a
     client asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which
@@ -184,6 +195,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
             "parked": pipeline.idle_reason,
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
+            "owner": pipeline.owner.principal,
             "rules": [RuleMessage.of(rule) for rule in rules],
             "lag": self._board.lag(pipeline.name),
             "report": self._board.describe(pipeline.name),
@@ -230,14 +242,17 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
 
     key = RULES_KEY
 
-    async def handle(self, request: RuleChanges) -> RuleChangeResponse:
+    async def handle(self, request: RuleChanges, owner: Owner | None = None) -> RuleChangeResponse:
         rules = [rule.rule() for rule in request.put]
         now = await self._pipelines.find(request.name)
         await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
         changed = await self._pipelines.change_rules(
-            request.name, rules, gone=request.delete, validate_only=request.validate_only
+            request.name, rules, gone=request.delete, validate_only=request.validate_only, owner=owner
         )
         return RuleChangeResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
+
+    async def handle_from(self, client: ClientInfo, request: RuleChanges) -> RuleChangeResponse:
+        return await self.handle(request, owner_of(client))
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, owner_of
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
@@ -18,6 +18,7 @@ from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
 from millstream.core.acl import Operation, ResourceType
+from millstream.core.credential import Owner
 from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED, Subscription, check_subscription
@@ -79,7 +80,9 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
             *letter_needs(request.settings),
         ]
 
-    async def handle(self, request: CreateSubscriptionRequest) -> CreateSubscriptionResponse:
+    async def handle(
+        self, request: CreateSubscriptionRequest, owner: Owner | None = None
+    ) -> CreateSubscriptionResponse:
         settings = check_subscription(request.name, request.topics, request.settings)
         pipeline = self._pipelines.of_group(request.name)
         if pipeline is not None:
@@ -90,8 +93,12 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
             request.settings,
             starts=await self._service.starts(request.topics, settings),
             validate_only=request.validate_only,
+            owner=owner,
         )
         return CreateSubscriptionResponse(subscription_id=str(made.subscription_id))
+
+    async def handle_from(self, client: ClientInfo, request: CreateSubscriptionRequest) -> CreateSubscriptionResponse:
+        return await self.handle(request, owner_of(client))
 
 
 class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
@@ -114,7 +121,7 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
             *letter_needs(request.settings),
         ]
 
-    async def handle(self, request: AlterSubscriptionRequest) -> Response:
+    async def handle(self, request: AlterSubscriptionRequest, owner: Owner | None = None) -> Response:
         found = await self._subscriptions.find(request.name)
         further = [topic for topic in request.topics or () if topic not in found.topics]
         await self._subscriptions.alter(
@@ -123,8 +130,12 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
             topics=request.topics,
             starts=await self._service.starts(further, found.settings) if further else None,
             validate_only=request.validate_only,
+            owner=owner,
         )
         return Response()
+
+    async def handle_from(self, client: ClientInfo, request: AlterSubscriptionRequest) -> Response:
+        return await self.handle(request, owner_of(client))
 
 
 class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
@@ -168,7 +179,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
         answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
-        "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}],
+        "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
         "leases": [{"topic": …, "partition": …, "start": …, "end": …, "attempt": …, "deadline_ms": …, "left_ms": …,
         "worker": …, "client_id": …, "address": …}]}]}
 
@@ -250,6 +261,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,
             "push": self._push_status(subscription),
+            "owner": subscription.owner.principal,
         }
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range
@@ -35,8 +36,9 @@ _HOUR: Final = timedelta(hours=1)
 class IdTasks:
     """The function of `mapInArrow` that maps task numbers to the ids of their messages."""
 
-    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Range]]) -> None:
+    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Range]], access: Access = NO_ACCESS) -> None:
         self._brokers = brokers
+        self._access = access
         self._header = header
         self._tasks = tasks
 
@@ -48,7 +50,8 @@ class IdTasks:
                     yield from self._ids(one)
 
     def _ids(self, one: Range) -> Iterator[pa.RecordBatch]:
-        options = read_options({BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)})
+        asked = {BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)}
+        options = read_options(asked, self._access)
         shape = shape_of(default_schema(options), options)
         # A batch that cannot be read repeats nothing; the landing task puts it into the quarantine.
         for batch in read_range(one, options, shape, skip=lambda _batch: None):

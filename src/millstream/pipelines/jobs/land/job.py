@@ -47,6 +47,7 @@ from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.rewriting import FileWork, Rewrite
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
+from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.ranges import Range, admitted
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
@@ -158,7 +159,7 @@ class LandJob:
         self._context = context
         self._settings = settings
         self._lake = (settings.lake or context.lake).rstrip("/")
-        self._sources = Sources(context.brokers, settings.topic_names, settings.pattern)
+        self._sources = Sources(context.brokers, settings.topic_names, settings.pattern, context.access)
         self._given = given_fields(settings.schema) if settings.schema else None
         self._tables: dict[str, LakeTable] = {}
         self._message_bytes: dict[str, float] = {}
@@ -350,12 +351,16 @@ class LandJob:
         parallelism = self._context.spark.sparkContext.defaultParallelism
         return tasks(wanted, sizes, parallelism=parallelism)
 
+    def _task_access(self, batches: Sequence[TopicBatch]) -> Access:
+        topics = may_read(batch.topic for batch in batches)
+        return self._context.access.for_tasks(self._context.brokers, topics)
+
     def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
         shared = self._tasks(batches)
         attempt = uuid4().hex[:16]
         works = {batch.topic: batch.work(landed, attempt) for batch in batches}
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
-        landing = Marked(LandTasks(self._context.brokers, shared, works))
+        landing = Marked(LandTasks(self._context.brokers, shared, works, self._task_access(batches)))
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
         places = [(writer.storage, writer.folder) for writer in writers]
         with self._leftovers.watch(attempt, places, self._context.progress):
@@ -369,7 +374,8 @@ class LandJob:
         now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)
         shared = self._tasks(batches)
         numbers = self._context.spark.range(0, len(shared), 1, len(shared))
-        tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared)
+        access = self._task_access(batches)
+        tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared, access)
         found = numbers.mapInArrow(Marked(tasks_of_ids), duplicates.COLUMNS).toArrow()
         for batch in batches:
             recent = self._recent.get(batch.topic)
@@ -456,7 +462,9 @@ class LandJob:
         link = self._sources.link
         try:
             if self._context.lake_is_shared or self._settings.lake:
-                link.call(report_landed(link.client, self._pipeline, by_id))
+                # Nodes believe only each other about what retention may delete.
+                reports = self._context.node_link or link
+                reports.call(report_landed(reports.client, self._pipeline, by_id))
             link.call(commit_offsets(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

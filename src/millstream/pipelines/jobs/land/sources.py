@@ -11,6 +11,7 @@ from typing import Final
 from millstream.core.errors import OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.position import OFFSET_EARLIEST, OFFSET_LATEST
 from millstream.protocol.records.decoder import find_batches
@@ -43,15 +44,22 @@ class Source:
 class Sources:
     """Looks up the topics of a pipeline."""
 
-    def __init__(self, brokers: str, names: Collection[str], pattern: str) -> None:
+    def __init__(self, brokers: str, names: Collection[str], pattern: str, access: Access = NO_ACCESS) -> None:
         self._brokers = brokers
+        self._access = access
         self._names = list(names)
         self._pattern = re.compile(pattern) if pattern else None
 
     @property
     def link(self) -> Link:
         """The client of this process."""
-        return link_to(self._brokers, client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S, patience_s=_TIMEOUT_S)
+        return link_to(
+            self._brokers,
+            client_id=_CLIENT_ID,
+            timeout_s=_TIMEOUT_S,
+            patience_s=_TIMEOUT_S,
+            access=self._access,
+        )
 
     def now(self) -> list[Source]:
         """Return the existing topics by name."""

@@ -20,6 +20,7 @@ from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
 from millstream.pipelines.source.position import OFFSET_EARLIEST
@@ -140,7 +141,13 @@ def log_start(options: ReadOptions) -> LogStart:
 
     def ask(topic: str, partition: int) -> int:
         timeout_s = options.timeout_s
-        link = link_to(options.brokers, client_id=options.client_id, timeout_s=timeout_s, patience_s=timeout_s)
+        link = link_to(
+            options.brokers,
+            client_id=options.client_id,
+            timeout_s=timeout_s,
+            patience_s=timeout_s,
+            access=options.access,
+        )
         listed = link.call(link.client.list_offsets(topic, {partition: OFFSET_EARLIEST}))
         return int(listed[partition].offset)
 
@@ -177,8 +184,11 @@ class Work:
 class LandTasks:
     """The function of `mapInArrow` that maps task numbers to reports."""
 
-    def __init__(self, brokers: str, tasks: Sequence[Sequence[Range]], works: Mapping[str, Work]) -> None:
+    def __init__(
+        self, brokers: str, tasks: Sequence[Sequence[Range]], works: Mapping[str, Work], access: Access = NO_ACCESS
+    ) -> None:
         self._brokers = brokers
+        self._access = access
         self._tasks = tasks
         self._works = works
 
@@ -207,7 +217,8 @@ class LandTasks:
     def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
         work = self._works[topic]
         landing = _Landing(topic, work)
-        options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
+        asked = {BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(asked, self._access)
 
         def records(one: Range) -> Iterator[pa.RecordBatch]:
             return _records(one, options, partial(landing.quarantine, one.partition))

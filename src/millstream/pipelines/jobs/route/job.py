@@ -20,6 +20,7 @@ from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLo
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
 from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range
@@ -43,23 +44,29 @@ _TOPIC: Final = pa.field("topic", pa.string())
 
 
 def routing(
-    ranges: tuple[Range, ...], ways: Mapping[str, tuple[Way, ...]], options: WriteOptions, batch: Batch
+    ranges: tuple[Range, ...],
+    ways: Mapping[str, tuple[Way, ...]],
+    options: WriteOptions,
+    batch: Batch,
+    access: Access = NO_ACCESS,
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return the function of a batch's tasks, which are given numbers of ranges."""
 
     def route(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         mine = [ranges[number] for given in batches for number in given.column(0).to_pylist()]
-        yield from as_row(write_part(options, batch, routed(mine, ways, options.brokers)))
+        yield from as_row(write_part(options, batch, routed(mine, ways, options.brokers, access)))
 
     return route
 
 
-def routed(ranges: Sequence[Range], ways: Mapping[str, tuple[Way, ...]], brokers: str) -> Iterator[pa.RecordBatch]:
+def routed(
+    ranges: Sequence[Range], ways: Mapping[str, tuple[Way, ...]], brokers: str, access: Access = NO_ACCESS
+) -> Iterator[pa.RecordBatch]:
     """Yield the messages of ranges with the topics that they go to."""
     for one in ranges:
         rules = rule_set(ways[one.topic])
         asked = {BROKERS: brokers, "subscribe": one.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
-        options = read_options(asked)
+        options = read_options(asked, access)
         for columns in read_columns(one, options, FIELDS.intersection(NAMES)):
             rows = _sent(columns, one, rules)
             if rows is not None:
@@ -136,7 +143,10 @@ class RouteJob:
 
     def _parts(self, plan: Plan) -> DataFrame:
         numbers = plan.numbers(self._context.spark)
-        tasks = Marked(routing(plan.ranges, self._ways, self._loop.options, plan.batch))
+        loop = self._loop
+        writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
+        reading = loop.reading_access({one.topic for one in plan.ranges})
+        tasks = Marked(routing(plan.ranges, self._ways, writing, plan.batch, reading))
         return numbers.mapInArrow(tasks, PART_SCHEMA)
 
     def _look(self) -> None:

@@ -63,7 +63,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
     try:
         ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
         for topic, view in prepared.views.items():
-            frame = view.frame(prepared.spark, context.brokers, ranges[topic], prepared.accumulator)
+            frame = view.frame(prepared.spark, loop, ranges[topic], prepared.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
         result = prepared.frame()
         messages = as_messages(result, prepared.options)

@@ -48,7 +48,7 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
 
 def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
     """Return the parts that the tasks of a job write, as rows."""
-    return frame.mapInArrow(Marked(_writing(options, batch)), PART_SCHEMA)
+    return frame.mapInArrow(Marked(_writing(options.for_tasks(batch.query), batch)), PART_SCHEMA)
 
 
 def _writing(options: WriteOptions, batch: Batch) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

@@ -22,7 +22,7 @@ from millstream.core.errors import InvalidSetting
 from millstream.pipelines.jobs.batch_loop import BatchLoop
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import grown
-from millstream.pipelines.source.options import BROKERS, read_options
+from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, ranges_between
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
@@ -126,9 +126,9 @@ def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[
     return ranges_between(start, last)
 
 
-def find_fields(loop: BatchLoop, topic: str, brokers: str) -> pa.Schema | None:
+def find_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
     """Infer the payload fields from a sample; None if there is no message yet."""
-    values = [value for one in sample_ranges(loop, topic) for value in _payloads(one, brokers)]
+    values = [value for one in sample_ranges(loop, topic) for value in _payloads(one, loop.options)]
     if not values:
         return None
     return Decoder(pa.schema([]), evolves=True).decode(pa.array(values, pa.binary())).found
@@ -156,8 +156,9 @@ class KeptSchemas:
         os.replace(new, self._file)
 
 
-def _payloads(one: Range, brokers: str) -> Iterator[bytes]:
-    options = read_options({BROKERS: brokers, "subscribe": one.topic, "columns": "value"})
+def _payloads(one: Range, writing: WriteOptions) -> Iterator[bytes]:
+    asked = {BROKERS: writing.brokers, "subscribe": one.topic, "columns": "value"}
+    options = read_options(asked, writing.access)
     size = 0
     for batch in read_range(one, options, shape_of(default_schema(options), options), skip=lambda _batch: None):
         column = batch.column("value")

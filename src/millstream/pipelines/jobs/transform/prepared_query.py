@@ -364,7 +364,11 @@ _SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "2",
     # Lake tables decide themselves whether they are broadcast, which keeps messages in order; topics never are.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
+    # Otherwise a table named text.`/etc/passwd` would be that file.
+    "spark.sql.runSQLOnFiles": "false",
 }
+_CALLS_OF_JAVA: Final = ("reflect", "java_method", "try_reflect")
+"""Functions by which a statement could do anything that the driver may."""
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
 """What is written of a message when all columns of its topic are selected; its key selects a new partition."""
@@ -381,7 +385,7 @@ class PreparedQuery:
     """A statement in a session that has all of its views."""
 
     spark: SparkSession
-    brokers: str
+    loop: BatchLoop
     statement: Statement
     options: WriteOptions
     folder: Path
@@ -402,7 +406,7 @@ class PreparedQuery:
     def result(self, plan: Plan) -> DataFrame:
         """Return the statement's rows over what a batch reads."""
         for topic, view in self.views.items():
-            frame = view.frame(self.spark, self.brokers, plan.of(topic), self.accumulator)
+            frame = view.frame(self.spark, self.loop, plan.of(topic), self.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
         return self.frame()
 
@@ -521,6 +525,7 @@ def prepare(
     spark = context.spark.newSession()
     for name, value in _SETTINGS.items():
         spark.conf.set(name, value)
+    _forbid_java(spark)
     tables = named_texts("tables", settings.tables)
     statement = read_statement(settings.sql, tables, spark)
     if settings.into in statement.topics:
@@ -534,12 +539,12 @@ def prepare(
     _check_topics("schemas", given, statement)
     _check_topics("watermarks", watermarks, statement)
     known = PayloadSchemas(given, of_stream or kept.read(), decodes=settings.decode != "none")
-    schemas = known if of_stream else _sampled(known, statement, loop, context.brokers)
+    schemas = known if of_stream else _sampled(known, statement, loop)
     if schemas is None:
         return None
     prepared = PreparedQuery(
         spark=spark,
-        brokers=context.brokers,
+        loop=loop,
         statement=statement,
         options=loop.options_for(settings.into),
         folder=folder,
@@ -557,17 +562,26 @@ def prepare(
     return prepared
 
 
+def _forbid_java(spark: SparkSession) -> None:
+    """Remove functions from a session, by whichever name and way a statement calls them."""
+    jvm: Any = spark.sparkContext._jvm
+    registry = spark._jsparkSession.sessionState().functionRegistry()
+    catalog, schema = jvm.scala.Option.apply("system"), jvm.scala.Option.apply("builtin")
+    for name in _CALLS_OF_JAVA:
+        registry.dropFunction(jvm.org.apache.spark.sql.catalyst.FunctionIdentifier(name, schema, catalog))
+
+
 def _stream_folder(folder: Path, settings: TransformSettings) -> Path:
     """Return the folder of a statement's state; another statement has another one."""
     fingerprint = json.dumps([settings.sql, settings.watermarks, settings.schemas, settings.decode])
     return folder / f"stream-{sha256(fingerprint.encode()).hexdigest()[:16]}"
 
 
-def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop, brokers: str) -> PayloadSchemas | None:
+def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop) -> PayloadSchemas | None:
     """Add the fields of the newest messages to the known ones; None if a topic has neither."""
     found: dict[str, pa.Schema] = {}
     for topic in filter(known.grows, statement.topics):
-        fields = find_fields(loop, topic, brokers)
+        fields = find_fields(loop, topic)
         if fields is not None:
             found[topic] = fields
         elif topic not in known.found:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 _RELATION: Final = "UnresolvedRelation"
 _WITH: Final = "UnresolvedWith"
 _FUNCTION: Final = "UnresolvedFunction"
+_SCRIPT: Final = "ScriptTransformation"
 _STAR: Final = "UnresolvedStar"
 
 
@@ -69,6 +70,8 @@ def elements(listed: Any) -> list[Any]:
 def relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
     """Yield the relations of a parsed statement, and whether each is inside an expression."""
     kind = plan.nodeName()
+    if kind == _SCRIPT:
+        raise InvalidSetting("a statement cannot run a program: leave out TRANSFORM … USING")
     if kind == _RELATION:
         yield _name(elements(plan.multipartIdentifier())), is_hidden
     if kind == _WITH:

@@ -244,6 +244,7 @@ class StreamLoop:
         stream = (
             self._prepared.spark.readStream.format("millstream")
             .option(BROKERS, self._context.brokers)
+            .options(**self._context.access.as_options())
             .option("kafka.client.id", CLIENT_ID)
             .option("subscribe", topic)
             .option("startingOffsets", json.dumps({topic: self._ends[topic]}))

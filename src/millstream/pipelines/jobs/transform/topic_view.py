@@ -18,11 +18,12 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
-from millstream.pipelines.jobs.batch_loop import CLIENT_ID, numbers_of
+from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, numbers_of
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder
 from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range
@@ -159,10 +160,15 @@ class TopicView:
         return spark.readStream.format("rate").load().mapInArrow(_nothing, self.schema)
 
     def frame(
-        self, spark: SparkSession, brokers: str, ranges: Sequence[Range], accumulator: FindingsAccumulator
+        self,
+        spark: SparkSession,
+        loop: BatchLoop,
+        ranges: Sequence[Range],
+        accumulator: FindingsAccumulator,
     ) -> DataFrame:
         """Return the rows of some ranges."""
-        fetch = fetching(tuple(ranges), brokers, self, accumulator)
+        access = loop.reading_access([self.topic])
+        fetch = fetching(tuple(ranges), loop.options.brokers, self, accumulator, access)
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
 
@@ -185,7 +191,11 @@ def view_of(topic: str, payload: StructType | None) -> TopicView:
 
 
 def fetching(
-    ranges: tuple[Range, ...], brokers: str, view: TopicView, accumulator: FindingsAccumulator
+    ranges: tuple[Range, ...],
+    brokers: str,
+    view: TopicView,
+    accumulator: FindingsAccumulator,
+    access: Access = NO_ACCESS,
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """Return the function of a task that fetches the ranges of the given numbers."""
     shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
@@ -193,7 +203,7 @@ def fetching(
 
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
         asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
-        options = read_options(asked)
+        options = read_options(asked, access)
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from read_range(ranges[number], options, shape)

@@ -1,0 +1,158 @@
+"""`millstream token`: create, list and revoke API tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from millstream.cli.acl import parse_rules
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import print_answer, print_json, print_line, print_note, print_table
+from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission
+from millstream.core.credential import split_token
+
+if TYPE_CHECKING:
+    from millstream.protocol.private.token_messages import ScopeRule
+
+app = typer.Typer(help="Create, list and revoke API tokens.", no_args_is_help=True)
+
+
+@app.command("create")
+def create(
+    resources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TYPE:NAME",
+            help="What each --allow is about, such as topic:orders. A name that ends in * is a prefix.",
+            show_default=False,
+        ),
+    ] = None,
+    owner: Annotated[
+        str,
+        typer.Option("--owner", metavar="PRINCIPAL", help="Whom it acts for, such as User:alice. Default: who asks."),
+    ] = "",
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="How long it is valid: 90s, 15m, 2h, 30d; up to 366d.")
+    ] = "30d",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="OPERATIONS",
+            help="What it may do of what its owner may, as in --allow read,write topic:orders; may be repeated. "
+            "Default: everything.",
+            show_default=False,
+        ),
+    ] = None,
+    prefixed: Annotated[
+        bool, typer.Option("--prefixed", help="The name in --allow is a prefix; with one --allow only.")
+    ] = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Create a token and show it, once."""
+    from millstream.client.admin.position import parse_age_ms
+    from millstream.client.admin.security import create_token
+
+    given = list(zip(allow or (), resources or (), strict=False))
+    lasts_ms = parse_age_ms(expires)
+    if lasts_ms is None:
+        raise CommandFailed(f"--expires takes a length of time, such as 12h or 30d, not {expires!r}", ExitCode.USAGE)
+    if len(allow or ()) != len(resources or ()):
+        raise CommandFailed(
+            "--allow takes operations and a resource, as in --allow read,write topic:orders", ExitCode.USAGE
+        )
+    if prefixed and len(given) != 1:
+        raise CommandFailed(
+            "--prefixed goes with one --allow; end the names that are prefixes with * instead", ExitCode.USAGE
+        )
+    scope = [acl for operations, resource in given for acl in _scope(operations, resource, prefixed=prefixed)]
+    made = ask(brokers, timeout, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
+    token_id, secret = split_token(made.token)
+    document = {
+        "id": token_id,
+        "secret": secret,
+        "token": made.token,
+        "owner": made.owner,
+        "expires_ms": made.expires_ms,
+    }
+    print_answer(document, made.token, as_json=as_json)
+    if not as_json:
+        print_note(
+            f"Valid for {made.owner} until {_time(made.expires_ms)}, and not shown again. Kafka clients take it as "
+            f"SASL/PLAIN: the user is {token_id}, the password is what follows the dot."
+        )
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """List your tokens; those who may describe the cluster see everyone's."""
+    from millstream.client.admin.security import list_tokens
+
+    tokens = ask(brokers, timeout, list_tokens)
+    if as_json:
+        documents = [
+            {
+                "id": one.token_id,
+                "owner": one.owner,
+                "scope": [
+                    {"operation": rule.operation, "type": rule.type, "name": rule.name, "pattern": rule.pattern}
+                    for rule in one.scope
+                ],
+                "parent": one.parent,
+                "created_ms": one.created_ms,
+                "expires_ms": one.expires_ms,
+            }
+            for one in tokens
+        ]
+        print_json({"tokens": documents})
+    elif tokens:
+        rows = [
+            [one.token_id, one.owner, _text(one.scope), one.parent or None, _time(one.expires_ms)] for one in tokens
+        ]
+        print_table(("id", "owner", "may", "created with", "expires"), rows)
+    else:
+        print_line("No tokens; see millstream token create --help.")
+
+
+@app.command("revoke")
+def revoke(
+    token_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The id of the token, which begins with mst_.", show_default=False)
+    ],
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Revoke a token and those that were created with it; their connections are closed."""
+    from millstream.client.admin.security import revoke_token
+
+    # Whoever pastes the whole token means its id, and the secret must not reach a log.
+    token_id, _ = split_token(token_id)
+    ask(brokers, timeout, lambda client: revoke_token(client, token_id))
+    print_answer({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=as_json)
+
+
+def _scope(operations: str, resource: str, *, prefixed: bool) -> list[Acl]:
+    if resource.endswith(WILDCARD) and not resource.endswith(f":{WILDCARD}"):
+        resource, prefixed = resource.removesuffix(WILDCARD), True
+    return parse_rules(Permission.ALLOW, EVERYONE, operations, resource, prefixed, WILDCARD)
+
+
+def _text(scope: list[ScopeRule]) -> str:
+    allowed: dict[str, list[str]] = {}
+    for rule in scope:
+        star = WILDCARD if rule.pattern == "prefixed" else ""
+        allowed.setdefault(f"{rule.type}:{rule.name}{star}", []).append(rule.operation)
+    return "; ".join(f"{','.join(operations)} {what}" for what, operations in allowed.items()) or "all its owner may"
+
+
+def _time(moment_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment_ms / 1000))

@@ -1,0 +1,101 @@
+"""Private requests about API tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType, name_of, parse_name
+from millstream.core.credential import ApiToken
+from millstream.protocol.private.message import Response
+
+CREATE_KEY: Final = 32080
+LIST_KEY: Final = 32081
+REVOKE_KEY: Final = 32082
+
+LASTS_MS: Final = 30 * 86_400_000
+LASTS_MS_MAX: Final = 366 * 86_400_000
+
+
+class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that a token may do."""
+
+    operation: str
+    type: str
+    name: str
+    pattern: str = name_of(PatternType.LITERAL)
+
+    @classmethod
+    def of(cls, acl: Acl) -> ScopeRule:
+        """Convert from an access rule, whoever it is for."""
+        return cls(
+            operation=name_of(acl.operation),
+            type=name_of(acl.resource_type),
+            name=acl.resource_name,
+            pattern=name_of(acl.pattern),
+        )
+
+    def acl(self) -> Acl:
+        """Convert to an access rule, or raise `InvalidRequest`."""
+        return Acl(
+            resource_type=parse_name(ResourceType, self.type),
+            resource_name=self.name,
+            pattern=parse_name(PatternType, self.pattern),
+            principal=EVERYONE,
+            operation=parse_name(Operation, self.operation),
+        ).check()
+
+
+class NewToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token to create."""
+
+    owner: str = ""
+    """The principal that it acts for; empty for the client's own."""
+    lasts_ms: int = LASTS_MS
+    scope: list[ScopeRule] = []
+
+
+class CreateTokenResponse(Response, frozen=True, kw_only=True):
+    """A token as it is shown, once."""
+
+    token_id: str = ""
+    token: str = ""
+    owner: str = ""
+    expires_ms: int = 0
+
+
+class TokenDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A token without its secret."""
+
+    token_id: str
+    owner: str
+    scope: list[ScopeRule]
+    parent: str
+    created_ms: int
+    expires_ms: int
+
+    @classmethod
+    def of(cls, token: ApiToken) -> TokenDescription:
+        """Describe a token."""
+        return cls(
+            token_id=token.token_id,
+            owner=token.owner,
+            scope=[ScopeRule.of(acl) for acl in sorted(token.scope)],
+            parent=token.parent,
+            created_ms=token.created_ms,
+            expires_ms=token.expires_ms,
+        )
+
+
+class ListTokensResponse(Response, frozen=True, kw_only=True):
+    """The tokens that the client may know of."""
+
+    tokens: Sequence[TokenDescription] = ()
+
+
+class RevokeTokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A token to revoke."""
+
+    token_id: str

@@ -1,0 +1,205 @@
+"""Pipelines and push act with the rights of their owners: who changed them last, as the rules are when they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+)
+from confluent_kafka.admin import ResourceType as Kind  # type: ignore[attr-defined]
+
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.client.admin.security import add_acls, delete_user, list_tokens, put_user, remove_acls
+from millstream.core.acl import Acl, AclFilter, Operation, PatternType, ResourceType
+from millstream.core.errors import NotAuthorized
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.core.push import URL
+from millstream.core.subscription import START
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials
+from millstream_testing.security import declare_security
+from millstream_testing.server import Server
+from millstream_testing.webhook import Webhook
+
+WAIT_S = 240.0
+# Spark's first steps take long on a slow machine.
+pytestmark = pytest.mark.timeout(600)
+PASSWORD = "a-long-password"
+
+
+class Locked(NamedTuple):
+    server: Server
+
+    @asynccontextmanager
+    async def connected(self, user: str) -> AsyncIterator[Client]:
+        credentials = Credentials(user=user, password=PASSWORD)
+        async with Client.connect(self.server.kafka, credentials=credentials) as client:
+            yield client
+
+
+def rules(user: str, name: str) -> list[Acl]:
+    """What an owner needs: its topics and groups, the transactions of its pipelines, and to declare them."""
+    prefixed = (
+        (ResourceType.TOPIC, name),
+        (ResourceType.GROUP, f"pipeline-{name}"),
+        (ResourceType.TRANSACTIONAL_ID, "pipeline/"),
+        (ResourceType.TRANSACTIONAL_ID, "spark/pipeline/"),
+    )
+    found = [
+        Acl(
+            resource_type=kind,
+            resource_name=text,
+            pattern=PatternType.PREFIXED,
+            principal=f"User:{user}",
+            operation=Operation.ALL,
+        )
+        for kind, text in prefixed
+    ]
+    alter = Acl(
+        resource_type=ResourceType.CLUSTER,
+        resource_name="kafka-cluster",
+        principal=f"User:{user}",
+        operation=Operation.ALTER,
+    )
+    return [*found, alter]
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    folder = tmp_path_factory.mktemp("owners")
+    declare_security(folder / "data", {"admin": PASSWORD})
+    settings = {
+        "auth": "required",
+        "super-users": "admin",
+        "push-private-addresses": "true",
+        "pipelines-master": "local[1]",
+        "group-initial-delay-ms": 100,
+    }
+    with Server(folder / "data", settings=settings) as server:
+        yield Locked(server)
+
+
+async def until(question: Any) -> Any:
+    """Ask until there is an answer."""
+    async with asyncio.timeout(WAIT_S):
+        while not (answer := await question()):
+            await asyncio.sleep(0.2)
+    return answer
+
+
+async def publish(client: Client, topic: str, value: bytes) -> None:
+    await client.produce(topic, 0, encode_batch([NewRecord(None, value)]))
+
+
+async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone(locked: Locked) -> None:
+    async with locked.connected("admin") as admin:
+        await put_user(admin, "olga", PASSWORD)
+        await add_acls(admin, rules("olga", "olga"))
+        await admin.metadata(["olga-in"], create=True)
+        await publish(admin, "olga-in", b"{}")
+        async with locked.connected("olga") as olga:
+            rule = Rule(name="all", topic="olga-in", targets=("olga-out",))
+            await PipelineClient(olga).create("olga-route", PipelineKind.ROUTE, {}, rules=[rule])
+
+        async def described() -> dict[str, Any]:
+            return (await PipelineClient(admin).describe(["olga-route"]))[0]
+
+        async def has_routed() -> bool:
+            found = await described()
+            assert not found["parked"], found["parked"]
+            return bool(found["report"] and found["report"]["rows"])
+
+        await until(has_routed)
+        assert (await described())["owner"] == "User:olga"
+        assert {token.owner for token in await list_tokens(admin)} == {"User:olga"}
+        await delete_user(admin, "olga")
+        parked = await until(lambda: _parked(described))
+        assert "its owner User:olga was deleted" in parked
+        assert not await list_tokens(admin), "a deleted user's tokens are revoked"
+        await put_user(admin, "olga", "another-password")
+        assert (await described())["parked"], "another user of the same name does not start it"
+        await PipelineClient(admin).start("olga-route")
+        assert (await described())["owner"] == "User:admin"
+
+
+async def _parked(described: Any) -> str:
+    return str((await described())["parked"])
+
+
+async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> None:
+    reads = Acl(
+        resource_type=ResourceType.TOPIC, resource_name="petra-in", principal="User:petra", operation=Operation.READ
+    )
+    group = Acl(
+        resource_type=ResourceType.GROUP, resource_name="petra-hook", principal="User:petra", operation=Operation.ALL
+    )
+    async with locked.connected("admin") as admin, Webhook() as hook:
+        await put_user(admin, "petra", PASSWORD)
+        await add_acls(admin, [group])
+        await admin.metadata(["petra-in"], create=True)
+        await SubscriptionClient(admin).create("petra-hook", ["petra-in"], {START: "earliest"})
+        async with locked.connected("petra") as petra:
+            with pytest.raises(NotAuthorized, match="petra-in"):
+                await SubscriptionClient(petra).alter("petra-hook", {URL: hook.url})
+            await add_acls(admin, [reads])
+            await SubscriptionClient(petra).alter("petra-hook", {URL: hook.url})
+        await publish(admin, "petra-in", b"1")
+        await hook.until(lambda: len(hook.requests) >= 1, wait_s=WAIT_S)
+
+        async def state() -> Any:
+            (described,) = await SubscriptionClient(admin).describe(["petra-hook"])
+            assert described["owner"] == "User:petra"
+            return described["push"] and described["push"][0]
+
+        await remove_acls(admin, [AclFilter(principal="User:petra", resource_type=ResourceType.TOPIC)])
+
+        async def is_parked() -> bool:
+            found = await state()
+            return bool(found) and found["state"] == "parked"
+
+        await until(is_parked)
+        assert "User:petra may not read topic 'petra-in'" in (await state())["last_error"]
+        await publish(admin, "petra-in", b"2")
+        assert len(hook.requests) == 1
+        await add_acls(admin, [reads])
+        await hook.until(lambda: len(hook.requests) >= 2, wait_s=WAIT_S)
+
+
+async def test_an_endpoint_is_not_set_through_the_configuration_of_a_group_either(locked: Locked) -> None:
+    alters = Acl(
+        resource_type=ResourceType.GROUP,
+        resource_name="quinn-hook",
+        principal="User:quinn",
+        operation=Operation.ALL,
+    )
+    async with locked.connected("admin") as admin:
+        await put_user(admin, "quinn", PASSWORD)
+        await add_acls(admin, [alters])
+        await admin.metadata(["quinn-in"], create=True)
+        await SubscriptionClient(admin).create("quinn-hook", ["quinn-in"], {})
+    client = AdminClient(
+        {
+            "bootstrap.servers": locked.server.kafka,
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "sasl.username": "quinn",
+            "sasl.password": PASSWORD,
+            "log_level": 0,
+        }
+    )
+    entry = ConfigEntry(URL, "http://127.0.0.1:9/", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(Kind.GROUP, "quinn-hook", incremental_configs=[entry])
+    (changed,) = client.incremental_alter_configs([resource]).values()
+    with pytest.raises(KafkaException, match="quinn-in"):
+        await asyncio.to_thread(changed.result, WAIT_S)
