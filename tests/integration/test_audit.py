@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -50,9 +51,8 @@ def rule(principal: str, name: str, operation: acl.Operation) -> acl.Acl:
     )
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
-    data: Path = tmp_path_factory.mktemp("audited") / "data"
+def audited(data: Path, **more: Any) -> EmbeddedBroker:
+    """A broker on a new folder whose auditor may read the log."""
     rules = {rule("auditor", AUDIT, acl.Operation.READ), rule("everything", "*", acl.Operation.ALL)}
     # Its consumers look for the coordinator of their group, although they use none.
     rules.add(
@@ -64,7 +64,12 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
         )
     )
     declare_security(data, USERS, frozenset(rules))
-    started = EmbeddedBroker(data, http="127.0.0.1:0", settings={"auth": "required", "super-users": "admin"})
+    return EmbeddedBroker(data, settings={"auth": "required", "super-users": "admin"}, **more)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
+    started = audited(tmp_path_factory.mktemp("audited") / "data", http="127.0.0.1:0")
     started.start_and_wait()
     yield started
     started.stop_and_wait()
@@ -259,3 +264,28 @@ def test_the_log_is_append_only_even_for_super_users(broker: EmbeddedBroker) -> 
     for attempt in attempts:
         with pytest.raises(KafkaException):
             attempt.result(WAIT_S)
+
+
+async def test_what_is_counted_when_a_node_stops_is_written(tmp_path: Path) -> None:
+    broker = audited(tmp_path / "data")
+    await broker.start()
+    counts: list[int] = []
+
+    def is_last(event: Event, total: int) -> bool:
+        if event.get("resources") == [{"type": "topic", "name": "audit-last"}]:
+            counts.append(event["count"])
+        return sum(counts) == total
+
+    async with Client.connect(broker.kafka_address, credentials=credentials("mallory")) as client:
+        await client.metadata(["audit-last"])
+        await asyncio.to_thread(read_audit, broker, lambda event: is_last(event, 1))
+        # Within the same minute, so it would be written later.
+        await client.metadata(["audit-last"])
+    await broker.stop()
+    again = EmbeddedBroker(tmp_path / "data", settings={"auth": "required", "super-users": "admin"})
+    await again.start()
+    counts.clear()
+    try:
+        await asyncio.to_thread(read_audit, again, lambda event: is_last(event, 2))
+    finally:
+        await again.stop()

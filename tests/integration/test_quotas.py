@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +15,13 @@ from aiokafka import AIOKafkaConsumer
 from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
 
+from millstream.embedded import EmbeddedBroker
 from millstream.protocol.private.message import Nothing, decode_document, encode
+from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials
+from millstream_testing.command import CommandLine
+from millstream_testing.security import declare_security
 from millstream_testing.server import Server
 
 NODE_STATUS_KEY = 32000
@@ -112,6 +118,30 @@ def test_a_producer_is_throttled_and_loses_nothing(server: Server, topic: str) -
     assert throttles.events or throttles.largest_ms > 0
     with closing(Consumer({"bootstrap.servers": server.kafka, "group.id": topic, "log_level": 0})) as consumer:
         assert consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=WAIT_S) == (0, MESSAGES)
+
+
+def test_a_user_is_throttled_whatever_its_client_ids_are(tmp_path: Path) -> None:
+    declare_security(tmp_path / "data", {"admin": "admin-password", "eve": "eve-password"})
+    broker = EmbeddedBroker(tmp_path / "data", settings={"auth": "required", "super-users": "admin,eve"})
+    broker.start_and_wait()
+
+    async def produce(user: str, client_id: str) -> bool:
+        """Whether a client of a user is told to wait after its first messages."""
+        credentials = Credentials(user=user, password=f"{user}-password")
+        async with Client.connect(broker.kafka_address, credentials=credentials, client_id=client_id) as client:
+            (node,) = (await client.metadata(["shared-by-users"], create=True)).nodes
+            await client.produce("shared-by-users", 0, encode_batch([NewRecord(None, bytes(10_000), (), 0)]))
+            return (await client.pool_for(node)).muted_until > 0
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MILLSTREAM_USER", "admin")
+            patch.setenv("MILLSTREAM_PASSWORD", "admin-password")
+            assert CommandLine(broker.kafka_address)("quota", "set", "user:eve", "--produce", 500).code == 0
+        throttled = [asyncio.run(produce(*who)) for who in (("eve", "one"), ("eve", "two"), ("admin", "one"))]
+        assert throttled == [True, True, False]
+    finally:
+        broker.stop_and_wait()
 
 
 def test_a_consumer_is_throttled_and_reads_everything(server: Server, topic: str) -> None:

@@ -300,7 +300,6 @@ class AuditLog:
         self._appender = appender
         self._retention = str(config.audit_retention_ms)
         self._node = str(config.node_id)
-        self._clock = SystemClock()
         self._backoff = Backoff(Random(), max_s=10.0)
         self._is_closing = False
         self._has_topic = False

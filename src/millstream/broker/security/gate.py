@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.audit import HTTP
-from millstream.broker.security.rights import Rights
+from millstream.broker.security.rights import ANONYMOUS, Rights
 from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
@@ -139,6 +139,7 @@ class Session:
         self._mechanism: Mechanism | None = None
         self._ends: asyncio.TimerHandle | None = None
         self._counted_as = ""
+        self._has_signed_in = False
         self.requests = 0
         self.takes_tokens = False
         """Whether frames are bare SASL messages, as after the first version of SaslHandshake."""
@@ -273,9 +274,10 @@ class Session:
 
     def _admit(self, verified: Verified, node_id: NodeId | None) -> float:
         knowledge, connection = self._gate.knowledge, self._connection
-        is_new = self.verified is None and self._gate.requires
+        is_new = not self._has_signed_in and verified.principal != ANONYMOUS
         if is_new and node_id is None:
             self._count(verified.principal)
+        self._has_signed_in = self._has_signed_in or is_new
         self.verified = verified
         self.rights = Rights(
             knowledge.state,
