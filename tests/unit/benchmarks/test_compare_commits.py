@@ -24,6 +24,7 @@ def test_a_line_is_worse_if_the_whole_interval_is_above_one(factor: float, verdi
 def test_what_differs_less_than_the_rounds_do_is_the_same() -> None:
     after = [before * factor for before, factor in zip(ROUNDS, (1.2, 0.85, 1.1, 0.9, 1.15, 0.95), strict=True)]
     assert ratio(ROUNDS, after).verdict == "same"
+    assert ratio((1.0, 1.0), (1.1, 1.2)).verdict == "same", "two rounds prove little"
 
 
 def test_the_cost_is_the_cpu_time_of_the_server() -> None:
