@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from millstream.broker.catalog.sealing import SecretKey, write_keys
 from millstream.client.admin.cluster_status import ClusterStatus, cluster_status
 from millstream.core.errors import MillstreamError
 from millstream.protocol.wire.client import Client
@@ -237,9 +238,11 @@ class TrialCluster:
         stack.callback(self.pause_etcd, paused=False)
         self.postgres = stack.enter_context(PostgresServer())
         self.network.connect(self.etcd, self.postgres.new_database())
-        cluster = uuid.uuid4().hex
+        keys = self._folder / "secrets.keys"
+        write_keys(keys, [SecretKey.new()])
+        shared = {"cluster": uuid.uuid4().hex, "secrets-key-file": keys.absolute()}
         for number in range(1, self._count + 1):
-            settings = {"node-id": number, "cluster": cluster, **self.network.settings(number), **self._settings}
+            settings = {"node-id": number, **shared, **self.network.settings(number), **self._settings}
             node = self.nodes[number] = TrialNode(number, self._folder, self.network, settings, self._program)
             if self._with_disks:
                 self.disks[number] = stack.enter_context(Disk(node.home))

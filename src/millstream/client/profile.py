@@ -6,7 +6,7 @@
     user = "alice"
     password-file = "alice-password"
 
-A file that holds a password or a token itself is used only if nobody else can read it.
+A file that holds a password or a token itself is used only if no other user can read it.
 """
 
 from __future__ import annotations

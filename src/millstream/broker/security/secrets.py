@@ -58,7 +58,7 @@ class StoredSecrets:
             yield f"{place}: {problem}"
 
     async def run(self) -> None:
-        """Try again with what cannot be opened whenever the key file changes, for ever."""
+        """Retry secrets that cannot be opened when the key file changes; runs forever."""
         while True:
             await self._has_problems.wait()
             await asyncio.sleep(LOOK_S)
