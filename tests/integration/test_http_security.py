@@ -20,6 +20,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core import acl
 from millstream.core.credential import SecurityChange, new_token
+from millstream.gateway.api.table import ROUTES
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
@@ -262,6 +263,71 @@ def test_what_is_about_the_cluster_needs_the_right_to_describe_it(locked: Locked
         refused = alice.get(path)
         assert refused.status_code == 403
         assert "describe" in refused.json()["detail"]
+
+
+LISTS = {
+    "/topics",
+    "/subscriptions",
+    "/groups",
+    "/dead-letters",
+    "/pipelines",
+    "/transactions",
+    "/hanging-transactions",
+}
+"""Routes whose answers leave out what the caller may not know."""
+
+PATH = {
+    "topic": "closed",
+    "subscription": "closed",
+    "group": "closed",
+    "name": "closed",
+    "pipeline": "closed",
+    "transaction": "closed",
+    "partition": "0",
+    "offset": "0",
+}
+
+
+def body_of(method: str, path: str, lease: str) -> Any:
+    """A valid body, so that nothing but the missing rights stands in the way."""
+    own_rule = {"name": "r", "topic": "closed", "targets": ["closed"]}
+    return {
+        ("POST", "/subscriptions/{subscription}/messages:settle"): {"accept": [lease]},
+        ("POST", "/topics"): {"topic": "closed-new"},
+        ("PATCH", "/topics/{topic}"): {"settings": {"retention.ms": "1000"}},
+        ("POST", "/subscriptions"): {"name": "closed-new", "topics": ["closed"]},
+        ("PATCH", "/subscriptions/{subscription}"): {"topics": ["closed"]},
+        ("POST", "/subscriptions/{subscription}/seek"): {"to": "start"},
+        ("POST", "/groups/{group}/reset"): {"to": "start"},
+        ("POST", "/pipelines"): {"name": "closed-new", "kind": "land", "settings": {"topics": "closed"}},
+        ("PATCH", "/pipelines/{pipeline}"): {"settings": {"topics": "closed"}},
+        ("PATCH", "/pipelines/{pipeline}/rules"): {"put": [own_rule]},
+        ("POST", "/hanging-transactions"): {"topic": "closed", "partition": 0, "producer_id": 1},
+    }.get((method, path), {})
+
+
+def test_no_route_does_anything_for_a_caller_without_rights(locked: Locked) -> None:
+    with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
+        assert publish(admin, "closed").status_code == 201
+        made = admin.post("/v1/subscriptions", json={"name": "closed", "topics": ["closed"], "start": "start"})
+        assert made.status_code == 201, made.text
+        (message,) = pulled(admin, "closed")
+        for route in ROUTES:
+            method, path = route.method, route.path
+            if route.path in LISTS and method == "GET":
+                answer = eve.get(f"/v1{path}")
+                assert answer.status_code == 200, (path, answer.text)
+                assert not any(answer.json().values()), (path, answer.text)
+                continue
+            given = {"json": body_of(method, path, message["lease"])} if method in ("POST", "PATCH") else {}
+            answer = eve.request(method, f"/v1{path.format_map(PATH)}", **given)
+            if path.startswith("/subscriptions") and path.endswith(":settle"):
+                assert [one["status"] for one in answer.json()["results"]] == [403]
+                continue
+            # What a caller may not describe does not exist for it.
+            is_hidden = path == "/hanging-transactions" or (method == "GET" and path.startswith("/pipelines/"))
+            assert answer.status_code == (404 if is_hidden else 403), (method, path, answer.text)
+        assert settle(admin, "closed", "accept", message["lease"]).get("error") is None
 
 
 def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.broker.security.listeners import Listeners
 from millstream.core.config import Config
 from millstream.core.setting import without_password
 
@@ -24,6 +25,7 @@ def settings_in(text: str) -> list[dict[str, str]]:
 def test_the_service_starts_a_node_of_a_cluster() -> None:
     config = Config.load(environment={}, file=DEPLOY / "systemd" / "millstream.toml")
     assert config.in_cluster
+    Listeners(config).check()
     assert config.etcd.startswith("https://")
     assert "sslmode=verify-full" in config.catalog
     # Passwords are in files of their own.
@@ -43,6 +45,8 @@ def test_the_composed_nodes_differ_in_what_must_differ() -> None:
     given = settings_in((DEPLOY / "compose" / "compose.yaml").read_text())
     nodes = [Config.load(environment=one, file=None) for one in given]
     assert len(nodes) == 3
+    for node in nodes:
+        Listeners(node).check()
     for name in ("node_id", "rack", "kafka", "http", "advertise"):
         assert len({getattr(node, name) for node in nodes}) == len(nodes), name
     for name in ("etcd", "catalog", "cluster"):

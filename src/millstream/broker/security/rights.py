@@ -141,7 +141,8 @@ class Rights:
         """Raise the error for the resource's type unless the client is allowed."""
         if not self.check(operation, kind, name):
             what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
-            raise _ERRORS[kind](f"{self.principal} may not {operation.name.lower().replace('_', ' ')} {what}")
+            does = operation.name.lower().replace("_configs", " the settings of").replace("_", " ")
+            raise _ERRORS[kind](f"{self.principal} may not {does} {what}")
 
     def require_all(self, operation: Operation, kind: ResourceType, names: Iterable[str]) -> None:
         """Raise the same for the first of several resources that is not allowed."""

@@ -87,12 +87,13 @@ TRANSIENT: Final = (
 
 def error_from_code(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
     """Build the error for a code other than 0; `about` says what was requested, where the message does not."""
-    text = message or f"the broker answered with {code_name(code)}"
+    kind = _ERRORS.get(code)
+    is_denied = kind is not None and issubclass(kind, errors.NotAuthorized)
+    text = message or f"{'not authorized, ' if is_denied else ''}the broker answered with {code_name(code)}"
     if about:
         text = f"{about}: {text}"
     if code == OFFSET_OUT_OF_RANGE:
         return errors.OffsetOutOfRange(text, start=-1, end=-1)
-    kind = _ERRORS.get(code)
     return errors.RequestRefused(text, code=code) if kind is None else kind(text)
 
 
