@@ -34,6 +34,6 @@ class GoClient:
         run_builder(["go", "build", "-o", str(program), "."], folder=_FOLDER, offline_marks=(*_OFFLINE, *_TOO_OLD))
         return Program([str(program)], output / "client.log")
 
-    def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
-        """The broker and what it serves."""
-        return [address, served, only]
+    def arguments(self, address: str, served: str, only: str, registry: str) -> Sequence[str]:
+        """The broker, what it serves, and its schema registry."""
+        return [address, served, only, registry]

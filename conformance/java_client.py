@@ -40,7 +40,7 @@ class JavaClient:
         """Let Maven fetch the client and compile the program against it."""
         return _build(f"java-{self.version}", self.version, f"-Dleft.out={'current' if self.old else 'old'}")
 
-    def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
+    def arguments(self, address: str, served: str, only: str, registry: str) -> Sequence[str]:
         """The broker, what it serves, and the suites that this version has the calls for."""
         return [address, served, only, *_SHARED, *(_OLD if self.old else _CURRENT)]
 
@@ -61,7 +61,7 @@ class JavaFrameworks:
         left_out = ("-Dleft.out=old", "-Dleft.out.too=current")
         return _build(f"frameworks-{self.version}", self.version, "-Pframeworks", *left_out)
 
-    def arguments(self, address: str, served: str, only: str) -> Sequence[str]:
+    def arguments(self, address: str, served: str, only: str, registry: str) -> Sequence[str]:
         """The broker, what it serves, and the suites."""
         return [address, served, only, *_FRAMEWORKS]
 

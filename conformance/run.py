@@ -94,7 +94,8 @@ def try_client(client: Client, tally: Tally, *, subject: str, only: str) -> None
         try:
             server = broker(subject, Path(folder) / "data")
             with server:
-                run_program(program, client, server, tally, only)
+                registry = "" if subject == "kafka" else f"http://{server.http}/registry"
+                run_program(program, client, server, tally, only=only, registry=registry)
                 stop(server, tally)
         except PeerUnavailable as reason:
             tally.skipped += 1
@@ -103,10 +104,12 @@ def try_client(client: Client, tally: Tally, *, subject: str, only: str) -> None
             tally.fail(f"the broker -- {reason}")
 
 
-def run_program(program: Program, client: Client, server: Server, tally: Tally, only: str) -> None:
+def run_program(
+    program: Program, client: Client, server: Server, tally: Tally, *, only: str, registry: str = ""
+) -> None:
     """Run the checks, pass their lines on, and do to the broker what they ask for."""
     served, failed_before = describe_served(ask_served(server.kafka)), tally.failed
-    command = [*program.command, *client.arguments(server.kafka, served, only)]
+    command = [*program.command, *client.arguments(server.kafka, served, only, registry)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", process_group=0
     )

@@ -9,10 +9,12 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// trial is what every check uses: the broker's address, and names that no other check has.
+// trial is what every check uses: the broker's address, that of its schema registry, if it has one, and names that no
+// other check has.
 type trial struct {
-	address string
-	names   atomic.Int32
+	address  string
+	registry string
+	names    atomic.Int32
 }
 
 func (t *trial) name(kind string) string {

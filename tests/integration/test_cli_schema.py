@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 from millstream.cli.exit_code import ExitCode
 from millstream_testing.command import CommandLine
@@ -61,3 +64,46 @@ def test_mistakes_are_explained(millstream: CommandLine, topic: str, tmp_path: P
     refused = millstream("schema", "register", topic, str(file), "--type", "avro", "--reference", "A=b")
     assert (refused.code, "NAME=SUBJECT:VERSION" in refused.err) == (ExitCode.USAGE, True)
     assert millstream("schema", "register", topic, str(file), "--type", "avro").code == ExitCode.USAGE
+
+
+def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
+    server: Server, millstream: CommandLine, topic: str
+) -> None:
+    """As Confluent's registry writes it: compacted, with configurations, deletions and records of no interest."""
+    inner, outer = '{"type":"record","name":"In","fields":[]}', '{"type":"array","items":"In"}'
+    reference = [{"name": "In", "subject": "in", "version": 1}]
+    stored: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+        ({"keytype": "NOOP", "magic": 0}, None),
+        ({"keytype": "CONFIG", "subject": None, "magic": 0}, {"compatibilityLevel": "FULL"}),
+        (schema_key("in", 1), {"subject": "in", "version": 1, "id": 40, "schema": inner, "deleted": False}),
+        (
+            schema_key("out", 3),
+            {"subject": "out", "version": 3, "id": 41, "references": reference, "schema": outer, "deleted": False},
+        ),
+        (schema_key("old", 1), {"subject": "old", "version": 1, "id": 7, "schema": '"int"', "deleted": False}),
+        ({"keytype": "DELETE_SUBJECT", "subject": "old", "magic": 0}, {"subject": "old", "version": 1}),
+    ]
+    producer = Producer({"bootstrap.servers": server.kafka})
+    for key, value in stored:
+        producer.produce(topic, key=json.dumps(key), value=None if value is None else json.dumps(value))
+    assert producer.flush(60) == 0
+    context = f".{topic}"
+    made = millstream("schema", "import", "--topic", topic, "--context", context, "--json").document
+    assert made == {"versions": 3, "context": context}
+    shown = millstream("schema", "show", f":{context}:out", "--json").document
+    assert (shown["id"], shown["version"], shown["references"]) == (41, 3, reference)
+    assert millstream("schema", "show", f":{context}:old").code == ExitCode.NOT_FOUND
+    assert millstream("schema", "compatibility", f":{context}:in").out == "FULL\n"
+    again = millstream("schema", "import", "--topic", topic, "--context", context)
+    assert (again.code, "empty" in again.err) == (ExitCode.CONFLICT, True)
+
+    exported = f"{topic}-exported"
+    assert millstream("schema", "export", "--topic", exported, "--context", context, "--json").document["versions"] == 3
+    assert millstream("schema", "export", "--topic", exported, "--context", context).code == ExitCode.CONFLICT
+    written = [json.loads(line) for line in millstream("tail", exported, "--from", "start", "--raw").out.splitlines()]
+    assert {"subject": f":{context}:in", "version": 1, "id": 40, "schema": inner, "deleted": False} in written
+    assert [one["deleted"] for one in written if one.get("subject") == f":{context}:old"] == [True]
+
+
+def schema_key(subject: str, version: int) -> dict[str, Any]:
+    return {"keytype": "SCHEMA", "subject": subject, "version": version, "magic": 1}

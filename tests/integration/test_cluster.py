@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 import urllib.error
@@ -10,6 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -393,6 +395,34 @@ def test_messages_go_over_http_through_any_node(cluster: ServerGroup, topic: str
         )
         assert settled.json()["failed"] == 0
         assert sum(queue["accepted"] for queue in first.get(f"/subscriptions/{name}").json()["queues"]) == 30
+
+
+def test_schemas_are_registered_through_any_node_while_one_is_killed(cluster: ServerGroup, topic: str) -> None:
+    """Fifty registrants of ten schemas, each of whom goes on at another node when its own is gone."""
+    urls = [f"http://{node.http}/registry" for node in (cluster[1], cluster[2], cluster[3])]
+    http = httpx.Client(timeout=WAIT_S)
+
+    def registered(number: int) -> tuple[int, int]:
+        body = {"schema": f'{{"type":"record","name":"Of{number % 10}","fields":[]}}'}
+        deadline = time.monotonic() + WAIT_S
+        for url in itertools.cycle(urls[number % 3 :] + urls[: number % 3]):
+            assert time.monotonic() < deadline
+            with suppress(httpx.TransportError):
+                answer = http.post(f"{url}/subjects/{topic}-{number}/versions", json=body)
+                if answer.status_code == 200:
+                    return number % 10, answer.json()["id"]
+                assert answer.status_code >= 500, answer.text
+        raise AssertionError
+
+    with http, ThreadPoolExecutor(50) as pool:
+        registering = [pool.submit(registered, number) for number in range(50)]
+        registering[1].result()
+        cluster[2].kill()
+        ids = {future.result() for future in registering}
+        assert len(ids) == len({number for _schema, number in ids}) == 10
+        for schema, number in ids:
+            for url in (urls[0], urls[2]):
+                assert f'"Of{schema}"' in http.get(f"{url}/schemas/ids/{number}").json()["schema"]
 
 
 async def test_the_sdk_settles_what_it_holds_wherever_the_partition_is_led_then(

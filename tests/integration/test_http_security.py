@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
+from millstream.cli.reserved_port import ReservedPort
 from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core import acl
 from millstream.core.credential import SecurityChange, new_token
@@ -53,6 +54,8 @@ class Locked(NamedTuple):
     issuer: Issuer
     token: str
     """An API token of alice with which topics of `alice-narrow` can be written."""
+    registry: str
+    """Where the schema registry has a port of its own."""
 
     @property
     def url(self) -> str:
@@ -96,8 +99,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
         "oauth-issuer": ISSUER,
         "oauth-audience": AUDIENCE,
     }
-    with Server(folder / "data", settings=settings) as server:
-        found = Locked(server, certificates, issuer, text)
+    port = ReservedPort()
+    with Server(folder / "data", settings={**settings, "registry": port.address}) as server:
+        found = Locked(server, certificates, issuer, text, port.address)
         with found.client() as nobody:
             deadline = time.monotonic() + WAIT_S
             while nobody.get("/readyz").status_code != 200:
@@ -328,6 +332,28 @@ def test_no_route_does_anything_for_a_caller_without_rights(locked: Locked) -> N
             is_hidden = path == "/hanging-transactions" or (method == "GET" and path.startswith("/pipelines/"))
             assert answer.status_code == (404 if is_hidden else 403), (method, path, answer.text)
         assert settle(admin, "closed", "accept", message["lease"]).get("error") is None
+
+
+def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
+    schema = {"schema": '{"type":"record","name":"AliceOrder","fields":[]}'}
+    path = "/registry/subjects/alice-orders-value/versions"
+    with locked.client(ALICE) as alice, locked.client(BOB) as bob, locked.client() as nobody:
+        made = alice.post(path, json=schema)
+        assert made.status_code == 200, made.text
+        number = made.json()["id"]
+        for answer in (bob.post(path, json=schema), bob.get(path), bob.delete(path.removesuffix("/versions"))):
+            assert (answer.status_code, answer.json()["error_code"]) == (403, 403)
+        assert "alice-orders-value" in alice.get("/registry/subjects").json()
+        assert "alice-orders-value" not in bob.get("/registry/subjects").json()
+        assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
+        assert bob.get(f"/registry/schemas/ids/{number}").json()["error_code"] == 40403
+        assert alice.put("/registry/config", json={"compatibility": "NONE"}).status_code == 403
+        refused = nobody.get(path)
+        assert (refused.status_code, refused.json()["error_code"]) == (401, 401)
+        assert "www-authenticate" in refused.headers
+        assert alice.get(f"https://{locked.registry}/subjects/alice-orders-value/versions").json() == [1]
+        assert nobody.get(f"https://{locked.registry}/subjects").status_code == 401
+        assert alice.get(f"https://{locked.registry}/v1/topics").json()["error_code"] == 404
 
 
 def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:

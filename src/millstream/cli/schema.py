@@ -13,7 +13,7 @@ from millstream.cli.connection import ask
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import print_answer, print_json, print_line, print_table
 from millstream.core.errors import InvalidRequest
-from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
+from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
 
 if TYPE_CHECKING:
     from millstream.protocol.private.schema_messages import SchemaMessage
@@ -186,6 +186,58 @@ def compatibility(
 
     current = ask(brokers, timeout, question)
     print_answer({"subject": subject, "compatibility": current}, current, as_json=as_json)
+
+
+Topic = Annotated[str, typer.Option("--topic", help="The topic of Confluent's registry.")]
+Context = Annotated[str, typer.Option("--context", metavar=".NAME", help="The context; the default one is `.`.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="HOST:PORT", help="A broker of the cluster with the topic, if it is another one."
+        ),
+    ] = None,
+    topic: Topic = "_schemas",
+    context: Context = DEFAULT_CONTEXT,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Register everything that Confluent's registry has stored, with its ids, in a context without schemas."""
+    from millstream.client.admin.schema_topic import import_schemas
+
+    async def question(client: Client) -> int:
+        if source is None:
+            return await import_schemas(client, topic, client, context=_context(context))
+        from millstream.protocol.wire.client import Client as WireClient
+
+        async with WireClient.connect(source, client_id="millstream-cli", timeout_s=timeout) as other:
+            return await import_schemas(other, topic, client, context=_context(context))
+
+    number = ask(brokers, timeout, question)
+    print_answer({"versions": number, "context": _context(context)}, f"Imported {number} versions.", as_json=as_json)
+
+
+@app.command("export")
+def export(
+    topic: Topic = "_schemas",
+    context: Context = DEFAULT_CONTEXT,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
+    from millstream.client.admin.schema_topic import export_schemas
+
+    number = ask(brokers, timeout, lambda client: export_schemas(client, topic, context=_context(context)))
+    print_answer({"versions": number, "topic": topic}, f"Exported {number} versions to {topic}.", as_json=as_json)
+
+
+def _context(name: str) -> str:
+    return name if name.startswith(".") else f".{name}"
 
 
 def _type_of(file: Path, given: str | None) -> str:

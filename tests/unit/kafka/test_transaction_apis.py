@@ -383,8 +383,8 @@ async def test_transactions_are_listed_and_described(broker: Broker) -> None:
 async def asked(api: PrivateApi[Any, Any], body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     header = RequestHeader(api_key=api.key, version=0, correlation_id=1, client_id="c", body_at=0, flexible=False)
-    answer = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
-    buffers = answer if isinstance(answer, list) else await answer
+    given = cast("Any", api.handle_frame(memoryview(content), header, client_info()))
+    buffers = given if isinstance(given, list) else await given
     answer: dict[str, Any] = msgspec.msgpack.decode(buffers[1])
     return answer
 

@@ -16,6 +16,7 @@ from millstream.broker.schemas.examiner import SchemaExaminer
 from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
 from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
+from millstream.protocol.schemas.formats import SchemaText
 
 T = TypeVar("T")
 NODES = 3
@@ -158,6 +159,7 @@ async def test_the_child_process_has_none_of_the_brokers_secrets(
     examiner: SchemaExaminer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "hunter2")
+    assert (await examiner.parse(SchemaText(schema_type=AVRO, text='"int"'))).canonical == '"int"'
     worker = await examiner._take()
     try:
         environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()

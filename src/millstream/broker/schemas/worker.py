@@ -18,6 +18,7 @@ from millstream.protocol.schemas.difference import InvalidSchema
 from millstream.protocol.schemas.formats import SchemaText, check, parse, render
 
 MEMORY_BYTES_MAX: Final = 1 << 30
+ANSWER_S_MAX: Final = 30.0
 LENGTH_BYTES: Final = 4
 MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 
@@ -83,7 +84,10 @@ def main() -> None:
         body = _read(requests, int.from_bytes(head, "big"))
         if body is None:
             return
+        # Ends this process, as the broker does sooner if it is still there.
+        signal.setitimer(signal.ITIMER_REAL, ANSWER_S_MAX)
         response = msgspec.msgpack.encode(answer(decoder.decode(body)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
         responses.write(len(response).to_bytes(LENGTH_BYTES, "big") + response)
         responses.flush()
 

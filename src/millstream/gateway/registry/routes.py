@@ -269,7 +269,7 @@ async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
     body: _Schema = request.decode(_Schema)
-    number = body.id if body.id is not None and body.id >= 0 else None
+    number = body.id if body.id is not None and body.id > 0 else None
     version = body.version if body.version is not None and body.version > 0 else None
     made = await client.register(RegisterSchema(**_sent(request), id=number, version=version))
     return {"id": made.id, "version": made.version, "guid": made.guid}
