@@ -111,16 +111,17 @@ async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone
         async with locked.connected("olga") as olga:
             rule = Rule(name="all", topic="olga-in", targets=("olga-out",))
             await PipelineClient(olga).create("olga-route", PipelineKind.ROUTE, {}, rules=[rule])
+            await PipelineClient(olga).create("olga-land", PipelineKind.LAND, {"topics": "olga-in"})
 
-        async def described() -> dict[str, Any]:
-            return (await PipelineClient(admin).describe(["olga-route"]))[0]
+        async def described(name: str = "olga-route") -> dict[str, Any]:
+            return (await PipelineClient(admin).describe([name]))[0]
 
-        async def has_routed() -> bool:
-            found = await described()
-            assert not found["parked"], found["parked"]
-            return bool(found["report"] and found["report"]["rows"])
+        async def have_run() -> bool:
+            found = [await described(name) for name in ("olga-route", "olga-land")]
+            assert not any(one["parked"] for one in found), found
+            return all(one["report"] and one["report"]["rows"] for one in found)
 
-        await until(has_routed)
+        await until(have_run)
         assert (await described())["owner"] == "User:olga"
         assert {token.owner for token in await list_tokens(admin)} == {"User:olga"}
         await delete_user(admin, "olga")
