@@ -180,9 +180,7 @@ def chosen(names: Sequence[str]) -> list[Client]:
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.run", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "clients", nargs="*", help="parts of clients' names, such as 4.4.0, go or secured; all without"
-    )
+    parser.add_argument("clients", nargs="*", help="parts of clients' names, such as 4.4.0, go or secured; all without")
     parser.add_argument("--against", choices=SUBJECTS, default=SUBJECTS[0], help="the broker to try")
     parser.add_argument("--only", default="", help="run only the checks whose names contain this")
     arguments = parser.parse_args()
