@@ -39,6 +39,7 @@ class Case:
     producers: int = 1
     acks: str = "all"
     rate_per_s: int = 0
+    tls: bool = False
 
     @property
     def name(self) -> str:
@@ -50,6 +51,7 @@ class Case:
             return f"requests of one message, {size}, {self.flush}"
         parts = [size, "keyed" if self.keyed else "no key", _count(self.partitions, "partition")]
         parts += [_count(self.producers, "producer"), f"acks={self.acks}", self.flush]
+        parts += ["TLS"] if self.tls else []
         if self.kind == LATENCY:
             return f"{self.rate_per_s:,}/s, {', '.join(parts)}"
         return ", ".join(parts)
@@ -66,7 +68,7 @@ class Case:
         One producer has one stream; ten producers have a stream each, as they would have a partition each.
         """
         spread = (self.producers, self.partitions) in ((1, 1), (10, 16))
-        return spread and not self.keyed and self.acks == "all"
+        return spread and not self.keyed and self.acks == "all" and not self.tls
 
     def messages_to_read(self, seconds: float) -> int:
         """How many messages are read back in about so many seconds: as many from a slow server as from a fast one.
@@ -106,6 +108,7 @@ def quick() -> list[Case]:
         SAFE,
         FAST,
         replace(FAST, size_bytes=100, partitions=1),
+        replace(FAST, tls=True),
         Case(kind=LATENCY, rate_per_s=1000),
         Case(kind=REQUESTS),
         Case(kind=START),
@@ -142,6 +145,8 @@ def _throughput() -> Iterator[Case]:
         yield replace(base, producers=10)
         yield replace(base, acks="1")
         yield replace(base, acks=IDEMPOTENT)
+        yield replace(base, tls=True)
+        yield replace(base, size_bytes=100, tls=True)
     yield Case(flush=INTERVAL)
     # Where servers without partitions can be compared.
     for flush in FLUSHES:
@@ -157,6 +162,7 @@ def _latency() -> Iterator[Case]:
     for flush in (ALWAYS, OS):
         for rate in RATES:
             yield Case(kind=LATENCY, flush=flush, rate_per_s=rate)
+        yield Case(kind=LATENCY, flush=flush, rate_per_s=RATES[0], tls=True)
 
 
 def _requests() -> Iterator[Case]:

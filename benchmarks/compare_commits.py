@@ -30,7 +30,7 @@ from benchmarks import cases, machine, reader
 from benchmarks.cases import ALWAYS, FAST, REQUESTS, SAFE, Case
 from benchmarks.run import turns
 from benchmarks.subject import Measured
-from benchmarks.subjects import Millstream
+from benchmarks.subjects import Millstream, TlsListener
 from rich.console import Console
 from rich.table import Table
 
@@ -53,8 +53,8 @@ _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
 class CheckoutServer(Server):
     """A server that runs the source of a checkout."""
 
-    def __init__(self, data: Path, source: Path) -> None:
-        super().__init__(data)
+    def __init__(self, data: Path, source: Path, settings: Mapping[str, object] | None = None) -> None:
+        super().__init__(data, settings=settings)
         self._source = source
 
     def environment(self) -> dict[str, str]:
@@ -69,8 +69,8 @@ class Checkout(Millstream):
         self.name = name
         self._source = source
 
-    def server(self, data: Path) -> Server:
-        return CheckoutServer(data, self._source)
+    def server(self, data: Path, tls: TlsListener | None = None) -> Server:
+        return CheckoutServer(data, self._source, self.listener_settings(data, tls))
 
 
 class Ratio(NamedTuple):

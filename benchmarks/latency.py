@@ -39,7 +39,7 @@ def measure(target: Target, case: Case, seconds: float) -> dict[str, Numbers]:
     count = int(case.rate_per_s * seconds)
     acknowledged, received = notes(count), notes(count)
     settings = settings_of(target, case, linger_ms(case.rate_per_s))
-    reading = {"bootstrap.servers": target.address, "log_level": "0", "group.id": target.topic}
+    reading = {**target.client_settings, "group.id": target.topic}
     with (
         closing(Producer(target.topic, settings, acknowledged)) as producer,
         closing(Consumer(target.topic, reading, range(case.partitions), received, timed=True)) as consumer,

@@ -64,17 +64,16 @@ def _touch(size_bytes: int) -> None:
 def consume(target: Target, case: Case, wanted: int, isolation: str = COMMITTED) -> Numbers:
     """Read from the start of every partition what was produced; it is still in the page cache."""
     try:
-        asked = (target.address, target.topic, target.pid, case, wanted, isolation)
+        asked = (target.client_settings, target.topic, target.pid, case, wanted, isolation)
         return _process().submit(_consume, *asked).result()
     except TimeoutError:
         target.check()
         raise
 
 
-def _consume(address: str, topic: str, pid: int, case: Case, wanted: int, isolation: str) -> Numbers:
+def _consume(connection: dict[str, str], topic: str, pid: int, case: Case, wanted: int, isolation: str) -> Numbers:
     settings = {
-        "bootstrap.servers": address,
-        "log_level": "0",
+        **connection,
         "group.id": topic,
         "isolation.level": isolation,
         "fetch.queue.backoff.ms": "0",

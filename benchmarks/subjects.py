@@ -24,6 +24,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
+from millstream_testing.security import Certificates
 from millstream_testing.server import Server, ServerFailed
 
 STARTED = "start and rest"
@@ -32,6 +33,11 @@ _REST_S = 2.0
 _DELETE_S_MAX = 10.0
 # What brokers keep for themselves: journals and metadata.
 _LEFT_BYTES_MAX = 96 * 1024 * 1024
+_KAFKA_TLS = """\
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,TLS:SSL
+listener.name.tls.ssl.keystore.type=PEM
+listener.name.tls.ssl.keystore.location={both}
+"""
 _WARM = (Case(flush=OS), Case(flush=OS, partitions=1, size_bytes=100))
 
 
@@ -49,8 +55,8 @@ class KafkaSubject(Subject):
     """Measured with librdkafka, and with requests over a bare socket."""
 
     def offers(self, case: Case) -> bool:
-        """All lines but the start of a server that is not one to be used."""
-        return case.kind != START
+        """All lines but those with TLS, and the start of a server that is not one to be used."""
+        return case.kind != START and not case.tls
 
     @abstractmethod
     def topic(self, case: Case) -> AbstractContextManager[Target]:
@@ -111,7 +117,7 @@ class Discard(Limit):
 
     def offers(self, case: Case) -> bool:
         """Only what does not depend on how messages are kept."""
-        return case.kind == PRODUCE and case.flush == OS and case.acks == "all"
+        return case.kind == PRODUCE and case.flush == OS and case.acks == "all" and not case.tls
 
     def measure(self, case: Case, seconds: float) -> Measured:
         """Only in: there is nothing to read back."""
@@ -127,15 +133,33 @@ class Discard(Limit):
         return "nothing is kept"
 
 
+class TlsListener:
+    """One more listener of a broker, with TLS 1.3 or 1.2 and a certificate of its own, for lines with TLS."""
+
+    def __init__(self, folder: Path) -> None:
+        self.certificates = Certificates(folder)
+        self.address = kafka.free_address()
+
+    @property
+    def client_settings(self) -> Mapping[str, str]:
+        """How librdkafka connects to it."""
+        return {
+            "bootstrap.servers": self.address,
+            "security.protocol": "ssl",
+            "ssl.ca.location": str(self.certificates.ca),
+        }
+
+
 class Broker(KafkaSubject):
     """A broker that is started once; each measurement has a topic of its own, which is deleted after it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._server: Server
+        self._tls: TlsListener
 
     @abstractmethod
-    def server(self, data: Path) -> Server:
+    def server(self, data: Path, tls: TlsListener | None = None) -> Server:
         """The broker on a folder, as a user would start it."""
 
     @abstractmethod
@@ -150,7 +174,8 @@ class Broker(KafkaSubject):
         """Start, and send some messages through: just-in-time compilers are not what is measured."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         try:
-            self._server = self._stack.enter_context(self.server(folder / "data"))
+            self._tls = TlsListener(folder / "certs")
+            self._server = self._stack.enter_context(self.server(folder / "data", self._tls))
             for case in _WARM:
                 super().measure(case, 1.0)
         except BaseException:
@@ -177,7 +202,8 @@ class Broker(KafkaSubject):
         admin.create_topics([wanted])[name].result(_ADMIN_S_MAX)
         requests.first_answer(self._server.kafka, name)
         try:
-            yield Target(server=self._server, topic=name, partitions=case.partitions)
+            tls = self._tls.client_settings if case.tls else {}
+            yield Target(server=self._server, topic=name, partitions=case.partitions, tls=tls)
         finally:
             if self._server.is_running():
                 admin.delete_topics([name])[name].result(_ADMIN_S_MAX)
@@ -212,9 +238,22 @@ class Millstream(Broker):
     name = MILLSTREAM
     version = millstream.__version__
 
-    def server(self, data: Path) -> Server:
+    def server(self, data: Path, tls: TlsListener | None = None) -> Server:
         """With its defaults."""
-        return Server(data)
+        return Server(data, settings=self.listener_settings(data, tls))
+
+    def listener_settings(self, data: Path, tls: TlsListener | None) -> Mapping[str, object]:
+        """Flags that add a listener with TLS."""
+        if tls is None:
+            return {}
+        config = data.with_name("millstream.toml")
+        certificates = tls.certificates
+        config.write_text(
+            f'[[listeners]]\nname = "tls"\naddress = "{tls.address}"\n'
+            f'tls-cert = "{certificates.node}"\ntls-key = "{certificates.node_key}"\n',
+            encoding="utf-8",
+        )
+        return {"config": config}
 
     def topic_settings(self, flush: str) -> Mapping[str, str]:
         """Its own setting is what the lines are named after."""
@@ -230,9 +269,13 @@ class ApacheKafka(Broker):
         super().__init__()
         self.version = kafka.version_of(kafka.fetch())
 
-    def server(self, data: Path) -> Server:
+    def server(self, data: Path, tls: TlsListener | None = None) -> Server:
         """With its defaults; see `peers.kafka`."""
-        return kafka.kafka(data, OS)
+        if tls is None:
+            return kafka.kafka(data, OS)
+        both = tls.certificates.folder / "both.pem"
+        both.write_bytes(tls.certificates.node_key.read_bytes() + tls.certificates.node.read_bytes())
+        return kafka.kafka(data, OS, listener=f"TLS://{tls.address}", properties=_KAFKA_TLS.format(both=both))
 
     def topic_settings(self, flush: str) -> Mapping[str, str]:
         """The same durability in Kafka's words."""

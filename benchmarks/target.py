@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from millstream_testing.server import Server, ServerFailed
 
@@ -17,6 +18,13 @@ class Target:
     server: Server
     topic: str
     partitions: int
+    tls: Mapping[str, str] = field(default_factory=dict)
+    """Where and how librdkafka connects instead, if the line is measured with TLS."""
+
+    @property
+    def client_settings(self) -> dict[str, str]:
+        """How librdkafka connects."""
+        return {"bootstrap.servers": self.address, "log_level": "0", **self.tls}
 
     @property
     def address(self) -> str:

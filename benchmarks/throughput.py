@@ -70,8 +70,7 @@ def settings_of(target: Target, case: Case, linger_ms: float = 5) -> dict[str, s
     """Return the producers' settings; all else is librdkafka's default."""
     alone = case.producers == 1
     return {
-        "bootstrap.servers": target.address,
-        "log_level": "0",
+        **target.client_settings,
         "acks": "all" if case.acks == IDEMPOTENT else case.acks,
         "enable.idempotence": str(case.acks == IDEMPOTENT).lower(),
         "linger.ms": str(linger_ms),

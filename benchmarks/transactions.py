@@ -24,7 +24,7 @@ from benchmarks.names import KAFKA, MILLSTREAM
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.reader import COMMITTED, UNCOMMITTED
 from benchmarks.report import Table
-from benchmarks.subjects import ApacheKafka, Broker, Millstream
+from benchmarks.subjects import ApacheKafka, Broker, Millstream, TlsListener
 from benchmarks.target import Numbers, Target
 from benchmarks.transaction_load import ABORTED_EACH, CASE, MESSAGES_MIXED, OF_ONE_TRANSACTION
 from benchmarks.verdict import LEVEL_MIN
@@ -48,9 +48,9 @@ Rounds = dict[str, list[Numbers]]
 class Alike(Millstream):
     """Millstream with the durability that Kafka has by itself, also for what it keeps for coordinators."""
 
-    def server(self, data: Path) -> Server:
+    def server(self, data: Path, tls: TlsListener | None = None) -> Server:
         """Pages are written when the system does so."""
-        return Server(data, settings={"default-flush": "os"})
+        return Server(data, settings={"default-flush": "os", **self.listener_settings(data, tls)})
 
 
 def main() -> int:

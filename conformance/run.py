@@ -23,6 +23,7 @@ from typing import IO
 
 from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
+from conformance import secured
 from conformance.client import BuildFailed, Client, Program, Unavailable
 from conformance.go_client import GoClient
 from conformance.java_client import JavaClient, JavaFrameworks
@@ -56,16 +57,22 @@ class Tally:
     not_served: int = 0
     skipped: int = 0
 
-    def count(self, line: str) -> None:
-        """Take note of a line of a client's report."""
+    def count(self, line: str) -> str:
+        """Take note of a line of a client's report, and return it."""
         verdict = next((verdict for verdict in _VERDICTS if line.startswith(f"  {verdict} ")), None)
         if verdict is not None:
             name = verdict.lower().replace(" ", "_")
             setattr(self, name, getattr(self, name) + 1)
+        return line
+
+    def report(self, verdict: str, what: str) -> None:
+        """Print a verdict of the driver's own and take note of it."""
+        self.skipped += verdict == "skipped"
+        self.count(_say(f"  {verdict:<11} {what}"))
 
     def fail(self, what: str) -> None:
         """Report a failure that the driver itself saw."""
-        self.count(_say(f"  {'FAILED':<11} {what}"))
+        self.report("FAILED", what)
 
 
 def _say(line: str) -> str:
@@ -176,13 +183,16 @@ def chosen(names: Sequence[str]) -> list[Client]:
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m conformance.run", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("clients", nargs="*", help="parts of clients' names, such as 4.4.0 or go; default: all")
+    parser.add_argument("clients", nargs="*", help="parts of clients' names, such as 4.4.0, go or secured; all without")
     parser.add_argument("--against", choices=SUBJECTS, default=SUBJECTS[0], help="the broker to try")
     parser.add_argument("--only", default="", help="run only the checks whose names contain this")
     arguments = parser.parse_args()
     tally = Tally()
     for client in chosen(arguments.clients):
         try_client(client, tally, subject=arguments.against, only=arguments.only)
+    is_chosen = not arguments.clients or any(name in secured.NAME for name in arguments.clients)
+    if is_chosen and not arguments.only and arguments.against == SUBJECTS[0]:
+        secured.try_secured(tally.report, lambda line: tally.count(_say(line)))
     _say(f"{tally.ok} passed, {tally.failed} failed, {tally.not_served} not served, {tally.skipped} clients skipped")
     return 1 if tally.failed else 0
 

@@ -131,7 +131,7 @@ def kafka(
 # -- the jars -----------------------------------------------------------------------------------------------------
 
 
-def fetch() -> Path:
+def fetch(pom: Path = _POM) -> Path:
     """The folder with Kafka's jars: that of KAFKA_HOME, the one fetched before, or a new one."""
     if shutil.which("java") is None:
         raise PeerUnavailable("Java is not on the PATH")
@@ -139,11 +139,11 @@ def fetch() -> Path:
         return Path(home) / "libs"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench"
     # Named after what the file asks for, so that another version of it is fetched again.
-    jars = cache / f"kafka-{zlib.crc32(_POM.read_bytes()):08x}"
+    jars = cache / f"kafka-{zlib.crc32(pom.read_bytes()):08x}"
     if not jars.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            _copy_jars(Path(folder) / "jars")
+            _copy_jars(pom, Path(folder) / "jars")
             # Another benchmark may have been quicker, which is just as good.
             if not jars.exists():
                 (Path(folder) / "jars").rename(jars)
@@ -155,10 +155,10 @@ def version_of(jars: Path) -> str:
     return next((found[1] for jar in jars.iterdir() if (found := _JAR.fullmatch(jar.name))), "of unknown version")
 
 
-def _copy_jars(into: Path) -> None:
+def _copy_jars(pom: Path, into: Path) -> None:
     if shutil.which("mvn") is None:
         raise PeerUnavailable("Maven (mvn) is not on the PATH, and KAFKA_HOME is not set")
-    command = ["mvn", "-q", "-B", "-f", str(_POM), _COPY, "-DincludeScope=runtime", f"-DoutputDirectory={into}"]
+    command = ["mvn", "-q", "-B", "-f", str(pom), _COPY, "-DincludeScope=runtime", f"-DoutputDirectory={into}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=FETCH_S_MAX)
     except subprocess.TimeoutExpired:

@@ -120,20 +120,46 @@ def test_confluent_kafka_with_tokens(locked: Locked) -> None:
     assert send(settings, "alice-tokens", b"x") is None
 
 
-def test_confluent_kafka_with_a_certificate(locked: Locked) -> None:
-    certificate, key = locked.certificates.client("alice")
+def test_confluent_kafka_with_a_certificate(locked: Locked, certificate: tuple[str, str]) -> None:
     settings = {
         "bootstrap.servers": locked.server.kafka,
         "log_level": 0,
         "security.protocol": "SSL",
         "ssl.ca.location": str(locked.certificates.ca),
-        "ssl.certificate.location": str(certificate),
-        "ssl.key.location": str(key),
+        "ssl.certificate.location": certificate[0],
+        "ssl.key.location": certificate[1],
     }
     assert send(settings, "alice-certificate", b"x") is None
     error = send(settings, "another", b"x")
     assert error is not None
     assert error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+
+
+@pytest.fixture(scope="module")
+def certificate(locked: Locked) -> tuple[str, str]:
+    """One of alice's."""
+    certificate, key = locked.certificates.client("alice")
+    return str(certificate), str(key)
+
+
+async def test_aiokafka_with_a_certificate(locked: Locked, certificate: tuple[str, str]) -> None:
+    context = ssl.create_default_context(cafile=str(locked.certificates.ca))
+    context.load_cert_chain(*certificate)
+    settings = {"bootstrap_servers": locked.server.kafka, "security_protocol": "SSL", "ssl_context": context}
+    async with AIOKafkaProducer(**settings) as producer:
+        await producer.send_and_wait("alice-aiokafka-certificate", b"x")
+
+
+def test_kafka_python_with_a_certificate(locked: Locked, certificate: tuple[str, str]) -> None:
+    producer = KafkaProducer(
+        bootstrap_servers=locked.server.kafka,
+        security_protocol="SSL",
+        ssl_cafile=str(locked.certificates.ca),
+        ssl_certfile=certificate[0],
+        ssl_keyfile=certificate[1],
+    )
+    producer.send("alice-kafka-python-certificate", b"x").get(WAIT_S)
+    producer.close()
 
 
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, "OAUTHBEARER"])

@@ -165,7 +165,7 @@ def test_the_whole_product_has_every_combination() -> None:
 
 def test_lines_are_chosen_by_words() -> None:
     names = [case.name for case in cases.chosen(cases.default(), ["latency"])]
-    assert len(names) == 4
+    assert len(names) == 6
     assert all("keyed" in case.name for case in cases.chosen(cases.default(), ["keyed"]))
-    assert len(cases.chosen(cases.default(), ["latency", "start"])) == 5
+    assert len(cases.chosen(cases.default(), ["latency", "start"])) == 7
     assert cases.chosen(cases.default(), []) == cases.default()
