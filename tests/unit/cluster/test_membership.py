@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.membership import NO_CONTROLLER, Membership, Node
+from millstream.broker.cluster.store import Put
+from millstream.broker.cluster.store_values import NodeRegistration
+from millstream.broker.cluster.view import ClusterView
+from millstream.core.backoff import Backoff
 from millstream.core.ids import NodeId
+from millstream_testing.clock import ManualClock
 
 ME = Node(node_id=NodeId(1), host="one", port=9092)
 OTHER = Node(node_id=NodeId(2), host="two", port=9092)
@@ -38,3 +48,18 @@ def test_clients_never_get_an_empty_list_of_nodes() -> None:
     assert starting.nodes() == [ME]
     assert starting.controller_id == NO_CONTROLLER
     assert starting.node(ME.node_id) is None
+
+
+@pytest.mark.parametrize(("listener", "port"), [("default", 9092), ("secure", 9093), ("unknown", 9092)])
+async def test_each_node_reaches_others_at_its_own_node_listener(listener: str, port: int) -> None:
+    """While the nodes of a cluster move to another listener, those that have moved reach the others, and they them."""
+    clock = ManualClock()
+    store = EmbeddedStore(EmbeddedService(clock), clock)
+    other = replace(OTHER, endpoints={"default": ("two", 9092), "secure": ("two", 9093)})
+    registered = NodeRegistration(node=other, http="", incarnation="x", version="", unclean=False)
+    await store.change([Put(keys.node_key(OTHER.node_id), registered.to_json())])
+    view = ClusterView(store, Backoff(first_s=1, max_s=1), node_listener=listener)
+    view.show(await store.read(""))
+    found = view.nodes[OTHER.node_id].node
+    assert (found.host, found.port) == ("two", port)
+    assert found.endpoints == other.endpoints
