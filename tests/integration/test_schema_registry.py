@@ -228,6 +228,8 @@ def test_refusals_have_the_registrys_codes(rest: httpx.Client, topic: str) -> No
     assert refusal(register(rest, topic, record("a"), schemaType="XML")) == (422, 42201)
     assert refusal(register(rest, topic, record("a", "b"))) == (409, 409)
     assert refusal(register(rest, topic, record("c"), id=5)) == (422, 42205)
+    assert refusal(register(rest, f":.{topic}:", record("a"))) == (422, 42208)
+    assert refusal(register(rest, f"{topic}\x01", record("a"))) == (422, 42208)
     assert refusal(rest.put(f"/config/{topic}", json={"compatibility": "SOMETIMES"})) == (422, 42203)
     assert refusal(rest.put(f"/mode/{topic}", json={"mode": "SLEEPING"})) == (422, 42204)
     assert refusal(rest.get(f"/config/{topic}")) == (404, 40408)
@@ -281,9 +283,9 @@ def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
     rest.delete(f"/subjects/{topic}")
     assert rest.delete(f"/subjects/{topic}?permanent=true").json() == [1, 2, 3]
     assert refusal(rest.get(f"/schemas/ids/{number}")) == (404, 40403)
-    anew = register(rest, topic, first).json()
-    assert anew["version"] == 1
-    assert anew["id"] > number
+    renewed = register(rest, topic, first).json()
+    assert renewed["version"] == 1
+    assert renewed["id"] > number
 
 
 def test_what_is_referred_to_is_not_deleted(rest: httpx.Client, topic: str) -> None:

@@ -134,24 +134,27 @@ async def test_permanent_deletion_reaches_every_node_and_frees_no_id(nodes: list
 
 @pytest.fixture
 async def examiner() -> AsyncIterator[SchemaExaminer]:
-    made = SchemaExaminer(examine_s=1.0)
+    made = SchemaExaminer()
     yield made
     await made.close()
 
 
 async def test_a_schema_that_takes_too_long_costs_its_process_only(examiner: SchemaExaminer, tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
-    registry = SchemaRegistry(CatalogDeclarations(catalog), examiner=examiner)
+    impatient = SchemaExaminer(examine_s=0.5)
+    patient, hasty = (SchemaRegistry(CatalogDeclarations(catalog), examiner=one) for one in (examiner, impatient))
     try:
         name = "a" * 40 + "b"
         slow = '{"type":"object","patternProperties":{"^(?=(a+)+$)":{"type":"string"}},"additionalProperties":false}'
         before = f'{{"type":"object","properties":{{"{name}":{{"type":"string"}}}},"additionalProperties":false}}'
-        await registry.register(ORDERS, new(before, JSON_SCHEMA))
-        with pytest.raises(SchemaRegistryError) as refused:
-            await registry.register(ORDERS, new(slow, JSON_SCHEMA))
+        await patient.register(ORDERS, new(before, JSON_SCHEMA))
+        await hasty.load()
+        with pytest.raises(SchemaRegistryError, match="could not be examined within") as refused:
+            await hasty.register(ORDERS, new(slow, JSON_SCHEMA))
         assert refused.value.code == RegistryCode.INVALID_SCHEMA
-        assert (await registry.register(QualifiedSubject.parse("other"), record("a"))).version == 1
+        assert (await patient.register(QualifiedSubject.parse("other"), record("a"))).version == 1
     finally:
+        await impatient.close()
         catalog.close()
 
 

@@ -1,7 +1,7 @@
 """Schemas in the catalog: rows with the number of the change that wrote them, so that nodes read only what is new.
 
 Changes take their numbers from one counter, which each locks until it is committed: they are serialized across nodes,
-and whoever has read up to a number has seen every change before it.
+so a node that has read up to a number has seen every change before it.
 """
 
 from __future__ import annotations

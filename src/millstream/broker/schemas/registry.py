@@ -238,7 +238,7 @@ class SchemaRegistry:
     async def register(self, subject: QualifiedSubject, new: NewSchema) -> SubjectVersion:
         """Register a schema as the next version of a subject, unless one of its versions has it already."""
         subject = self._aliased(subject)
-        check_subject(subject)
+        check_subject(subject, is_named=True)
         parsed = await self._parse(subject, new)
         for _attempt in range(ATTEMPTS_MAX):
             since = self._last
@@ -634,11 +634,12 @@ def parse_version(text: str) -> int | None:
     )
 
 
-def check_subject(subject: QualifiedSubject) -> None:
-    """Raise the error of an invalid subject."""
+def check_subject(subject: QualifiedSubject, *, is_named: bool = False) -> None:
+    """Raise the error of an invalid subject; one that `is_named` cannot stand for a context."""
     text = str(subject)
     is_too_long = len(subject.name) > SUBJECT_CHARACTERS_MAX or len(subject.context) > CONTEXT_CHARACTERS_MAX
-    if is_too_long or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text):
+    is_scope = is_named and (not subject.name or subject.context == GLOBAL_CONTEXT)
+    if is_too_long or is_scope or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text):
         raise SchemaRegistryError(
             f"The specified subject '{text[:SUBJECT_CHARACTERS_MAX]}' is not a valid subject.",
             code=RegistryCode.INVALID_SUBJECT,

@@ -192,7 +192,7 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
 
 
 class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
-    """Tells whether a schema is compatible with a subject.
+    """Checks whether a schema is compatible with a subject.
 
         {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest"}
         answer: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …]}
