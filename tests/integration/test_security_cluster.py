@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,21 @@ from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.sasl import Verified
 from millstream.broker.security.state import SecurityState
 from millstream.cli import certs
-from millstream.client.admin.security import add_acls, delete_user, list_secrets, put_user
+from millstream.client.admin.security import (
+    add_acls,
+    create_token,
+    delete_user,
+    list_secrets,
+    list_tokens,
+    put_user,
+    revoke_token,
+)
 from millstream.core import push
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
+from millstream.pipelines.source.access import connection_access
 from millstream.protocol.private.authenticate import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -119,6 +129,30 @@ async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
         await ms.subscribe("orders", handled.put, name="worker", start="earliest")
         async with asyncio.timeout(WAIT_S):
             assert (await handled.get()).value == b'{"n":1}'
+
+
+async def test_a_token_of_one_node_is_good_at_the_other_at_once(locked: Locked) -> None:
+    stem = locked.certificates / "node"
+    of_node = node_by_certificate(f"{stem}.pem", f"{stem}.key", str(locked.ca), CLUSTER)
+    async with Client.connect(locked.nodes[0].kafka, credentials=of_node) as node:
+        made = await create_token(node, owner="User:admin")
+    # As a pipeline's tasks connect: to nodes, whatever they are reached by, but not as a node.
+    access = replace(connection_access(of_node), token=made.token)
+    assert access.cluster == CLUSTER
+    async with Client.connect(locked.nodes[1].kafka, credentials=access.credentials()) as client:
+        assert [one.token_id for one in await list_tokens(client)] == [made.token_id]
+    async with Client.connect(locked.nodes[1].kafka, credentials=locked.credentials(ADMIN)) as admin:
+        await revoke_token(admin, made.token_id)
+    for node_of in locked.nodes:
+
+        async def is_refused(server: Server = node_of) -> bool:
+            try:
+                async with Client.connect(server.kafka, credentials=access.credentials()):
+                    return False
+            except AuthenticationFailed:
+                return True
+
+        await until(is_refused)
 
 
 async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -> None:
