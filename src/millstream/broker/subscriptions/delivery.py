@@ -358,6 +358,10 @@ class Delivery:
         if written is not None:
             await written
 
+    def pending_write(self) -> PendingWrite | None:
+        """Return the write with which all changes so far become durable; None if they are."""
+        return self._write()
+
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""
         self._check()
