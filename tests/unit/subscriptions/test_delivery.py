@@ -721,3 +721,25 @@ async def test_the_clients_of_workers_are_known_while_these_hold_messages(bench:
     assert [one.origin.client_id for one in delivery.held_ranges()] == ["packer", "painter"]
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     assert [(one.first, one.last) for one in delivery.held_ranges()] == [(1, 1), (2, 2)]
+
+
+async def test_a_worker_that_has_caught_up_leaves_the_queue_alone_until_something_happens(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a")
+    (lease,) = delivery.try_receive(wanted(5)).leases
+    # The first look splits the coarse bucket of the lease's time.
+    assert delivery.try_receive(wanted(5)).leases == []
+    prepared: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delivery, "_prepare", prepared.append)
+        assert delivery.try_receive(wanted(5)).leases == []
+    assert prepared == []
+    # The log grows, a lease expires, the wall clock is set back: each of them is noticed.
+    bench.publish("b")
+    assert offsets(delivery.try_receive(wanted(5))) == [1]
+    bench.clock.jump_ms(-10_000)
+    delivery.try_receive(wanted(5))
+    assert {held.deadline_ms for held in delivery.held_ranges()} == {lease.deadline_ms - 10_000}
+    bench.clock.advance_ms(lease.deadline_ms - 10_000 - bench.clock.now_ms())
+    (again,) = delivery.try_receive(wanted(5)).leases
+    assert (again.first, again.last, again.attempt) == (0, 1, 2)

@@ -91,6 +91,7 @@ class ShareSessions:
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
+    from millstream.broker.subscriptions.state_store import PendingWrite
 
 GAP: Final = 0
 RENEW: Final = 4
@@ -123,7 +124,7 @@ class AcknowledgementBatch(Protocol):
 Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
 """The acknowledgements of a request."""
 
-Settled = dict[SharePartition, "Delivery | MillstreamError"]
+Settled = dict[SharePartition, "PendingWrite | MillstreamError | None"]
 """The queues in which it was settled, or why not."""
 
 
@@ -208,11 +209,11 @@ class ShareConsumers:
     async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
         """Wait until settlements are durable; return the error of each partition."""
         results: dict[SharePartition, MillstreamError | None] = {}
-        for place, delivery in settled.items():
-            results[place] = delivery if isinstance(delivery, MillstreamError) else None
-            if not isinstance(delivery, MillstreamError):
+        for place, outcome in settled.items():
+            results[place] = outcome if isinstance(outcome, MillstreamError) else None
+            if outcome is not None and not isinstance(outcome, MillstreamError):
                 try:
-                    await delivery.durable()
+                    await outcome
                 except MillstreamError as error:
                     results[place] = error
         return results
@@ -224,14 +225,14 @@ class ShareConsumers:
         place: SharePartition,
         batches: Sequence[AcknowledgementBatch],
         renews: bool,
-    ) -> Delivery | MillstreamError:
+    ) -> PendingWrite | MillstreamError | None:
         try:
             verbs, gaps = settlements_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
             delivery.settle_all(self.worker(member_id), verbs, gaps)
+            return delivery.pending_write()
         except MillstreamError as error:
             return error
-        return delivery
 
     def release(self, session: ShareSession) -> None:
         """Release the leases of a member whose session has ended."""

@@ -260,7 +260,7 @@ class Delivery:
         """Lease the messages that are available now; `leases_durable` waits until the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
-        if not self._may_deliver:
+        if not self._may_deliver or self._is_drained(self.last_used_ms):
             return NOTHING
         found = self._lease(demand)
         self._after_change()
@@ -358,6 +358,10 @@ class Delivery:
         if written is not None:
             await written
 
+    def pending_write(self) -> PendingWrite | None:
+        """Return the write with which all changes so far become durable; None if they are."""
+        return self._write()
+
     def seek(self, offset: Offset) -> None:
         """Continue at another offset; outstanding leases become void."""
         self._check()
@@ -448,6 +452,20 @@ class Delivery:
             return False
         self._is_store_full = not self._store.has_room(self.key)
         return not self._is_store_full
+
+    def _is_drained(self, now_ms: int) -> bool:
+        """Whether nothing can be leased before the log grows, a time is reached or a message returns.
+
+        A worker that has caught up asks again after each message, so this is looked up without preparing the queue.
+        """
+        queue, partition = self.queue, self.partition
+        return (
+            queue.is_ready
+            and not queue.counts.available
+            and queue.skip_tick(now_ms)
+            and partition.log_start <= queue.oldest
+            and queue.next_scan_offset >= readable_end(partition, self.settings.isolation)
+        )
 
     def _record_filter_version(self) -> None:
         """Record which filter decides from now on."""

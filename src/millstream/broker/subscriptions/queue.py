@@ -523,6 +523,17 @@ class Queue:
 
     # -- time ------------------------------------------------------------------------------------------------
 
+    def skip_tick(self, now_ms: int) -> bool:
+        """Note the time as `tick` does, if that would change nothing; return False if it has to be called."""
+        if (
+            self._dues.next_ms <= now_ms
+            or now_ms < self._ticked_ms - CLOCK_STEP_MS
+            or self._fold.window.span >= self._window_max
+        ):
+            return False
+        self._ticked_ms = now_ms
+        return True
+
     def tick(self, now_ms: int) -> None:
         """Apply everything that is due: expired leases, ended waits, and room in a full window."""
         if self._fold.window.span >= self._window_max:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
@@ -117,7 +117,7 @@ async def receive(
     wait_s: float,
     first: int = 0,
     interrupt: asyncio.Future[None] | None = None,
-    also_after: asyncio.Future[Any] | None = None,
+    also_after: Callable[[], Awaitable[object]] | None = None,
 ) -> list[Grant]:
     """Lease messages to a worker, starting with queue `first`; wait up to `wait_s` for some, or until `interrupt`.
 
@@ -201,13 +201,15 @@ async def _wait(
     return [] if found is None else [found]
 
 
-async def _await_durable(grants: list[Grant], worker: str, also_after: asyncio.Future[Any] | None) -> list[Grant]:
+async def _await_durable(
+    grants: list[Grant], worker: str, also_after: Callable[[], Awaitable[object]] | None
+) -> list[Grant]:
     """Wait until grants may be delivered; leave out queues that lost their partition in between."""
     durable: list[Grant] = []
     errors: list[MillstreamError] = []
     try:
         if also_after is not None:
-            await asyncio.wait([also_after])
+            await also_after()
         for grant in grants:
             try:
                 await grant.delivery.leases_durable()

@@ -22,7 +22,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Final
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -45,6 +46,7 @@ from millstream.broker.kafka.share_consumers import (
     CLOSES,
     OPENS,
     Acknowledgements,
+    Settled,
     ShareConsumers,
     SharePartition,
     ShareSession,
@@ -120,15 +122,9 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             if epoch == CLOSES:
                 self._consumers.release(session)
         # Settlements become durable while more messages are acquired.
-        confirming = asyncio.ensure_future(self._consumers.confirm(settled)) if settled else None
-        try:
-            if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
-                await self._acquire(request, client, subscription, session, confirming, results)
-            if confirming is not None:
-                results.acknowledged = await confirming
-        finally:
-            if confirming is not None:
-                confirming.cancel()
+        if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
+            await self._acquire(request, client, subscription, session, settled, results)
+        results.acknowledged = await self._consumers.confirm(settled)
         size = sum(map(len, results.records.values()))
         client.fetched_bytes += size
         if self._quota.is_limiting:
@@ -148,7 +144,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         client: ClientInfo,
         subscription: Subscription,
         session: ShareSession,
-        confirming: asyncio.Future[Any] | None,
+        settled: Settled,
         results: _Results,
     ) -> None:
         # Loaded with the first subscription; the node has one now.
@@ -169,7 +165,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
             origin=Origin(client.client_id, client.address),
         )
-        patience_ms = 0 if results.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
+        patience_ms = 0 if results.failed else _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
         if any(_code(error) == ErrorCode.unknown_server_error for error in results.failed.values()):
             # The client retries immediately.
@@ -184,7 +180,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             self._consumers.service.budget,
             wait_s=remaining_ms / 1000,
             first=session.turn % max(1, len(deliveries)),
-            also_after=confirming,
+            also_after=partial(self._consumers.confirm, settled) if settled else None,
         )
         for one in given:
             place = places[one.delivery.key]
