@@ -214,12 +214,11 @@ def test_kafka_python(locked: Locked, mechanism: str) -> None:
 
 
 def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: int = 0) -> Any:
-    """Run a command in a process of its own; returns what it prints."""
+    """Run a command in a process of its own, by a password or, without a user, a token; returns what it prints."""
+    variables = ("MILLSTREAM_USER", "MILLSTREAM_PASSWORD" if who[0] else "MILLSTREAM_TOKEN")
     done = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", *arguments, "--json", "--brokers", locked.server.kafka],
-        env=os.environ
-        | {"MILLSTREAM_TLS_CA": str(locked.certificates.ca)}
-        | dict(zip(("MILLSTREAM_USER", "MILLSTREAM_PASSWORD"), who, strict=True)),
+        env=os.environ | {"MILLSTREAM_TLS_CA": str(locked.certificates.ca)} | dict(zip(variables, who, strict=True)),
         capture_output=True,
         text=True,
         timeout=WAIT_S,
@@ -261,6 +260,13 @@ async def test_an_api_token_is_its_owner_within_its_scope_until_it_is_revoked(lo
         with pytest.raises(AuthenticationFailed):
             async with Client.connect(locked.server.kafka, credentials=by_token(text)):
                 pass
+
+
+def test_a_token_revokes_itself(locked: Locked) -> None:
+    made = run_cli(locked, ALICE, "token", "create")
+    by_itself = ("", made["token"])
+    assert run_cli(locked, by_itself, "token", "revoke", made["id"]) == {"id": made["id"], "revoked": True}
+    run_cli(locked, by_itself, "token", "list", exit_code=2)
 
 
 async def test_the_sdk_and_a_subscription(locked: Locked) -> None:

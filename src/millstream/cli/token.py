@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import print_answer, print_json, print_line, print_note, print_table
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission
 from millstream.core.credential import split_token
+from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
 
 if TYPE_CHECKING:
     from millstream.protocol.private.token_messages import ScopeRule
@@ -132,11 +134,17 @@ def revoke(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Revoke a token and those that were created with it; their connections are closed."""
-    from millstream.client.admin.security import revoke_token
+    from millstream.client.admin.security import list_tokens, revoke_token
 
     # Whoever pastes the whole token means its id, and the secret must not reach a log.
     token_id, _ = split_token(token_id)
-    ask(brokers, timeout, lambda client: revoke_token(client, token_id))
+    try:
+        ask(brokers, timeout, lambda client: revoke_token(client, token_id))
+    except BrokerUnreachable:
+        # A token that revokes itself loses its connection before it is answered, and cannot sign in again.
+        with suppress(AuthenticationFailed):
+            ask(brokers, timeout, list_tokens)
+            raise
     print_answer({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=as_json)
 
 
