@@ -434,14 +434,8 @@ class _Resolution:
             if other is not None:
                 found += self.compare(each.type, other.type, f"{place}/type")
             elif not each.has_default:
-                text = (
-                    f"The field '{each.name}' at path '{place}' in the {{reader}} schema has no default value and is "
-                )
-                found.append(
-                    Difference(
-                        "READER_FIELD_MISSING_DEFAULT_VALUE", f"{text}missing in the {{writer}} schema", each.name
-                    )
-                )
+                text = f"At {place}, a field without a default in the {{reader}} schema is not in the {{writer}} one"
+                found.append(Difference("READER_FIELD_MISSING_DEFAULT_VALUE", text, each.name))
         return found
 
 
@@ -452,16 +446,15 @@ def _family(kind: AvroType) -> str:
 def _compare_names(reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
     if reader.simple_name == writer.simple_name or writer.name in reader.aliases:
         return []
-    text = f"The name of the schema has changed (path '{path}/name')"
-    return [Difference("NAME_MISMATCH", text, f"expected: {writer.name}")]
+    text = f"At {path}/name, the {{reader}} schema has another name than the {{writer}} one"
+    return [Difference("NAME_MISMATCH", text, f"{reader.name} instead of {writer.name}")]
 
 
 def _compare_sizes(reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
     if reader.size == writer.size:
         return []
-    text = f"The size of FIXED type field at path '{path}/size' in the {{reader}} schema does not match with the "
-    detail = f"expected: {writer.size}, found: {reader.size}"
-    return [Difference("FIXED_SIZE_MISMATCH", f"{text}{{writer}} schema", detail)]
+    text = f"At {path}/size, the {{reader}} schema has another size than the {{writer}} one"
+    return [Difference("FIXED_SIZE_MISMATCH", text, f"{reader.size} instead of {writer.size}")]
 
 
 def _compare_symbols(reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
@@ -469,16 +462,16 @@ def _compare_symbols(reader: AvroType, writer: AvroType, path: str) -> list[Diff
     if not lacking or reader.default_symbol is not None:
         return []
     listed = f"[{', '.join(lacking)}]"
-    text = f"The {{reader}} schema is missing enum symbols '{listed}' at path '{path}/symbols' in the {{writer}} schema"
+    text = f"At {path}/symbols, the {{reader}} schema lacks symbols of the {{writer}} one: {listed}"
     return [Difference("MISSING_ENUM_SYMBOLS", text, listed)]
 
 
 def _missing_branch(path: str, detail: str) -> Difference:
-    text = f"The {{reader}} schema is missing a type inside a union field at path '{path}' in the {{writer}} schema"
+    text = f"At {path}, no branch of the {{reader}} schema's union reads one of the {{writer}} schema's"
     return Difference("MISSING_UNION_BRANCH", text, detail)
 
 
 def _type_mismatch(path: str, reader: AvroType, writer: AvroType) -> Difference:
-    text = f"The type (path '{path}') of a field in the {{reader}} schema does not match with the {{writer}} schema"
-    detail = f"reader type: {reader.kind.upper()} not compatible with writer type: {writer.kind.upper()}"
+    text = f"At {path}, the {{reader}} schema has another type than the {{writer}} one"
+    detail = f"{reader.kind} does not read {writer.kind}"
     return Difference("TYPE_MISMATCH", text, detail)

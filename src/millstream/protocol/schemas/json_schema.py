@@ -755,45 +755,30 @@ def _compare_required(original: Node, update: Node, name: str, after: Node, path
 
 
 def _describe(kind: str, path: str) -> str:
-    at = f"at path '{path}'"
+    at = f"At {path}, "
     if "CONTENT_MODEL" in kind:
-        return _describe_content(kind, at)
+        return at + _describe_content(kind)
     if kind.startswith(("TYPE_", "COMBINED_TYPE", "ENUM_ARRAY_CHANGED")):
-        return f"A type {at} is different between the {{reader}} schema and the {{writer}} schema"
+        return f"{at}the {{reader}} schema has another type than the {{writer}} one"
     if kind.endswith("_CHANGED"):
-        return f"The value {at} is different between the {{reader}} and {{writer}} schema"
+        return f"{at}the {{reader}} schema has another value than the {{writer}} one"
     if kind.endswith(("_INCREASED", "_EXPANDED")):
-        return f"The value {at} in the {{reader}} schema is more than its value in the {{writer}} schema"
+        return f"{at}the {{reader}} schema has a larger value than the {{writer}} one"
     if kind.endswith("_DECREASED"):
-        return f"The value {at} in the {{reader}} schema is less than its value in the {{writer}} schema"
+        return f"{at}the {{reader}} schema has a smaller value than the {{writer}} one"
     if kind.endswith(("_NARROWED", "_EXTENDED")):
         how = "fewer" if kind.endswith("_NARROWED") else "more"
-        return f"An array or combined type {at} has {how} elements in the {{reader}} schema than the {{writer}} schema"
-    return f"The keyword {at} in the {{reader}} schema is not present in the {{writer}} schema"
+        return f"{at}the {{reader}} schema allows {how} alternatives than the {{writer}} one"
+    return f"{at}the {{reader}} schema has a keyword that the {{writer}} one lacks"
 
 
-def _describe_content(kind: str, at: str) -> str:
+def _describe_content(kind: str) -> str:
     if kind.endswith("ADDED_TO_OPEN_CONTENT_MODEL"):
-        return (
-            f"The {{reader}} schema has an open content model and has a property or item {at} which is missing in the "
-            "{writer} schema"
-        )
+        return "the {reader} schema describes what the {writer} one, which is open, left free"
     if kind.startswith("REQUIRED_PROPERTY"):
-        return (
-            f"The {{reader}} schema has an unopen content model and has a required property {at} which is missing in "
-            "the {writer} schema"
-        )
+        return "the {reader} schema requires a property that the {writer} one does not have"
     if kind.endswith("FROM_CLOSED_CONTENT_MODEL"):
-        return (
-            f"The {{reader}} schema has a closed content model and is missing a property or item present {at} in the "
-            "{writer} schema"
-        )
+        return "the {reader} schema, which is closed, lacks a property or item of the {writer} one"
     if "REMOVED" in kind:
-        return (
-            f"A property or item is missing in the {{reader}} schema but present {at} in the {{writer}} schema and is "
-            "not covered by its partially open content model"
-        )
-    return (
-        f"The {{reader}} schema has a property or item {at} which is missing in the {{writer}} schema and is not "
-        "covered by its partially open content model"
-    )
+        return "the {reader} schema lacks a property or item of the {writer} one, and allows nothing alike in its place"
+    return "the {reader} schema has a property or item for which the {writer} one allows something else"

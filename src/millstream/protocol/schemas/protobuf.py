@@ -446,26 +446,21 @@ def compare(reader: ProtobufSchema, writer: ProtobufSchema) -> list[Difference]:
     """Return why the reader cannot read what the writer wrote; empty if it can."""
     comparison = _Comparison(writer, reader)
     comparison.compare_files()
-    return [Difference(kind, _DESCRIPTIONS[kind].format(at=f"at path '{path}'")) for kind, path in comparison.found]
+    return [Difference(kind, f"At {path}, {_DESCRIPTIONS[kind]}") for kind, path in comparison.found]
 
 
 _DESCRIPTIONS: Final = {
-    "PACKAGE_CHANGED": "The package {at} is different between the {{reader}} and {{writer}} schema",
-    "MESSAGE_REMOVED": "The {{reader}} schema is missing a message {at} which is present in the {{writer}} schema",
-    "FIELD_KIND_CHANGED": "The kind of a field {at} is different between the {{reader}} and {{writer}} schema",
-    "FIELD_SCALAR_KIND_CHANGED": "The scalar type of a field {at} in the {{reader}} schema cannot read that of the "
-    "{{writer}} schema",
-    "FIELD_NAMED_TYPE_CHANGED": "The type of a field {at} in the {{reader}} schema does not match the {{writer}} "
-    "schema",
-    "FIELD_NUMERIC_LABEL_CHANGED": "The label of a numeric field {at} is different between the {{reader}} and "
-    "{{writer}} schema",
-    "REQUIRED_FIELD_ADDED": "The {{reader}} schema has a required field {at} which is missing in the {{writer}} schema",
-    "REQUIRED_FIELD_REMOVED": "The {{reader}} schema is missing a required field {at} of the {{writer}} schema",
-    "ONEOF_FIELD_REMOVED": "The {{reader}} schema is missing a oneof field {at} of the {{writer}} schema",
-    "MULTIPLE_FIELDS_MOVED_TO_ONEOF": "Several fields of the {{writer}} schema are in one oneof {at} in the "
-    "{{reader}} schema",
-    "FIELD_MOVED_TO_EXISTING_ONEOF": "A field of the {{writer}} schema is in an existing oneof {at} in the "
-    "{{reader}} schema",
+    "PACKAGE_CHANGED": "the {reader} schema has another package than the {writer} one",
+    "MESSAGE_REMOVED": "the {reader} schema lacks a message of the {writer} one",
+    "FIELD_KIND_CHANGED": "a field of the {reader} schema is of another kind than in the {writer} one",
+    "FIELD_SCALAR_KIND_CHANGED": "a scalar field of the {reader} schema cannot read that of the {writer} one",
+    "FIELD_NAMED_TYPE_CHANGED": "a field of the {reader} schema has another named type than in the {writer} one",
+    "FIELD_NUMERIC_LABEL_CHANGED": "a numeric field of the {reader} schema has another label than in the {writer} one",
+    "REQUIRED_FIELD_ADDED": "the {reader} schema requires a field that the {writer} one lacks",
+    "REQUIRED_FIELD_REMOVED": "the {reader} schema lacks a field that the {writer} one requires",
+    "ONEOF_FIELD_REMOVED": "the {reader} schema lacks a field of a oneof of the {writer} one",
+    "MULTIPLE_FIELDS_MOVED_TO_ONEOF": "a oneof of the {reader} schema holds several fields of the {writer} one",
+    "FIELD_MOVED_TO_EXISTING_ONEOF": "a oneof of the {reader} schema has one more field of the {writer} one",
 }
 """The differences that make schemas incompatible; all others are compatible and not even noted."""
 
