@@ -135,10 +135,11 @@ class SchemaExaminer:
             sys.executable,
             "-m",
             MODULE,
+            folder,
             stdin=PIPE,
             stdout=PIPE,
             stderr=sys.stderr,
-            env={**kept, "TMPDIR": folder},
+            env=kept,
             start_new_session=True,
         )
         return _Worker(process, folder)

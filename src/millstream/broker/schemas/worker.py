@@ -7,8 +7,10 @@ takes too long. A message is its length in four bytes and MessagePack. The child
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import IO, Final
 
@@ -74,12 +76,19 @@ def _read(stream: IO[bytes], size: int) -> bytes | None:
 
 
 def main() -> None:
-    """Answer requests one by one until the broker closes the pipe."""
+    """Answer requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
     # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    tempfile.tempdir = sys.argv[1]
+    try:
+        _serve(sys.stdin.buffer, sys.stdout.buffer)
+    finally:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+def _serve(requests: IO[bytes], responses: IO[bytes]) -> None:
     decoder = msgspec.msgpack.Decoder(Request)
-    requests, responses = sys.stdin.buffer, sys.stdout.buffer
     while (head := _read(requests, LENGTH_BYTES)) is not None:
         body = _read(requests, int.from_bytes(head, "big"))
         if body is None:
