@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from confluent_kafka import Producer
@@ -81,3 +82,40 @@ def test_what_is_not_there_is_reported(millstream: CommandLine, written: str) ->
     assert nowhere.code == 3
     assert millstream("topic", "create", f"{written}-empty").code == 0
     assert "the partition is empty" in millstream("message", "show", f"{written}-empty", 0, 0).err
+
+
+def test_a_trace_shows_the_life_of_a_message_in_every_subscription(
+    server: Server, millstream: CommandLine, topic: str
+) -> None:
+    assert millstream("topic", "create", topic).code == 0
+    for name, condition in ((f"{topic}-all", None), (f"{topic}-eu", "key = 'eu'"), (f"{topic}-late", None)):
+        flags = ("--filter", condition) if condition else ()
+        assert millstream("subscription", "create", name, "--topic", topic, *flags).code == 0
+    assert millstream("publish", topic, "--key", "us", "hello").code == 0
+    pulled = millstream("subscription", "pull", f"{topic}-all", "--reject", "not an order")
+    assert pulled.code == 0
+    assert millstream("subscription", "pull", f"{topic}-eu", "--wait", 0.2).code == 0
+    assert millstream("subscription", "pull", f"{topic}-late").code == 0
+
+    def traced(position: str) -> dict[str, dict[str, object]]:
+        found = millstream("message", "trace", position, "--json")
+        assert found.code == 0
+        assert found.document["published_ms"] > 0
+        return {one["subscription"].removeprefix(f"{topic}-"): one for one in found.document["subscriptions"]}
+
+    deadline = time.monotonic() + WAIT_S
+    while (lives := traced(f"{topic}/0/0"))["all"]["state"] != "dead-lettered":
+        assert time.monotonic() < deadline
+    assert lives["all"]["reason"] == "not an order"
+    assert lives["all"]["dead_letter"] == {"topic": f"{topic}-all-dlq", "partition": 0, "offset": 0}
+    assert lives["eu"]["state"] == "filtered"
+    assert (lives["late"]["state"], lives["late"]["attempts"]) == ("leased", 1)
+    shown = millstream("message", "trace", f"{topic}/0/0")
+    assert any(line.startswith(f"{topic}-all: dead-lettered by ") for line in shown.lines)
+    assert any(line.startswith(f"{topic}-late: leased by ") for line in shown.lines)
+    by_id = millstream("message", "trace", millstream("message", "trace", f"{topic}/0/0", "--json").document["id"])
+    assert by_id.code == 0
+    refused = millstream("message", "trace", f"{topic}/0")
+    assert refused.code == 2
+    assert "TOPIC/PARTITION/OFFSET" in refused.err
+    assert millstream("message", "trace", f"{topic}/0/99").code != 0

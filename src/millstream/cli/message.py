@@ -1,4 +1,4 @@
-"""`millstream message`: one message in full."""
+"""`millstream message`: one message in full, and what became of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
-app = typer.Typer(help="Show single messages.", no_args_is_help=True)
+app = typer.Typer(help="Show and trace single messages.", no_args_is_help=True)
 
 
 @app.callback()
 def message() -> None:
-    """Show single messages."""
+    """Show and trace single messages."""
 
 
 @app.command("show")
@@ -51,6 +51,79 @@ def show(
         print_json(_document(found, partition, stored))
     else:
         _print_message(found, partition, stored)
+
+
+@app.command("trace")
+def trace(
+    position: Annotated[
+        str,
+        typer.Argument(
+            metavar="TOPIC/PARTITION/OFFSET",
+            help="The position of the message, or its id if that is a position.",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show what became of a message in every subscription of its topic."""
+
+    async def question(client: Client) -> dict[str, Any]:
+        from millstream.client.admin.message_trace import trace_message
+
+        return await trace_message(client, position)
+
+    document = ask(brokers, timeout, question)
+    if as_json:
+        print_json(document)
+    else:
+        _print_trace(document)
+
+
+def _print_trace(document: dict[str, Any]) -> None:
+    from millstream.cli.message_text import local_time
+
+    place = f"{one_line(document['topic'])}/{document['partition']}@{document['offset']}"
+    if document["published_ms"] is None:
+        print_line(f"{place}  {one_line(document['not_in_log'])}")
+    else:
+        print_line(f"{place}  published {local_time(document['published_ms'])}  id {one_line(document['id'])}")
+    if not document["subscriptions"]:
+        print_line("No subscription delivers this topic, or none that you may describe.")
+    for one in document["subscriptions"]:
+        print_line()
+        print_line(f"{one_line(one['subscription'])}: {_life(one)}")
+        for event in one["events"]:
+            facts = [local_time(event["time_ms"]), event["kind"].replace("_", "-")]
+            facts += [f"attempt {event['attempt']}"] if event["attempt"] else []
+            facts += [f"by {one_line(event['worker'])}"] if event["worker"] else []
+            facts += [f"until {local_time(event['until_ms'])}"] if event["until_ms"] else []
+            facts += [f"({one_line(event['reason'])})"] if event["reason"] else []
+            print_line("  " + "  ".join(facts))
+        if one["unknown"]:
+            print_line(f"  not known: {one_line(one['unknown'])}")
+
+
+def _life(one: dict[str, Any]) -> str:
+    from millstream.cli.message_text import local_time
+
+    facts = [one["state"]]
+    if one["worker"]:
+        facts.append(f"by {one_line(one['worker'])}")
+    if one["client_id"] or one["address"]:
+        facts.append(f"({one_line(one['client_id']) or '-'} at {one_line(one['address']) or '-'})")
+    if one["until_ms"]:
+        facts.append(f"until {local_time(one['until_ms'])}")
+    if one["ended_ms"]:
+        facts.append(f"at {local_time(one['ended_ms'])}")
+    if one["dead_letter"]:
+        letter = one["dead_letter"]
+        facts.append(f"in {one_line(letter['topic'])}/{letter['partition']}@{letter['offset']}")
+    text = " ".join(facts)
+    if one["attempts"]:
+        text += f", {counted(one['attempts'], 'attempt')}"
+    return text + (f": {one_line(one['reason'])}" if one["reason"] else "")
 
 
 def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> dict[str, Any]:

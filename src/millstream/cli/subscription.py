@@ -60,6 +60,7 @@ from millstream.core.subscription import (
     FILTER,
     IN_FLIGHT_MAX,
     LEASE,
+    LEDGER,
     NO_DEAD_LETTERS,
     ORDERED,
     OWN_PREFIX,
@@ -210,6 +211,7 @@ _FLAGS: Final = {
     DELIVERY: "--delivery",
     IN_FLIGHT_MAX: "--in-flight",
     EXPIRES: "--expires",
+    LEDGER: "--ledger",
     PUSH_URL: "--push",
     PUSH_SECRET: "--push-secret",
     PUSH_HEADERS: "--push-header",
@@ -320,6 +322,15 @@ ExpiresSeconds = Annotated[
     ),
 ]
 
+Ledger = Annotated[
+    bool | None,
+    typer.Option(
+        "--ledger/--no-ledger",
+        help="Remember more of what happened to each message, for message trace.",
+        show_default=False,
+    ),
+]
+
 
 @app.command("create")
 def create(
@@ -337,6 +348,7 @@ def create(
     delivery: Delivery = None,
     in_flight: InFlight = None,
     expires: ExpiresSeconds = None,
+    ledger: Ledger = None,
     push: PushUrl = None,
     push_secret: PushSecret = None,
     push_header: PushHeaders = None,
@@ -349,7 +361,9 @@ def create(
     """Create a subscription: a queue over one or more topics."""
     if not topic:
         raise typer.BadParameter("name at least one topic with --topic")
-    overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
+    overrides = _overrides(
+        filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires, ledger
+    )
     overrides.update(push_overrides(push, push_secret, push_header))
     by_flags = dict(overrides)
     overrides.update({START: start_of(start), **parse_settings(settings or [], secret=_SECRET_SETTINGS)})
@@ -378,14 +392,12 @@ def create(
     with _named_by_flags(by_flags):
         created, described, missing, note = ask(brokers, timeout, question)
     letters = described["settings"][DEAD_LETTER_TOPIC]
-    if as_json:
-        document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
-        print_json({**document, "dead_letter_topic": letters})
-    else:
-        text = "Created subscription" if created else "There is already a subscription"
-        print_line(f"{text} {one_line(name)} on {', '.join(topic)}.")
-        if created and letters == NO_DEAD_LETTERS:
-            print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
+    document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
+    text = "Created subscription" if created else "There is already a subscription"
+    text = f"{text} {one_line(name)} on {', '.join(topic)}."
+    print_answer({**document, "dead_letter_topic": letters}, text, as_json=as_json)
+    if created and letters == NO_DEAD_LETTERS and not as_json:
+        print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
     for one in missing:
         print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is created.")
     if note is not None:
@@ -488,6 +500,7 @@ def update(
     delivery: Delivery = None,
     in_flight: InFlight = None,
     expires: ExpiresSeconds = None,
+    ledger: Ledger = None,
     push: PushUrl = None,
     push_secret: PushSecret = None,
     push_header: PushHeaders = None,
@@ -499,7 +512,7 @@ def update(
 ) -> None:
     """Change a subscription; settings not named stay. Messages that were already filtered stay so."""
     by_flags = {
-        **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires),
+        **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires, ledger),
         **push_overrides(push, push_secret, push_header),
     }
     changes: dict[str, str | None] = {
@@ -704,6 +717,7 @@ def _overrides(
     delivery: str | None,
     in_flight: int | None,
     expires: float | None,
+    ledger: bool | None,
 ) -> dict[str, str]:
     given: dict[str, Any] = {
         FILTER: filter_,
@@ -714,6 +728,7 @@ def _overrides(
         DELIVERY: delivery,
         IN_FLIGHT_MAX: in_flight,
         EXPIRES: expires,
+        LEDGER: ledger,
     }
     if backoff is not None:
         least, _, most = backoff.partition(":")

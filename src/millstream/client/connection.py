@@ -376,8 +376,8 @@ class Connection:
         `Reject` sends it to the dead letter topic at once, and `RetryLater` sets the delay. Plain functions run in
         threads. At most `concurrency` messages are handled at once and `in_flight` are held. Leases are renewed while
         messages are held. Settings (`filter`, `delivery`, `ordered`, `lease`, `attempts`, `backoff`, `dead_letter`,
-        `start`, `expires`) must match the declared ones, or are changed with `update`. With `live`, nothing is
-        declared: the handler gets what is published from now on.
+        `start`, `expires`, `ledger`) must match the declared ones, or are changed with `update`. With `live`, nothing
+        is declared: the handler gets what is published from now on.
         """
         _check_handler(handler)
         check_integer("concurrency", concurrency, 1, InvalidSubscription)

@@ -21,6 +21,7 @@ from millstream.core.subscription import (
     EXPIRES,
     FILTER,
     LEASE,
+    LEDGER,
     ORDERED,
     START,
     SubscriptionSettings,
@@ -167,6 +168,7 @@ _SETTINGS: Final[dict[str, _Reading]] = {
     "dead_letter": _text(DEAD_LETTER_TOPIC),
     "start": _beginning,
     "expires": _seconds(EXPIRES),
+    "ledger": _truth(LEDGER),
 }
 
 

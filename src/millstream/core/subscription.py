@@ -58,6 +58,7 @@ DEAD_LETTER_TOPIC = "millstream.dead.letter.topic"
 IN_FLIGHT_MAX = "millstream.in.flight.max"
 EXPIRES = "millstream.expires.ms"
 PAUSED = "millstream.paused"
+LEDGER = "millstream.ledger"
 
 NO_DEAD_LETTERS: Final = "none"
 """In place of a dead letter topic: messages that fail for good are dropped."""
@@ -202,6 +203,12 @@ class SubscriptionSettings:
         PAUSED,
         False,
         "Whether delivery is paused: existing leases can be settled, no new ones are granted.",
+        needs_restart=False,
+    )
+    ledger: bool = setting(
+        LEDGER,
+        False,
+        "Whether more of what happened to each message is remembered, for traces.",
         needs_restart=False,
     )
     push_url: str = setting(

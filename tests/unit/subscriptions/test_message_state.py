@@ -86,12 +86,12 @@ async def test_what_the_filter_leaves_out_and_what_is_no_message(bench: Workbenc
     ]
 
 
-async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_that_is_forgotten(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
+    delivery.outcomes.bytes_max = 0
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     # Nothing has ended otherwise so far, so it is known all the same.
     assert await state(delivery, 0) == "accepted"
@@ -99,11 +99,9 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
     assert await state(delivery, 0) == "done"
 
 
-async def test_waiters_are_notified_of_the_end_however_much_happens(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
+async def test_waiters_are_notified_of_the_end_however_much_happens(bench: Workbench) -> None:
     delivery = await bench.open()
+    delivery.outcomes.bytes_max = 0
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     waiting = [asyncio.ensure_future(message_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]

@@ -103,6 +103,7 @@ from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.broker.kafka.apis.subscription_apis import (
     DeliveryState,
+    MessageTracing,
     SubscriptionAlter,
     SubscriptionCreate,
     SubscriptionDelete,
@@ -325,6 +326,7 @@ class ServedApis:
         yield SubscriptionRevive(service)
         yield SubscriptionForget(service)
         yield DeliveryState(service)
+        yield MessageTracing(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions

@@ -254,7 +254,15 @@ CHANGES_NOTHING: Final = frozenset(
         *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
-        *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
+        *(
+            "MessageTracing",
+            "Metadata",
+            "NodeStatus",
+            "OffsetFetch",
+            "OffsetForLeaderEpoch",
+            "PipelineList",
+            "SaslAuthenticate",
+        ),
         *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
         *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
         # They change data and progress, not what is declared.

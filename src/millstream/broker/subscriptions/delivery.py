@@ -33,7 +33,7 @@ from millstream.broker.subscriptions.log_scan import (
     scan_heavy_batch,
     scan_log,
 )
-from millstream.broker.subscriptions.outcomes import OutcomeHistory
+from millstream.broker.subscriptions.outcomes import FRAMES_BYTES_MAX, LEDGER_FRAMES_BYTES_MAX, OutcomeHistory
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StateStore
 from millstream.core.clock import Clock
@@ -219,6 +219,7 @@ class Delivery:
         self.outcomes = OutcomeHistory()
         self._closed: MillstreamError | None = None
         self._record_filter_version()
+        self._apply_ledger()
         partition.listen(self)
 
     @property
@@ -332,10 +333,14 @@ class Delivery:
                 run.attempt,
                 run.due_ms,
                 worker := workers[run.holder],
-                self._origins.get(worker, Origin()),
+                self.origin_of(worker),
             )
             for run in self.queue.fold.leased_runs()
         ]
+
+    def origin_of(self, worker: str) -> Origin:
+        """Return the client of a worker, as far as remembered."""
+        return self._origins.get(worker, Origin())
 
     def note_origin(self, worker: str, origin: Origin, *, replaces: bool = True) -> None:
         """Remember the client of a worker that holds messages, and of a few others."""
@@ -400,6 +405,7 @@ class Delivery:
             self._filter.close()
         self._filter = queue_filter
         self._record_filter_version()
+        self._apply_ledger()
         self._wake()
 
     # Notifications
@@ -470,6 +476,9 @@ class Delivery:
     def _record_filter_version(self) -> None:
         """Record which filter decides from now on."""
         self.queue.filter_version = 0 if self._filter is None else int(self._filter.filter.version, 16) & _INT64_MAX
+
+    def _apply_ledger(self) -> None:
+        self.outcomes.bytes_max = LEDGER_FRAMES_BYTES_MAX if self.settings.ledger else FRAMES_BYTES_MAX
 
     def _check(self) -> None:
         if self._closed is not None:

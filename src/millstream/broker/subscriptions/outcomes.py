@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.frame import read_frame
+from millstream.broker.subscriptions.frame import Frame, read_frame
 from millstream.core.errors import PolicyViolation
 
 if TYPE_CHECKING:
@@ -65,10 +65,13 @@ class OutcomeBudget:
 FRAMES_BYTES_MAX: Final = 32 * 1024
 """How much is kept per queue."""
 
+LEDGER_FRAMES_BYTES_MAX: Final = 1024 * 1024
+"""How much is kept per queue with a ledger."""
+
 WATCHERS_MAX: Final = 256
 """The maximum number of callers that wait for messages of one queue."""
 
-_FINAL_KINDS: Final = frozenset(
+FINAL_KINDS: Final = frozenset(
     {
         DeltaKind.ACCEPTED,
         DeltaKind.DEAD_LETTERED,
@@ -84,11 +87,12 @@ _FINAL_KINDS: Final = frozenset(
 class OutcomeHistory:
     """The last frames of one queue, and the callers that wait for a message to end."""
 
-    __slots__ = ("_budget", "_bytes", "_frames", "_watchers")
+    __slots__ = ("_budget", "_bytes", "_frames", "_watchers", "bytes_max")
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
+        self.bytes_max = FRAMES_BYTES_MAX
         self._budget: OutcomeBudget | None = None
         # By future, the message that a caller waits for.
         self._watchers: dict[asyncio.Future[Delta | None], int] = {}
@@ -109,7 +113,7 @@ class OutcomeHistory:
         before = self._bytes
         self._frames.append(frame)
         self._bytes += len(frame)
-        while self._bytes > FRAMES_BYTES_MAX:
+        while self._bytes > self.bytes_max:
             self._bytes -= len(self._frames.popleft())
         if self._budget is not None:
             self._budget.resize(self, self._bytes - before)
@@ -143,6 +147,10 @@ class OutcomeHistory:
         self._watchers[watcher] = offset
         return watcher
 
+    def frames(self) -> Iterator[Frame]:
+        """Yield the remembered frames, the oldest first."""
+        return map(read_frame, list(self._frames))
+
     def find(self, offset: int) -> Delta | None:
         """Find the delta that ended a message, if it is still known."""
         for frame in reversed(self._frames):
@@ -155,12 +163,13 @@ class OutcomeHistory:
 def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
     """Find the last delta that ends a message."""
     for delta in reversed(deltas):
-        if delta.kind in _FINAL_KINDS and _concerns(delta, offset):
+        if delta.kind in FINAL_KINDS and concerns(delta, offset):
             return delta
     return None
 
 
-def _concerns(delta: Delta, offset: int) -> bool:
+def concerns(delta: Delta, offset: int) -> bool:
+    """Whether a delta is about a message; the queue's own moves are about all of them."""
     if delta.kind == DeltaKind.SOUGHT:
         # The queue was moved: earlier deltas no longer apply to the message.
         return True

@@ -21,7 +21,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import Offset
-from millstream.core.subscription import READ_COMMITTED, Subscription, check_subscription
+from millstream.core.subscription import OWN_PREFIX, READ_COMMITTED, Subscription, check_subscription
 from millstream.protocol.private.delivery_state import (
     DELIVERY_STATE_KEY,
     WAIT_MS_MAX,
@@ -29,6 +29,7 @@ from millstream.protocol.private.delivery_state import (
     DeliveryStateRequest,
 )
 from millstream.protocol.private.message import Response
+from millstream.protocol.private.message_trace import MESSAGE_TRACE_KEY, MessageTrace, MessageTraceRequest
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
     CREATE_KEY,
@@ -483,3 +484,60 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer])
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
         return DeliveryStateAnswer(0, None, current.state, current.attempt, current.next_ms, current.is_final)
+
+
+class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
+    """Returns what became of a message in every subscription of its topic.
+
+        [topic, partition, offset]
+        answer: {"error": 0, "message": null, "topic": …, "topic_id": …, "log_start": …, "subscriptions":
+        [{"subscription": "billing", "state": "accepted", "attempts": 2, "events": […], …}]}
+
+    The leader of the partition answers, for the subscriptions that the client may describe. Events are those that the
+    node remembers: the last ones of each queue, more of them with a ledger. `unknown` says what is missing.
+    """
+
+    key = MESSAGE_TRACE_KEY
+
+    async def needs(self, request: MessageTraceRequest) -> Sequence[Need]:
+        return [(Operation.DESCRIBE, ResourceType.TOPIC, request.topic)]
+
+    def redact(self, response: MessageTrace, rights: Rights) -> MessageTrace:
+        """Leave out the subscriptions that the client may not describe."""
+        visible = tuple(one for one in response.subscriptions if rights.group(Operation.DESCRIBE, one.subscription))
+        return msgspec.structs.replace(response, subscriptions=visible)
+
+    async def handle(self, request: MessageTraceRequest) -> MessageTrace:
+        """Trace the message in one queue after the other."""
+        partition = self._service.topics.partition(request.topic, request.partition)
+        end = partition.log.end_offset
+        if not partition.is_leader:
+            raise NotLeader(f"{partition.log.partition} is led by another node")
+        if not 0 <= request.offset < end:
+            raise OffsetOutOfRange(
+                f"{partition.log.partition} ends at {end}, there is no message at {request.offset}",
+                start=partition.log_start,
+                end=end,
+            )
+        topic = partition.topic
+        traces = []
+        for subscription in sorted(self._subscriptions.all(), key=lambda one: one.name):
+            if subscription.name.startswith(OWN_PREFIX):
+                continue
+            if topic.name not in await self._service.share_topics.of(subscription):
+                continue
+            # Imported on first use, together with the queues.
+            from millstream.broker.subscriptions.trace import trace_message
+
+            engine = await self._service.engine()
+            delivery = await engine.delivery(subscription, partition)
+            start = subscription.start_on(topic.name, topic.topic_id, partition.index)
+            traces.append(await trace_message(delivery, request.offset, subscription=subscription.name, start=start))
+        return MessageTrace(
+            topic=topic.name,
+            topic_id=str(topic.topic_id),
+            partition=partition.index,
+            offset=request.offset,
+            log_start=partition.log_start,
+            subscriptions=tuple(traces),
+        )

@@ -1,4 +1,4 @@
-"""One stored message."""
+"""One stored message, and what became of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Final
 
 import msgspec
 
+from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.messages import find_message
 from millstream.client.admin.topics import find_topic
 from millstream.gateway.api.message import ReceivedMessage, held_bytes, members_of
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
+from millstream.protocol.private.message_trace import SubscriptionTrace
 
 
 class BatchDescription(msgspec.Struct, frozen=True):
@@ -54,6 +56,28 @@ async def show(services: Services, request: Request[NoFields, NoFields]) -> Stor
     )
 
 
+class TraceDocument(msgspec.Struct, frozen=True):
+    """The life of a message in every subscription that the caller may describe."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    offset: int
+    id: str
+    published: str | None
+    published_ms: int | None
+    not_in_log: str | None
+    """Why the message itself cannot be read any more; null if it can."""
+    subscriptions: list[SubscriptionTrace]
+
+
+async def trace(services: Services, request: Request[NoFields, NoFields]) -> TraceDocument:
+    """Show what became of the message at an offset."""
+    at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
+    found = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
+    return msgspec.convert(found, TraceDocument)
+
+
 ROUTES: Final = (
     Route(
         method="GET",
@@ -64,5 +88,15 @@ ROUTES: Final = (
         query=NoFields,
         body=NoFields,
         answer=StoredDocument,
+    ),
+    Route(
+        method="GET",
+        path="/topics/{topic}/partitions/{partition}/messages/{offset}/trace",
+        tag="messages",
+        summary="Show what became of a message in every subscription",
+        handle=trace,
+        query=NoFields,
+        body=NoFields,
+        answer=TraceDocument,
     ),
 )

@@ -1,0 +1,105 @@
+"""The life of a message as the leader of its queue knows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.lease import Settlement
+from millstream.broker.subscriptions.trace import POSITION, trace_message
+from millstream.core.ids import Offset
+from millstream.core.verb import Verb
+from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace
+from millstream_testing.queue_bench import Workbench, wanted
+
+
+@pytest.fixture
+async def bench() -> Workbench:
+    return Workbench()
+
+
+def settle(offset: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> list[Settlement]:
+    return [Settlement(Offset(offset), Offset(offset), verb, delay_ms, reason)]
+
+
+async def trace(delivery: Delivery, offset: int = 0, start: int | None = 0) -> SubscriptionTrace:
+    return await trace_message(delivery, offset, subscription="billing", start=start)
+
+
+def kinds(found: SubscriptionTrace) -> list[str]:
+    return [event.kind for event in found.events]
+
+
+async def test_a_retried_message_has_all_its_attempts(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a")
+    assert (await trace(delivery)).state == "waiting"
+    began_ms = bench.clock.now_ms()
+    (lease,) = delivery.try_receive(wanted()).leases
+    held = await trace(delivery)
+    assert (held.state, held.worker, held.until_ms, held.attempts) == ("leased", "one", lease.deadline_ms, 1)
+    delivery.settle_now("one", settle(0, Verb.RELEASE, 5000, "no stock"))
+    delayed = await trace(delivery)
+    assert (delayed.state, delayed.reason, delayed.until_ms) == ("delayed", "no stock", began_ms + 5000)
+    bench.clock.advance_ms(6000)
+    delivery.try_receive(wanted())
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    done = await trace(delivery)
+    assert (done.state, done.is_final, done.attempts, done.worker) == ("accepted", True, 2, "one")
+    assert (done.first_delivery_ms, done.ended_ms) == (began_ms, began_ms + 6000)
+    assert kinds(done) == ["acquired", "released", "acquired", "accepted"]
+    assert [event.reason for event in done.events] == ["", "no stock", "", ""]
+    assert done.is_complete
+    assert done.unknown == ""
+
+
+async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
+    delivery = await bench.open(dead_letter_topic="dead")
+    bench.publish("a")
+    delivery.try_receive(wanted())
+    delivery.settle_now("one", settle(0, Verb.REJECT, None, "not an order"))
+    rejected = await trace(delivery)
+    assert (rejected.state, rejected.reason) == ("rejected", "not an order")
+    delivery.queue.dead_lettered(0, POSITION.pack(0, 7), now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    found = await trace(delivery)
+    assert (found.state, found.reason, found.worker) == ("dead-lettered", "not an order", "one")
+    assert found.dead_letter == DeadLetterPosition("dead", 0, 7)
+
+
+async def test_other_ends_say_why(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish(*"abcd")
+    delivery.try_receive(wanted(1))
+    delivery.seek(Offset(2))
+    moved = await trace(delivery, 1)
+    assert (moved.state, moved.reason) == ("skipped", "the subscription was moved to offset 2")
+    delivery.queue.drop_before(3, now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    assert (await trace(delivery, 2)).state == "expired"
+    bench_start = await trace(delivery, 0, start=1)
+    # A subscription that was moved may have been moved back before its start.
+    assert bench_start.state == "skipped"
+
+
+async def test_what_is_forgotten_is_said(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    await delivery.durable()
+    delivery.outcomes.clear()
+    certain = await trace(delivery, 0)
+    assert certain.state == "accepted"
+    assert "--ledger" in certain.unknown
+    delivery.settle_now("one", settle(1, Verb.REJECT))
+    await delivery.durable()
+    delivery.outcomes.clear()
+    assert (await trace(delivery, 0)).state == "done"
+    bench.publish("c")
+    delivery.try_receive(wanted(3))
+    await delivery.durable(is_all=True)
+    delivery.outcomes.clear()
+    held = await trace(delivery, 2)
+    assert (held.state, held.is_complete) == ("leased", False)
+    assert "earlier deliveries" in held.unknown
