@@ -7,6 +7,7 @@ from confluent_kafka import Producer
 
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 
@@ -28,7 +29,8 @@ def test_tail_shows_only_committed_records_by_default(millstream: CommandLine) -
             producer.commit_transaction(WAIT_S)
         else:
             producer.abort_transaction(WAIT_S)
-    assert millstream("tail", "paid", "--raw").lines == ["kept 1", "kept 3", "kept 5"]
+    # A commit is answered when it is decided; its markers, and with them the records, follow.
+    wait_until(lambda: millstream("tail", "paid", "--raw").lines == ["kept 1", "kept 3", "kept 5"])
     assert millstream("tail", "paid", "--raw", "-n", 2).lines == ["kept 3", "kept 5"]
     everything = millstream("tail", "paid", "--raw", "--from", "start", "--isolation", "uncommitted").lines
     assert everything == ["dropped 0", "kept 1", "dropped 2", "kept 3", "dropped 4", "kept 5"]
@@ -41,5 +43,5 @@ def test_tail_shows_only_committed_records_by_default(millstream: CommandLine) -
     assert "a transaction open" in held.err
     assert millstream("tail", "paid", "--raw", "-n", 1, "--isolation", "uncommitted").lines == ["open"]
     producer.commit_transaction(WAIT_S)
-    assert millstream("tail", "paid", "--raw", "-n", 1).lines == ["open"]
+    wait_until(lambda: millstream("tail", "paid", "--raw", "-n", 1).lines == ["open"])
     assert millstream("tail", "paid", "--isolation", "never").code == 2

@@ -225,6 +225,9 @@ async def test_who_is_not_known_is_challenged(locked: Locked) -> None:
         metrics = (await client.get("/metrics", auth=ADMIN)).text
     (failures,) = re.findall(r"^millstream_authentication_failures_total (\S+)", metrics, re.MULTILINE)
     assert float(failures) >= len(tokens)
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
+    assert set(re.findall(r"`(millstream_\w+)`", page)) <= served
 
 
 # -- what they may do ------------------------------------------------------------------------------------------------
