@@ -45,6 +45,26 @@ Contract = Annotated[
     str | None,
     typer.Option("--contract", metavar="LINK", help="A link to the definition of its messages.", show_default=False),
 ]
+Schemas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schema",
+        metavar="FIELD=SUBJECT",
+        help="The subject whose schemas its values or keys have: value=orders-value or key=orders-key; an empty "
+        "subject removes it.",
+        show_default=False,
+    ),
+]
+Validate = Annotated[
+    str | None,
+    typer.Option(
+        "--validate",
+        metavar="HOW",
+        help="What is checked of messages before they are stored: id, that they name a schema of the subject; "
+        "content, that they also decode and satisfy it; off, nothing. The default is id.",
+        show_default=False,
+    ),
+]
 
 Partitions = Annotated[
     int | None,
@@ -79,6 +99,8 @@ def create(
     owner: Owner = None,
     description: Description = None,
     contract: Contract = None,
+    schemas: Schemas = None,
+    validate: Validate = None,
     land: Land = False,
     settings: Settings = None,
     if_missing: Annotated[
@@ -90,7 +112,8 @@ def create(
 ) -> None:
     """Create a topic."""
     overrides = parse_assignments(settings or [], flag="--set")
-    overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
+    given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
+    overrides.update({key: text for key, text in given.items() if text})
 
     async def question(client: Client) -> tuple[bool, TopicMetadata, list[str]]:
         from millstream.client.admin.topic_notes import creation_notes
@@ -178,6 +201,8 @@ def alter(
     owner: Owner = None,
     description: Description = None,
     contract: Contract = None,
+    schemas: Schemas = None,
+    validate: Validate = None,
     settings: Settings = None,
     unset: Annotated[
         list[str] | None,
@@ -203,10 +228,12 @@ def alter(
     to a different partition than earlier ones.
     """
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
-    changes.update({key: text or None for key, text in _card(owner, description, contract).items()})
+    given = {**_card(owner, description, contract), **_schema_rule(schemas, validate)}
+    changes.update({key: text or None for key, text in given.items()})
     if not changes and partitions is None:
         raise typer.BadParameter(
-            "nothing to change; give --set, --unset, --partitions, --owner, --description or --contract"
+            "nothing to change; give --set, --unset, --partitions, --schema, --validate, --owner, --description or "
+            "--contract"
         )
 
     async def question(client: Client) -> list[str]:
@@ -275,6 +302,22 @@ def _card(owner: str | None, description: str | None, contract: str | None) -> d
 
     given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
     return {key: text for key, text in given.items() if text is not None}
+
+
+def _schema_rule(schemas: list[str] | None, validate: str | None) -> dict[str, str]:
+    """Return the settings for the schemas of a topic's records."""
+    from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE
+
+    names = {"key": SCHEMA_KEY, "value": SCHEMA_VALUE}
+    rule: dict[str, str] = {}
+    for text in schemas or ():
+        field, equals, subject = text.partition("=")
+        if not equals or field not in names:
+            raise typer.BadParameter(f"--schema takes value=SUBJECT or key=SUBJECT, not {text!r}")
+        rule[names[field]] = subject
+    if validate is not None:
+        rule[SCHEMA_VALIDATE] = validate
+    return rule
 
 
 def _print_description(described: dict[str, Any]) -> None:

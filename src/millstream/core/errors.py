@@ -15,6 +15,7 @@ MillstreamError
 │   ├── InvalidTimestamp
 │   ├── InvalidRegex               a regular expression that cannot be used
 │   ├── FilterError                the filter of a subscription is invalid; the error names the position
+│   ├── SchemaMismatch             a value does not fit its schema, or names none
 │   ├── MetadataTooLarge           the metadata committed with an offset is too long
 │   ├── UnsupportedAssignor        the partition assignor is unknown
 │   ├── UnsupportedVersion         the operation needs a newer version of the request
@@ -475,6 +476,10 @@ class SchemaRegistryError(MillstreamError):
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class SchemaMismatch(InvalidRequest):
+    """A value does not have a schema that is expected, or does not fit it."""
 
 
 class ElectionRefused(MillstreamError):

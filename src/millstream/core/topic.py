@@ -12,6 +12,7 @@ from uuid import UUID
 
 from millstream.core.errors import InvalidSetting, InvalidTopicName
 from millstream.core.ids import PartitionIndex
+from millstream.core.schema import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX
 from millstream.core.setting import Setting, setting, settings_of, suggestion
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"
@@ -71,11 +72,21 @@ DESCRIPTION = "millstream.description"
 
 CONTRACT = "millstream.contract"
 
+SCHEMA_KEY = "millstream.schema.key"
+
+SCHEMA_VALUE = "millstream.schema.value"
+
+SCHEMA_VALIDATE = "millstream.schema.validate"
+
+VALIDATE_ID, VALIDATE_CONTENT, VALIDATE_OFF = "id", "content", "off"
+
 OWNER_LENGTH_MAX = 200
 
 DESCRIPTION_LENGTH_MAX = 2000
 
 CONTRACT_LENGTH_MAX = 2000
+
+SCHEMA_SUBJECT_LENGTH_MAX = SUBJECT_CHARACTERS_MAX + CONTEXT_CHARACTERS_MAX
 
 INT64_MAX = 2**63 - 1
 
@@ -329,6 +340,28 @@ class TopicSettings:
         length_max=CONTRACT_LENGTH_MAX,
         needs_restart=False,
     )
+    schema_key: str = setting(
+        SCHEMA_KEY,
+        "",
+        "The subject of the schema registry whose schemas the keys of the topic's records have.",
+        length_max=SCHEMA_SUBJECT_LENGTH_MAX,
+        needs_restart=False,
+    )
+    schema_value: str = setting(
+        SCHEMA_VALUE,
+        "",
+        "The subject of the schema registry whose schemas the values of the topic's records have.",
+        length_max=SCHEMA_SUBJECT_LENGTH_MAX,
+        needs_restart=False,
+    )
+    schema_validate: str = setting(
+        SCHEMA_VALIDATE,
+        VALIDATE_ID,
+        "With `millstream.schema.key` or `millstream.schema.value`: what is checked before records are stored: `id`, "
+        "that they name a schema of the subject; `content`, that they also decode and satisfy it; `off`, nothing.",
+        choices=(VALIDATE_ID, VALIDATE_CONTENT, VALIDATE_OFF),
+        needs_restart=False,
+    )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
@@ -376,6 +409,11 @@ class TopicSettings:
         """Return whether every record is read before it is stored, for its key or its timestamp."""
         return self.compacts or self.bounds_past
 
+    @property
+    def validates_schemas(self) -> bool:
+        """Return whether records are checked against the topic's schemas before they are stored."""
+        return self.schema_validate != VALIDATE_OFF and bool(self.schema_key or self.schema_value)
+
     def _check_together(self) -> None:
         if self.min_compaction_lag_ms > self.max_compaction_lag_ms:
             raise InvalidSetting(
@@ -408,6 +446,11 @@ class Topic:
     def is_internal(self) -> bool:
         """Return whether the topic holds the broker's own state."""
         return self.name in INTERNAL_TOPICS
+
+    @property
+    def has_schema_rule(self) -> bool:
+        """Return whether the topic names the schemas of its records, which may have to be checked."""
+        return SCHEMA_KEY in self.overrides or SCHEMA_VALUE in self.overrides
 
 
 @dataclass(frozen=True, slots=True)

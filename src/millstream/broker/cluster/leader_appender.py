@@ -10,6 +10,8 @@ from millstream.core.errors import NotLeader, UnknownTopic
 from millstream.core.ids import Offset
 from millstream.protocol.wire.client import Client
 
+DEAD_LETTERS: Final = "dead-letters"
+"""The client id under which nodes write dead letters to each other."""
 _TIMEOUT_S: Final = 30.0
 
 

@@ -90,6 +90,8 @@ class Topics:
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
+        self.with_schema_rules: set[UUID] = set()
+        """The topics that name the schemas of their records; while it is empty, producing looks at none."""
         self._partitions: dict[str, list[Partition | None]] = {}
         self._sole: dict[Epoch, PartitionState] = {}
         self._version = 0
@@ -541,6 +543,10 @@ class Topics:
         self._by_name[topic.name] = topic
         self._by_id[topic.topic_id] = topic
         self._by_metric_name[_metric_name(topic.name)] = topic.name
+        if topic.has_schema_rule:
+            self.with_schema_rules.add(topic.topic_id)
+        else:
+            self.with_schema_rules.discard(topic.topic_id)
 
     def _apply_topic(self, topic: Topic) -> None:
         """Apply a topic that is new, has grown or has other settings."""
@@ -573,6 +579,7 @@ class Topics:
         """Close what this node hosts of a topic and forget it; return the partitions."""
         hosted = self.partitions_of(topic)
         del self._by_id[topic.topic_id]
+        self.with_schema_rules.discard(topic.topic_id)
         del self._by_name[topic.name]
         del self._by_metric_name[_metric_name(topic.name)]
         del self._partitions[topic.name]

@@ -132,6 +132,7 @@ from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
+from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.audit import AuditLog
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.clock import Clock
@@ -202,8 +203,9 @@ class ServedApis:
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
         """How the pipelines do that this node runs."""
         self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
-        self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
-        self._publish_once = PublishOnce(parts.topics, self._meters.produce)
+        self._schema_rules = SchemaRules(parts.declared.schemas)
+        self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate, self._schema_rules)
+        self._publish_once = PublishOnce(parts.topics, self._meters.produce, self._schema_rules)
         self._audit: AuditLog | None = None
         if parts.config.authorizes:
             appender = LeaderAppender(parts.topics, parts.membership.addresses, client_id="audit")
@@ -254,6 +256,7 @@ class ServedApis:
         await self._subscriptions.close()
         await self._transactions.close()
         await self._groups.close()
+        await self._schema_rules.close()
         await self._parts.declared.schemas.close()
 
     def _topic_apis(self) -> Iterable[Api[Any, Any]]:
@@ -371,6 +374,7 @@ class ServedApis:
             *parts.sources,
             self._produce,
             self._publish_once,
+            self._schema_rules,
             self._fetch,
             self._transactions,
             self._subscriptions,

@@ -37,7 +37,7 @@ from millstream.core.schema import (
     SubjectSettings,
     SubjectVersion,
 )
-from millstream.protocol.schemas.formats import SchemaText
+from millstream.protocol.schemas.formats import COMPILED, SchemaText
 
 _logger = logging.getLogger(__name__)
 
@@ -127,6 +127,11 @@ class SchemaRegistry:
 
     # -- reading --------------------------------------------------------------------------------------------
 
+    @property
+    def last_change(self) -> int:
+        """The number of the last change that this node knows."""
+        return self._last
+
     def subjects(self) -> list[QualifiedSubject]:
         """Every subject, also those all of whose versions are deleted, in order."""
         return sorted(self._subjects)
@@ -209,7 +214,7 @@ class SchemaRegistry:
 
     async def render(self, schema: StoredSchema, wanted: str) -> str:
         """The text of a schema in the format that a client asks for."""
-        if wanted not in ("resolved", "serialized"):
+        if wanted not in ("resolved", "serialized", COMPILED):
             return schema.content.text
         key = (schema.context, schema.schema_id, wanted)
         if key not in self._rendered:

@@ -1,27 +1,20 @@
 """The child process that examines schemas: requests on its standard input, responses on its standard output.
 
 Whatever a schema does to it, the broker goes on: memory is limited here, time by the broker, which kills a child that
-takes too long. A message is its length in four bytes and MessagePack. The child ends when its input closes.
+takes too long. Messages are MessagePack.
 """
 
 from __future__ import annotations
 
-import resource
-import shutil
-import signal
-import sys
-import tempfile
 from collections.abc import Sequence
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
+from millstream.broker.schemas.child_pool import serve_parent
 from millstream.protocol.schemas.difference import InvalidSchema
 from millstream.protocol.schemas.formats import SchemaText, check, parse, render
 
-MEMORY_BYTES_MAX: Final = 1 << 30
-ANSWER_S_MAX: Final = 30.0
-LENGTH_BYTES: Final = 4
 MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -70,35 +63,10 @@ def answer(request: Request) -> WorkerResponse:
         return WorkerResponse(invalid="the schema takes too much memory to examine")
 
 
-def _read(stream: IO[bytes], size: int) -> bytes | None:
-    content = stream.read(size)
-    return content if len(content) == size else None
-
-
 def main() -> None:
-    """Answer requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
-    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-    tempfile.tempdir = sys.argv[1]
-    try:
-        _serve(sys.stdin.buffer, sys.stdout.buffer)
-    finally:
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
-
-
-def _serve(requests: IO[bytes], responses: IO[bytes]) -> None:
+    """Serve the broker until it closes the pipe."""
     decoder = msgspec.msgpack.Decoder(Request)
-    while (head := _read(requests, LENGTH_BYTES)) is not None:
-        body = _read(requests, int.from_bytes(head, "big"))
-        if body is None:
-            return
-        # Ends this process, as the broker does sooner if it is still there.
-        signal.setitimer(signal.ITIMER_REAL, ANSWER_S_MAX)
-        response = msgspec.msgpack.encode(answer(decoder.decode(body)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        responses.write(len(response).to_bytes(LENGTH_BYTES, "big") + response)
-        responses.flush()
+    serve_parent(lambda body: msgspec.msgpack.encode(answer(decoder.decode(body))))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
 
-from millstream.broker.cluster.leader_appender import LeaderAppender
+from millstream.broker.cluster.leader_appender import DEAD_LETTERS, LeaderAppender
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
@@ -55,7 +55,7 @@ class DeadLetterAppender(LeaderAppender):
     """Appends letters to dead letter topics, which it creates."""
 
     def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
-        super().__init__(topics, addresses, client_id="dead-letters")
+        super().__init__(topics, addresses, client_id=DEAD_LETTERS)
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic, which is created if it does not exist."""

@@ -8,8 +8,9 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from millstream.core.schema import AVRO, JSON_SCHEMA, PROTOBUF
-from millstream.protocol.schemas.difference import Difference, InvalidSchema
+from millstream.protocol.schemas.difference import Difference, InvalidSchema, read_json, write_json
 
+COMPILED: Final = "compiled"
 MESSAGES_MAX: Final = 100
 MESSAGE_CHARACTERS_MAX: Final = 10_000
 
@@ -45,13 +46,30 @@ def parse(schema: SchemaText) -> ParsedTexts:
 
 
 def render(schema: SchemaText, wanted: str) -> str:
-    """Print a schema in another format: `resolved` writes out references, `serialized` is Protobuf's descriptor."""
+    """Print a schema in another format: `resolved` writes out references, `serialized` is Protobuf's descriptor.
+
+    `compiled` is all that a codec needs: an Avro schema with its references written out, a JSON array of a JSON Schema
+    and the documents that it refers to, or the descriptors of a Protobuf file and all its imports in base 64.
+    """
     parsed = _parse(schema)
+    if wanted == COMPILED:
+        return _compiled(parsed, schema)
     if wanted == "serialized" and schema.schema_type == PROTOBUF:
         from millstream.protocol.schemas.protobuf import ProtobufSchema
 
         return parsed.serialized() if isinstance(parsed, ProtobufSchema) else parsed.canonical()
     return parsed.resolved() if wanted == "resolved" else parsed.canonical()
+
+
+def _compiled(parsed: _Schema, schema: SchemaText) -> str:
+    if schema.schema_type == PROTOBUF:
+        from millstream.protocol.schemas.protobuf import ProtobufSchema
+
+        return parsed.descriptors() if isinstance(parsed, ProtobufSchema) else parsed.canonical()
+    if schema.schema_type == JSON_SCHEMA:
+        documents = {name: read_json(text) for name, text in schema.references}
+        return write_json([read_json(schema.text), documents])
+    return parsed.resolved()
 
 
 def check(new: SchemaText, earlier: Sequence[SchemaText], level: str) -> list[str]:

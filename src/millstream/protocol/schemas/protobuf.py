@@ -113,6 +113,10 @@ class ProtobufSchema:
         """The FileDescriptorProto in base 64."""
         return base64.b64encode(self.file.SerializeToString()).decode()
 
+    def descriptors(self) -> str:
+        """The descriptors of all files, each after those that it imports, in base 64."""
+        return base64.b64encode(FileDescriptorSet(file=self._files).SerializeToString()).decode()
+
 
 def _decode_descriptor(text: str) -> FileDescriptorProto | None:
     """Decode a FileDescriptorProto in base 64; None if the text is none."""

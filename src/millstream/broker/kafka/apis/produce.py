@@ -12,7 +12,9 @@ A batch that starts a transaction on a partition is appended once the coordinato
 
 Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 
-A batch is stored as a whole or not at all. If some of its records are invalid, the response names them.
+A batch is stored as a whole or not at all. If some of its records are invalid, the response names them. Records of a
+topic with a schema rule are checked first (`SchemaRules`), except dead letters of this cluster's nodes; where that
+needs a child process, the connection waits.
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
 adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
@@ -29,6 +31,7 @@ from typing import cast
 
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.cluster.leader_appender import DEAD_LETTERS
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code, log_fenced
@@ -42,6 +45,7 @@ from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Promise, Reply
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.transaction_gate import TransactionGate
+from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import (
@@ -140,9 +144,16 @@ class Produce:
     key = 0
     versions = (0, 13)
 
-    def __init__(self, topics: Topics, quota: QuotaMeter, gate: TransactionGate | None = None) -> None:
+    def __init__(
+        self,
+        topics: Topics,
+        quota: QuotaMeter,
+        gate: TransactionGate | None = None,
+        rules: SchemaRules | None = None,
+    ) -> None:
         self._topics = topics
         self._gate = gate
+        self._rules = rules
         self._quota = quota
         self._pending: dict[_Pending, None] = {}
         self._sweep: asyncio.TimerHandle | None = None
@@ -164,9 +175,13 @@ class Produce:
         if request.transactional_id is not None and not is_open(self._topics, request):
             opening = Opening(self._topics, request, header.version)
         heavy = [portion for portion in request.portions if self._is_heavy(portion)]
-        if opening or heavy:
+        ruled: list[Portion] = []
+        # Where nothing is authenticated, a node is known by what it calls itself.
+        if self._topics.with_schema_rules and (client.rights is not None or client.client_id != DEAD_LETTERS):
+            ruled = [portion for portion in request.portions if self._is_doubtful(portion)]
+        if opening or heavy or ruled:
             request.keep_records()
-            return self._prepare(header, request, client, opening or None, heavy, len(frame))
+            return self._prepare(header, request, client, opening or None, heavy, ruled, len(frame))
         return self._answer(header, request, client, len(frame), None)
 
     def _authorize(self, request: Request, rights: Rights) -> None:
@@ -192,14 +207,23 @@ class Produce:
         client: ClientInfo,
         opening: Opening | None,
         heavy: list[Portion],
+        ruled: list[Portion],
         size: int,
     ) -> Reply | None:
-        """Check heavy batches in a thread, and ask the coordinator, before anything is appended."""
+        """Check heavy batches in a thread and schemas in a child, and ask the coordinator, before any is appended."""
         for portion in heavy:
             try:
                 records, log = portion.records or b"", self._partition(portion).log
                 await asyncio.to_thread(check_records, records, read_header(records), log.settings, log.clock.now_ms())
                 portion.is_checked = True
+            except MillstreamError as error:
+                self._reject(portion, error)
+        for portion in ruled:
+            try:
+                if self._rules is not None and portion.records is not None and portion.code is ErrorCode.none:
+                    await self._rules.check(portion.records, self._partition(portion).log.settings)
+            except CorruptBatch as error:
+                self._reject(portion, _client_error(error, portion.records))
             except MillstreamError as error:
                 self._reject(portion, error)
         if opening is not None and self._gate is not None:
@@ -217,6 +241,18 @@ class Produce:
         except MillstreamError:
             # It is refused when it is appended.
             return False
+
+    def _is_doubtful(self, portion: Portion) -> bool:
+        """Whether the topic has a schema rule and it takes more than a look to see that the records conform."""
+        if self._rules is None or portion.records is None or portion.is_of_node:
+            return False
+        try:
+            partition = self._partition(portion)
+        except MillstreamError:
+            # It is refused when it is appended.
+            return False
+        settings = partition.log.settings
+        return settings.validates_schemas and not self._rules.conforms(portion.records, settings)
 
     def _answer(
         self,

@@ -26,6 +26,7 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.published_ids import MESSAGE_ID, Published, PublishedIds, id_of
+from millstream.broker.schemas.rules import SchemaRules
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
 from millstream.core.ids import Offset
@@ -49,9 +50,10 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
 
     key = PUBLISH_ONCE_KEY
 
-    def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
+    def __init__(self, topics: Topics, quota: QuotaMeter, rules: SchemaRules | None = None) -> None:
         self._topics = topics
         self._quota = quota
+        self._rules = rules
         self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
         self.duplicates = 0
         self._forgotten = 0
@@ -97,6 +99,9 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
         window_ms = _window(request.window_ms, partition.log.settings.deduplication_window_ms)
         records = _read(request.batch, partition.log.clock.now_ms())
+        settings = partition.log.settings
+        if self._rules is not None and settings.validates_schemas:
+            await self._rules.check(request.batch, settings)
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
                 results, end = await self._publish(partition, records, request.batch, window_ms)

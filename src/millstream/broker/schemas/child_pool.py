@@ -1,0 +1,191 @@
+"""A small pool of child processes that answer requests: what a hostile one can cost is bounded.
+
+Processes are started when they are needed and end after a while without work. Few work at once, few requests wait, and
+a process that takes too long is killed with its request. A message is its length in four bytes and a body; a child ends
+when its input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Final, NamedTuple
+
+from millstream.core.errors import QuotaExceeded
+
+LENGTH_BYTES: Final = 4
+WORKERS_MAX: Final = 2
+WAITING_MAX: Final = 256
+ANSWER_S_MAX: Final = 10.0
+IDLE_S: Final = 60.0
+"""How long a process without work is kept."""
+MEMORY_BYTES_MAX: Final = 1 << 30
+_CHILD_ANSWER_S_MAX: Final = 30.0
+_ENVIRONMENT: Final = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
+
+
+class ChildTimedOut(Exception):
+    """A child took too long for an answer and was killed."""
+
+
+class ChildDied(Exception):
+    """A child ended without an answer, because it ran out of memory."""
+
+
+class _Worker(NamedTuple):
+    process: Process
+    folder: str
+    """For its temporary files, which one that is killed leaves behind."""
+
+
+class ChildPool:
+    """Processes that run one module, which calls `serve_parent`."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        noun: str,
+        workers: int = WORKERS_MAX,
+        answer_s: float = ANSWER_S_MAX,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._module = module
+        self._noun = noun
+        self.answer_s = answer_s
+        self._idle_s = idle_s
+        self._turns = asyncio.Semaphore(workers)
+        self._waiting = 0
+        self._idle: list[tuple[_Worker, asyncio.TimerHandle]] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def ask(self, body: bytes) -> bytes:
+        """Return the answer of a child; raise `ChildTimedOut` or `ChildDied` without one."""
+        if self._waiting >= WAITING_MAX:
+            raise QuotaExceeded(f"{WAITING_MAX} {self._noun} are being examined already; retry later")
+        self._waiting += 1
+        try:
+            async with self._turns:
+                return await self._exchange(body)
+        finally:
+            self._waiting -= 1
+
+    async def close(self) -> None:
+        """End the processes."""
+        self._is_closed = True
+        while self._idle:
+            worker, timer = self._idle.pop()
+            timer.cancel()
+            await _end(worker)
+        await asyncio.gather(*self._ending)
+
+    async def _exchange(self, body: bytes) -> bytes:
+        worker = await self._take()
+        is_done = False
+        try:
+            async with asyncio.timeout(self.answer_s):
+                response = await _exchange(worker.process, body)
+            is_done = True
+        except TimeoutError:
+            raise ChildTimedOut from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildDied from None
+        finally:
+            if is_done and not self._is_closed:
+                self._keep(worker)
+            else:
+                self._dismiss(worker)
+        return response
+
+    async def _take(self) -> _Worker:
+        while self._idle:
+            worker, timer = self._idle.pop()
+            timer.cancel()
+            if worker.process.returncode is None:
+                return worker
+            self._dismiss(worker)
+        folder = tempfile.mkdtemp(prefix="millstream-schemas-")
+        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
+        # broker's environment may hold.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._module,
+            folder,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=sys.stderr,
+            env=kept,
+            start_new_session=True,
+        )
+        return _Worker(process, folder)
+
+    def _keep(self, worker: _Worker) -> None:
+        timer = asyncio.get_running_loop().call_later(self._idle_s, self._expire, worker)
+        self._idle.append((worker, timer))
+
+    def _expire(self, worker: _Worker) -> None:
+        self._idle = [kept for kept in self._idle if kept[0] is not worker]
+        self._dismiss(worker)
+
+    def _dismiss(self, worker: _Worker) -> None:
+        ending = asyncio.ensure_future(_end(worker))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+async def _exchange(process: Process, body: bytes) -> bytes:
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the process was started without pipes")
+    process.stdin.write(len(body).to_bytes(LENGTH_BYTES, "big"))
+    process.stdin.write(body)
+    await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+    return await process.stdout.readexactly(size)
+
+
+async def _end(worker: _Worker) -> None:
+    with suppress(ProcessLookupError):
+        worker.process.kill()
+    await worker.process.wait()
+    await asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True)
+
+
+# -- in the child -------------------------------------------------------------------------------------------
+
+
+def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = MEMORY_BYTES_MAX) -> None:
+    """Answer requests one by one until the broker closes the pipe; then remove the folder for temporary files."""
+    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
+    folder = tempfile.tempdir = sys.argv[1]
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        while (head := _read(requests, LENGTH_BYTES)) is not None:
+            body = _read(requests, int.from_bytes(head, "big"))
+            if body is None:
+                return
+            # Ends this process, as the broker does sooner if it is still there.
+            signal.setitimer(signal.ITIMER_REAL, _CHILD_ANSWER_S_MAX)
+            response = answer(body)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            responses.write(len(response).to_bytes(LENGTH_BYTES, "big") + response)
+            responses.flush()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(stream: IO[bytes], size: int) -> bytes | None:
+    content = stream.read(size)
+    return content if len(content) == size else None

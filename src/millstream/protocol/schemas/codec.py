@@ -1,0 +1,478 @@
+"""Encodes and decodes values by a schema. One codec per schema; it needs no compiler, only what the registry compiled.
+
+Decoded values are what Python programs use: dictionaries, lists, `datetime`, `Decimal`, `UUID`, names of enum symbols.
+`from_json` converts what JSON has no types for, so that a document from HTTP or a terminal can be encoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import io
+import json
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, DecimalException
+from functools import cached_property
+from typing import Any, Final
+from urllib.parse import urljoin
+
+import msgspec
+
+from millstream.core.errors import SchemaMismatch
+from millstream.core.schema import AVRO, JSON_SCHEMA
+from millstream.protocol.schemas.framing import Framed, read_indexes, write_indexes
+
+REASON_CHARACTERS_MAX: Final = 300
+_BACKTRACK_MAX: Final = 100_000
+"""Steps of a regular expression; one that takes more does not match."""
+_UNREADABLE: Final = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What decoders raise for bytes that are not theirs, and encoders for values that do not fit."""
+
+
+class Codec(ABC):
+    """Encodes and decodes values by one schema."""
+
+    @abstractmethod
+    def check(self, framed: Framed) -> None:
+        """Raise `SchemaMismatch` unless the value decodes and satisfies the schema."""
+
+    @abstractmethod
+    def decode(self, framed: Framed) -> Any:
+        """Return the value, or raise `SchemaMismatch`."""
+
+    @abstractmethod
+    def encode(self, value: Any) -> bytes:
+        """Return what follows the schema id, or raise `SchemaMismatch` if the value does not fit."""
+
+    def from_json(self, document: Any) -> Any:
+        """Convert a JSON document to the value that `encode` takes."""
+        return document
+
+
+def codec_of(schema_type: str, compiled: str) -> Codec:
+    """Return the codec for a schema, given as the registry compiled it (`formats.render`)."""
+    if schema_type == AVRO:
+        return AvroCodec(compiled)
+    if schema_type == JSON_SCHEMA:
+        return JsonCodec(compiled)
+    return ProtobufCodec(compiled)
+
+
+def to_json(value: Any) -> bytes:
+    """Write a decoded value as JSON: times in RFC 3339, decimals as text, bytes in base 64."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError):
+        return json.dumps(value, default=str, ensure_ascii=False).encode()
+
+
+def _mismatch(what: str, error: BaseException) -> SchemaMismatch:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return SchemaMismatch(f"{what}: {reason}"[:REASON_CHARACTERS_MAX])
+
+
+# -- Avro ---------------------------------------------------------------------------------------------------
+
+
+class AvroCodec(Codec):
+    """Avro's binary encoding, by fastavro."""
+
+    def __init__(self, resolved: str) -> None:
+        self.source: Any = json.loads(resolved)
+
+    @cached_property
+    def _schema(self) -> Any:
+        return _parse_avro(self.source)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The schema without logical types, whose values may lie beyond what Python's types hold."""
+        return _parse_avro(_without_logical_types(self.source))
+
+    @cached_property
+    def _converter(self) -> Callable[[Any], Any]:
+        return _AvroFromJson().converter(self.source, "")
+
+    def check(self, framed: Framed) -> None:
+        self._read(framed, self._plain)
+
+    def decode(self, framed: Framed) -> Any:
+        return self._read(framed, self._schema)
+
+    def _read(self, framed: Framed, schema: Any) -> Any:
+        import fastavro
+
+        stream = io.BytesIO(framed.content)
+        try:
+            value = fastavro.schemaless_reader(stream, schema, None)
+        except _UNREADABLE as error:
+            raise _mismatch("it does not decode as Avro", error) from error
+        left = len(framed.content) - stream.tell()
+        if left:
+            raise SchemaMismatch(f"{left} bytes are left after the value is decoded as Avro")
+        return value
+
+    def encode(self, value: Any) -> bytes:
+        import fastavro
+
+        stream = io.BytesIO()
+        try:
+            fastavro.schemaless_writer(stream, self._schema, value, strict_allow_default=True)
+        except (*_UNREADABLE, AttributeError) as error:
+            raise _mismatch("the value does not fit the Avro schema", error) from error
+        return stream.getvalue()
+
+    def from_json(self, document: Any) -> Any:
+        try:
+            return self._converter(document)
+        except (*_UNREADABLE, AttributeError) as error:
+            raise _mismatch("the value does not fit the Avro schema", error) from error
+
+
+def _parse_avro(source: Any) -> Any:
+    import fastavro
+
+    try:
+        # The registry has validated the schema; defaults are checked there as Java does.
+        return fastavro.parse_schema(source, named_schemas={}, _ignore_default_error=True)
+    except Exception as error:
+        raise SchemaMismatch(f"fastavro does not read the schema: {error}"[:REASON_CHARACTERS_MAX]) from error
+
+
+def _without_logical_types(source: Any) -> Any:
+    if isinstance(source, list):
+        return [_without_logical_types(one) for one in source]
+    if not isinstance(source, dict):
+        return source
+    kept = {key: value for key, value in source.items() if key not in ("logicalType", "default")}
+    for key in ("type", "items", "values"):
+        if key in kept:
+            kept[key] = _without_logical_types(kept[key])
+    if isinstance(kept.get("fields"), list):
+        kept["fields"] = [_without_logical_types(field) for field in kept["fields"]]
+    return kept
+
+
+def _as_bytes(value: Any) -> Any:
+    # Avro's own JSON encoding: one character per byte.
+    return value.encode("latin-1") if isinstance(value, str) else value
+
+
+def _as_decimal(value: Any) -> Any:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return Decimal(str(value))
+        except DecimalException as error:
+            raise ValueError(f"{value!r} is not a number") from error
+    return value
+
+
+def _as_date(value: Any) -> Any:
+    return datetime.date.fromisoformat(value) if isinstance(value, str) else value
+
+
+def _as_time(value: Any) -> Any:
+    return datetime.time.fromisoformat(value) if isinstance(value, str) else value
+
+
+def _as_instant(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    parsed = datetime.datetime.fromisoformat(value)
+    return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=datetime.UTC)
+
+
+def _as_local_time(value: Any) -> Any:
+    return datetime.datetime.fromisoformat(value).replace(tzinfo=None) if isinstance(value, str) else value
+
+
+_LOGICAL: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "decimal": _as_decimal,
+    "date": _as_date,
+    "time-millis": _as_time,
+    "time-micros": _as_time,
+    "timestamp-millis": _as_instant,
+    "timestamp-micros": _as_instant,
+    "local-timestamp-millis": _as_local_time,
+    "local-timestamp-micros": _as_local_time,
+}
+
+
+class _AvroFromJson:
+    """Builds functions that convert JSON documents to what fastavro takes; recursive schemas refer to themselves."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Callable[[Any], Any]] = {}
+
+    def converter(self, source: Any, space: str) -> Callable[[Any], Any]:
+        if isinstance(source, list):
+            return self._union(source, space)
+        if isinstance(source, str):
+            name = source if "." in source or not space else f"{space}.{source}"
+            if source == "bytes":
+                return _as_bytes
+            if name not in self._named and source not in self._named:
+                return _same
+            # Looked up when it is used: a recursive type is not complete yet.
+            return lambda value: self._named[name if name in self._named else source](value)
+        logical = _LOGICAL.get(source.get("logicalType", ""))
+        if logical is not None:
+            self._name(source, space, logical)
+            return logical
+        kind = source["type"]
+        if kind in ("record", "error"):
+            return self._record(source, space)
+        if kind == "array":
+            inner = self.converter(source["items"], space)
+            return lambda value: [inner(one) for one in value] if isinstance(value, list) else value
+        if kind == "map":
+            inner = self.converter(source["values"], space)
+            return lambda value: {key: inner(one) for key, one in value.items()} if isinstance(value, dict) else value
+        if kind in ("enum", "fixed"):
+            self._name(source, space, _as_bytes if kind == "fixed" else _same)
+            return _as_bytes if kind == "fixed" else _same
+        return self.converter(kind, space)
+
+    def _name(self, source: Mapping[str, Any], space: str, convert: Callable[[Any], Any]) -> str:
+        if "name" not in source:
+            return space
+        name, own = source["name"], source.get("namespace", space)
+        full = name if "." in name or not own else f"{own}.{name}"
+        self._named[full] = convert
+        return full.rpartition(".")[0]
+
+    def _record(self, source: Mapping[str, Any], space: str) -> Callable[[Any], Any]:
+        fields: dict[str, Callable[[Any], Any]] = {}
+
+        def convert(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            return {key: fields.get(key, _same)(one) for key, one in value.items()}
+
+        inside = self._name(source, space, convert)
+        fields.update({each["name"]: self.converter(each["type"], inside) for each in source["fields"]})
+        return convert
+
+    def _union(self, branches: Sequence[Any], space: str) -> Callable[[Any], Any]:
+        converters = [self.converter(one, space) for one in branches if one != "null"]
+        if len(converters) == 1:
+            return lambda value: None if value is None else converters[0](value)
+        # Which branch is meant is decided by fastavro, by the value's type.
+        return _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# -- JSON Schema --------------------------------------------------------------------------------------------
+
+
+class JsonCodec(Codec):
+    """JSON documents, validated by jsonschema-rs."""
+
+    def __init__(self, compiled: str) -> None:
+        self.source, self.documents = json.loads(compiled)
+
+    @cached_property
+    def _validator(self) -> Any:
+        import jsonschema_rs
+
+        known = _documents_by_uri(self.source, self.documents)
+
+        def retrieve(uri: str) -> Any:
+            if uri not in known:
+                raise LookupError(f"the schema refers to {uri}, which is not among its references")
+            return known[uri]
+
+        try:
+            return jsonschema_rs.validator_for(
+                self.source,
+                retriever=retrieve,
+                pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACK_MAX),
+            )
+        except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
+            raise _mismatch("the JSON Schema cannot be used", error) from error
+
+    def check(self, framed: Framed) -> None:
+        self.decode(framed)
+
+    def decode(self, framed: Framed) -> Any:
+        try:
+            value = msgspec.json.decode(framed.content)
+        except (ValueError, RecursionError) as error:
+            raise _mismatch("it is not JSON", error) from error
+        self._validate(value)
+        return value
+
+    def encode(self, value: Any) -> bytes:
+        try:
+            content = msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _mismatch("the value cannot be written as JSON", error) from error
+        self._validate(msgspec.json.decode(content))
+        return content
+
+    def _validate(self, value: Any) -> None:
+        import jsonschema_rs
+
+        try:
+            self._validator.validate(value)
+        except jsonschema_rs.ValidationError as error:
+            place = "/".join(str(step) for step in error.instance_path)
+            raise SchemaMismatch(f"at '/{place}': {error.message}"[:REASON_CHARACTERS_MAX]) from error
+        except (ValueError, RecursionError) as error:
+            raise _mismatch("it cannot be validated", error) from error
+
+
+def _documents_by_uri(source: Any, documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The referenced documents by every URI under which a validator may ask for them."""
+    base = source.get("$id", source.get("id", "")) if isinstance(source, dict) else ""
+    known: dict[str, Any] = {}
+    for name, document in documents.items():
+        own = document.get("$id", document.get("id")) if isinstance(document, dict) else None
+        for uri in (name, f"json-schema:///{name.lstrip('/')}", urljoin(str(base), name), own):
+            if isinstance(uri, str):
+                known.setdefault(uri.removesuffix("#"), document)
+    return known
+
+
+# -- Protobuf -----------------------------------------------------------------------------------------------
+
+_WRAPPERS: Final = frozenset(
+    f"google.protobuf.{name}Value"
+    for name in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
+)
+_NANOS_PER_MICRO: Final = 1000
+
+
+class ProtobufCodec(Codec):
+    """Protobuf's binary encoding, by Google's library."""
+
+    def __init__(self, compiled: str) -> None:
+        from google.protobuf import descriptor_pb2, descriptor_pool
+
+        files = descriptor_pb2.FileDescriptorSet.FromString(base64.b64decode(compiled)).file
+        self._pool = descriptor_pool.DescriptorPool()
+        for file in files:
+            self._pool.Add(file)
+        self.file = files[-1]
+        self._classes: dict[tuple[int, ...], Any] = {}
+
+    def message_class(self, indexes: tuple[int, ...] = (0,)) -> Any:
+        """Return the class of a message; raise `SchemaMismatch` if the file has none there."""
+        found = self._classes.get(indexes)
+        if found is None:
+            from google.protobuf.message_factory import GetMessageClass
+
+            declared: Any = self.file.message_type
+            name = self.file.package
+            for index in indexes:
+                if not 0 <= index < len(declared):
+                    raise SchemaMismatch(f"the Protobuf file has no message at index {list(indexes)}")
+                name = f"{name}.{declared[index].name}" if name else declared[index].name
+                declared = declared[index].nested_type
+            found = self._classes[indexes] = GetMessageClass(self._pool.FindMessageTypeByName(name))
+        return found
+
+    def parse(self, framed: Framed) -> Any:
+        """Return the message object."""
+        from google.protobuf.message import DecodeError
+
+        if framed.indexes is not None:
+            indexes, at = read_indexes(framed.indexes)[0], 0
+        else:
+            indexes, at = read_indexes(framed.content)
+        kind = self.message_class(indexes)
+        try:
+            return kind.FromString(framed.content[at:])
+        except (DecodeError, *_UNREADABLE) as error:
+            raise _mismatch("it does not decode as Protobuf", error) from error
+
+    def check(self, framed: Framed) -> None:
+        self.parse(framed)
+
+    def decode(self, framed: Framed) -> Any:
+        return message_value(self.parse(framed))
+
+    def encode(self, value: Any) -> bytes:
+        from google.protobuf.message import EncodeError
+
+        try:
+            return write_indexes((0,)) + bytes(self.message_class()(**value).SerializeToString())
+        except (EncodeError, *_UNREADABLE, AttributeError) as error:
+            raise _mismatch("the value does not fit the Protobuf schema", error) from error
+
+    def from_json(self, document: Any) -> Any:
+        from google.protobuf import json_format
+
+        try:
+            parsed = json_format.ParseDict(document, self.message_class()(), descriptor_pool=self._pool)
+        except (json_format.ParseError, *_UNREADABLE, AttributeError) as error:
+            raise _mismatch("the value does not fit the Protobuf schema", error) from error
+        return {field.name: getattr(parsed, field.name) for field, _ in parsed.ListFields()}
+
+
+def message_value(message: Any) -> Any:
+    """Convert a Protobuf message: known types to Python's, enums to names, everything else to dictionaries."""
+    name = message.DESCRIPTOR.full_name
+    if name == "google.protobuf.Timestamp":
+        micros = message.seconds * 1_000_000 + message.nanos // _NANOS_PER_MICRO
+        try:
+            return datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(microseconds=micros)
+        except OverflowError as error:
+            raise SchemaMismatch("a timestamp lies outside the years 1 to 9999") from error
+    if name in _WRAPPERS:
+        return message.value
+    if name == "confluent.type.Decimal":
+        return Decimal(int.from_bytes(message.value, "big", signed=True)).scaleb(-message.scale)
+    return {
+        field.name: _field_value(message, field) for field in message.DESCRIPTOR.fields if _is_shown(message, field)
+    }
+
+
+def _is_shown(message: Any, field: Any) -> bool:
+    return field.containing_oneof is None or not field.has_presence or bool(message.HasField(field.name))
+
+
+def _field_value(message: Any, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if is_map(field):
+        inner = field.message_type.fields_by_name["value"]
+        return {key: _single_value(value[key], inner) for key in value}
+    if is_repeated(field):
+        return [_single_value(one, field) for one in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    return _single_value(value, field)
+
+
+def _single_value(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return message_value(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        # proto3 keeps the numbers of symbols that it does not know.
+        return known.name if known is not None else str(value)
+    return value
+
+
+def is_repeated(field: Any) -> bool:
+    """Whether a Protobuf field is a list or a map."""
+    return bool(field.is_repeated)
+
+
+def is_map(field: Any) -> bool:
+    """Whether a Protobuf field is a map."""
+    return is_repeated(field) and field.message_type is not None and field.message_type.GetOptions().map_entry

@@ -1,0 +1,186 @@
+"""Schema rules of topics, with unmodified clients and Confluent's serialisers, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.schema_registry import SchemaRegistryClient, header_schema_id_serializer
+from confluent_kafka.schema_registry.avro import AvroSerializer
+from confluent_kafka.schema_registry.json_schema import JSONSerializer
+from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from millstream.core.errors import InvalidBatch
+from millstream.protocol.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
+
+ORDER = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"},{"name":"note","type":"string"}]}'
+PAID = '{"type":"object","properties":{"id":{"type":"integer"}},"required":["id"],"title":"Paid"}'
+INVALID_RECORD = 87
+
+
+@pytest.fixture(scope="module")
+def registry(server: Server) -> Iterator[Any]:
+    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def millstream(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+def rule(millstream: CommandLine, topic: str, *, validate: str, schema: str | None = None) -> str:
+    subject = f"{topic}-value"
+    made = millstream("topic", "create", topic, "--partitions", "1")
+    assert made.code == 0, made
+    altered = millstream("topic", "alter", topic, "--schema", schema or f"value={subject}", "--validate", validate)
+    assert altered.code == 0, altered
+    return subject
+
+
+def of(topic: str, field: MessageField = MessageField.VALUE) -> SerializationContext:
+    return SerializationContext(topic, field)
+
+
+def avro(registry: Any, topic: str, *ids: int) -> list[bytes]:
+    serializer = AvroSerializer(registry, ORDER)
+    return [serializer({"id": number, "note": "n"}, of(topic)) or b"" for number in ids]
+
+
+def send(
+    server: Server, topic: str, records: Sequence[NewRecord | bytes | None], *, compression: int = COMPRESSION_NONE
+) -> int:
+    rows = [one if isinstance(one, NewRecord) else NewRecord(b"k", one, (), 1) for one in records]
+
+    async def produce() -> int:
+        async with Client.connect(server.kafka, client_id="test", timeout_s=30) as client:
+            return (await client.produce(topic, 0, encode_batch(rows, compression=compression))).base_offset
+
+    return asyncio.run(produce())
+
+
+def refused(server: Server, topic: str, records: Sequence[Any], **more: Any) -> list[tuple[int, str]]:
+    with pytest.raises(InvalidBatch) as caught:
+        send(server, topic, records, **more)
+    return [(one.batch_index, one.message) for one in caught.value.records]
+
+
+@pytest.mark.parametrize("compression", [COMPRESSION_NONE, COMPRESSION_ZSTD])
+@pytest.mark.parametrize("count", [3, 500])
+def test_records_without_an_id_of_the_subject_are_refused_and_nothing_is_stored(
+    server: Server, millstream: CommandLine, registry: Any, topic: str, compression: int, count: int
+) -> None:
+    rule(millstream, topic, validate="id")
+    (good,) = avro(registry, topic, 1)
+    assert send(server, topic, [good] * count, compression=compression) == 0
+    (other,) = avro(registry, f"{topic}-other", 1)
+    # The same schema has the same id in both subjects; another one has not.
+    assert other == good
+    foreign = JSONSerializer(PAID, registry)({"id": 1}, of(f"{topic}-json")) or b""
+    mixed = [good] * count + [foreign, b"plain text", b"", None]
+    wrong = refused(server, topic, mixed, compression=compression)
+    assert [index for index, _ in wrong] == [count, count + 1, count + 2]
+    assert f"is not a schema of subject '{topic}-value'" in wrong[0][1]
+    assert "does not start with a schema id" in wrong[1][1]
+    # Nothing of it was appended, and a tombstone needs no schema.
+    assert send(server, topic, [None], compression=compression) == count
+
+
+def test_content_has_to_decode_and_to_satisfy_the_schema(
+    server: Server, millstream: CommandLine, registry: Any, topic: str
+) -> None:
+    rule(millstream, topic, validate="content")
+    first, second = avro(registry, topic, 1, 2)
+    assert send(server, topic, [first, second]) == 0
+    wrong = refused(server, topic, [first, second[:-1], second + b"!"], compression=COMPRESSION_ZSTD)
+    assert [index for index, _ in wrong] == [1, 2]
+    assert "does not decode as Avro" in wrong[0][1]
+    assert "1 bytes are left" in wrong[1][1]
+    assert send(server, topic, [first]) == 2
+
+
+def test_json_content_is_validated(server: Server, millstream: CommandLine, registry: Any, topic: str) -> None:
+    rule(millstream, topic, validate="content")
+    good = JSONSerializer(PAID, registry)({"id": 1}, of(topic)) or b""
+    assert send(server, topic, [good]) == 0
+    prefix = good[:5]
+    wrong = refused(server, topic, [prefix + b'{"id":"x"}', prefix + b"{}", prefix + b"{"])
+    assert [index for index, _ in wrong] == [0, 1, 2]
+    assert "at '/id'" in wrong[0][1]
+    assert "required" in wrong[1][1]
+    assert "not JSON" in wrong[2][1]
+
+
+def test_protobuf_messages_are_found_by_their_index(
+    server: Server, millstream: CommandLine, registry: Any, topic: str
+) -> None:
+    rule(millstream, topic, validate="content")
+    serializer = ProtobufSerializer(Struct, registry)
+    good = serializer(Struct(fields={}), of(topic)) or b""
+    when = ProtobufSerializer(Timestamp, registry)(Timestamp(seconds=1), of(f"{topic}-time")) or b""
+    assert send(server, topic, [good]) == 0
+    wrong = refused(server, topic, [when, good[:5] + b"\x02\x08", good + b"\xff"])
+    assert [index for index, _ in wrong] == [0, 1, 2]
+    assert "no message at index [4]" in wrong[1][1]
+    assert "does not decode as Protobuf" in wrong[2][1]
+
+
+def test_ids_in_headers_and_keys_count(server: Server, millstream: CommandLine, registry: Any, topic: str) -> None:
+    keys = f"{topic}-key"
+    rule(millstream, topic, validate="content")
+    millstream("topic", "alter", topic, "--schema", f"key={keys}")
+    key = AvroSerializer(registry, '"string"')("k", of(topic, MessageField.KEY))
+    headed = SerializationContext(topic, MessageField.VALUE, headers=[])
+    value = AvroSerializer(registry, ORDER, conf={"schema.id.serializer": header_schema_id_serializer})(
+        {"id": 1, "note": ""}, headed
+    )
+    sent: Any = headed.headers
+    headers = tuple((name, bytes(content)) for name, content in sent)
+    assert [name for name, _ in headers] == ["__value_schema_id"]
+    assert send(server, topic, [NewRecord(key, value, headers, 1)]) == 0
+    unknown = (("__value_schema_id", b"\1" + bytes(16)),)
+    wrong = refused(
+        server,
+        topic,
+        [NewRecord(key, value, unknown, 1), NewRecord(key, value, (), 1), NewRecord(b"k", None, (), 1)],
+    )
+    assert [index for index, _ in wrong] == [0, 1, 2]
+    assert "guid 00000000" in wrong[0][1]
+    assert "key: " in wrong[2][1]
+
+
+def test_a_client_library_reports_the_refusal(
+    server: Server, millstream: CommandLine, registry: Any, topic: str
+) -> None:
+    rule(millstream, topic, validate="content")
+    outcomes: list[Any] = []
+    producer = Producer({"bootstrap.servers": server.kafka, "compression.type": "lz4"})
+    producer.produce(topic, b"no schema", on_delivery=lambda error, _message: outcomes.append(error))
+    assert producer.flush(30) == 0
+    assert isinstance(KafkaException(outcomes[0]), KafkaException)
+    assert outcomes[0].code() == INVALID_RECORD
+    # Off again, everything is taken.
+    millstream("topic", "alter", topic, "--validate", "off")
+    producer.produce(topic, b"no schema", on_delivery=lambda error, _message: outcomes.append(error))
+    assert producer.flush(30) == 0
+    assert outcomes[1] is None
+
+
+def test_the_rule_is_shown_and_removed(millstream: CommandLine, topic: str) -> None:
+    subject = rule(millstream, topic, validate="content")
+    settings = millstream("topic", "describe", topic, "--json").document["overrides"]
+    assert settings["millstream.schema.value"] == subject
+    assert settings["millstream.schema.validate"] == "content"
+    millstream("topic", "alter", topic, "--schema", "value=", "--json")
+    assert "millstream.schema.value" not in millstream("topic", "describe", topic, "--json").document["overrides"]
+    assert "value=SUBJECT" in millstream("topic", "alter", topic, "--schema", "values=x").err
