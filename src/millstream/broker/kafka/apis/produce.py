@@ -177,7 +177,11 @@ class Produce:
         heavy = [portion for portion in request.portions if self._is_heavy(portion)]
         ruled: list[Portion] = []
         # Where nothing is authenticated, a node is known by what it calls itself.
-        if self._topics.with_schema_rules and (client.rights is not None or client.client_id != DEAD_LETTERS):
+        if (
+            self._rules
+            and self._topics.with_schema_rules
+            and (client.rights is not None or client.client_id != DEAD_LETTERS)
+        ):
             ruled = [portion for portion in request.portions if self._is_doubtful(portion)]
         if opening or heavy or ruled:
             request.keep_records()
