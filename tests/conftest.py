@@ -46,7 +46,9 @@ hypothesis.settings.load_profile("patient")
 
 
 # Tests that use the Spark session, which takes long to start and longer to get quick.
-SPARK = re.compile(r"/test_(landing|spark_beyond_retention|spark_on_kafka|spark_source|topic_pipelines)\.py|_in_spark$")
+SPARK = re.compile(
+    r"/test_(landing|landing_upsert|spark_beyond_retention|spark_on_kafka|spark_source|topic_pipelines)\.py|_in_spark$"
+)
 
 
 class SparkInOneProcess(LoadFileScheduling):  # type: ignore[misc]

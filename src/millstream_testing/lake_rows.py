@@ -64,7 +64,7 @@ def land(table: LakeTable, partition: int, start: int, end: int) -> bool:
     return table.commit(files, {(TOPIC, partition): (start, end)}, schema=RAW)
 
 
-def in_this_process(work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
+def in_this_process(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> dict[str, str]:
     """Work with files as tasks do it."""
     return {file.path: pickle.loads(pickle.dumps(work))(file) for file in files}
 

@@ -38,8 +38,8 @@ from millstream.pipelines.jobs.land.file_tasks import FileTasks
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.lake import compaction
-from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.keyed_table import BucketMerge
 from millstream.pipelines.lake.rewriting import Look, Rewrite
 from millstream.pipelines.source.ranges import Range
 from millstream.spark.session import session
@@ -86,14 +86,14 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
     return Struck
 
 
-def struck_file_tasks(folder: str, fault: str) -> type[FileTasks]:
+def struck_file_tasks(folder: str, fault: str) -> type[FileTasks[Any]]:
     """Tasks with files of which one is struck, once, when it has written a file anew."""
 
-    class Struck(FileTasks):
-        def _done(self, files: Sequence[ActiveFile]) -> list[str]:
+    class Struck(FileTasks[Any]):
+        def _done(self, files: Sequence[Any]) -> list[str]:
             results = super()._done(files)
             mark = Path(folder, f"struck-{fault}")
-            if isinstance(self._work, Rewrite) and not mark.exists():
+            if isinstance(self._work, Rewrite | BucketMerge) and not mark.exists():
                 mark.touch()
                 die()
             return results

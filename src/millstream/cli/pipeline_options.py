@@ -11,7 +11,7 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import given_text, parse_assignments, parse_settings
-from millstream.core.pipeline import SECRET_SETTINGS, PipelineKind
+from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[
@@ -43,7 +43,50 @@ Lake = Annotated[
     ),
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", metavar="NAME", help="delta (the default) or parquet.", show_default=False)
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="The format of the table, delta (the default) or parquet; or debezium, for change events: "
+        "--mode upsert --decode debezium.",
+        show_default=False,
+    ),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help="append (the default) has a row for every message, upsert one row for every key.",
+        show_default=False,
+    ),
+]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--key",
+        metavar="FIELD",
+        help="With --mode upsert: the payload field that identifies a row; may be repeated. Default: the message key.",
+        show_default=False,
+    ),
+]
+OrderBy = Annotated[
+    str | None,
+    typer.Option(
+        "--order-by",
+        metavar="FIELD",
+        help="With --mode upsert: the payload field that says which change of a key is newer. Default: the offset.",
+        show_default=False,
+    ),
+]
+DeleteWhen = Annotated[
+    str | None,
+    typer.Option(
+        "--delete-when",
+        metavar="CONDITION",
+        help="With --mode upsert: when a message deletes its key, as in \"op = 'd'\".",
+        show_default=False,
+    ),
 ]
 EverySeconds = Annotated[
     float | None,
@@ -127,7 +170,12 @@ Rules = Annotated[
 
 _EVERY_KIND: Final = frozenset({"start", "settings"})
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
-    PipelineKind.LAND: frozenset({"topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"}),
+    PipelineKind.LAND: frozenset(
+        {
+            *("topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"),
+            *("mode", "key", "order_by", "delete_when"),
+        }
+    ),
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
     PipelineKind.ROUTE: frozenset({"rules", "decode"}),
 }
@@ -147,6 +195,10 @@ class Flags:
     decode: str | None = None
     schema: Sequence[str] | None = None
     dedupe: float | None = None
+    mode: str | None = None
+    key: Sequence[str] | None = None
+    order_by: str | None = None
+    delete_when: str | None = None
     sql: str | None = None
     into: str | None = None
     table: list[str] | None = None
@@ -179,14 +231,21 @@ class Flags:
         schemas = self.schema or ()
         if len(schemas) > 1:
             raise typer.BadParameter("--schema is given once for land: all topics share the same columns")
+        is_debezium = self.format == DEBEZIUM
+        is_upsert = is_debezium or self.mode == UPSERT
+        reads_payload = bool(schemas or self.key or self.order_by or self.delete_when)
         return {
             "topics": ",".join(self.topic) if self.topic else None,
             "pattern": self.pattern,
             "lake": self.lake,
-            "format": self.format,
+            "format": None if is_debezium else self.format,
+            "mode": self.mode or (UPSERT if is_upsert else None),
+            "key": ",".join(self.key) if self.key else None,
+            "order.by": self.order_by,
+            "delete.when": self.delete_when,
             "every.ms": _milliseconds(self.every),
-            # A schema is useful for nothing else.
-            "decode": "json" if schemas else None,
+            # Payload fields are named for nothing else.
+            "decode": DEBEZIUM if is_debezium else "json" if reads_payload else None,
             "schema": given_text(schemas[0], flag="--schema") if schemas else None,
             "dedupe.ms": _milliseconds(self.dedupe),
         }
@@ -202,7 +261,7 @@ class Flags:
 
 
 def _spelled(name: str) -> str:
-    return _SPELLED.get(name, f"--{name}")
+    return _SPELLED.get(name, f"--{name.replace('_', '-')}")
 
 
 def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:

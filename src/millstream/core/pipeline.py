@@ -37,7 +37,11 @@ SKIP: Final = "skip"
 ON_LOST: Final = "on.lost"
 DECODE: Final = "decode"
 LAKE_OPTIONS: Final = "lake.options"
+DELETE_WHEN: Final = "delete.when"
 NO_DECODING: Final = "none"
+DEBEZIUM: Final = "debezium"
+APPEND: Final = "append"
+UPSERT: Final = "upsert"
 
 _DELAY: Final = re.compile(
     r"(?:interval\s+)?(?:\d+(?:\.\d+)?\s+"
@@ -251,8 +255,61 @@ class LandSettings(PipelineSettings):
     decode: str = setting(
         DECODE,
         NO_DECODING,
-        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have.",
-        choices=(NO_DECODING, "json"),
+        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have; "
+        "`debezium` decodes the rows in the change events of Debezium.",
+        choices=(NO_DECODING, "json", DEBEZIUM),
+        needs_restart=False,
+    )
+    mode: str = setting(
+        "mode",
+        APPEND,
+        "`append` adds every message to the table as a row; `upsert` keeps one row per key, the newest.",
+        choices=(APPEND, UPSERT),
+        needs_restart=False,
+    )
+    key: str = setting(
+        "key",
+        "",
+        "With mode=upsert: the payload fields that identify a row, separated by commas, as in `customer_id` or "
+        "`region,order.id`; empty means the key of the message.",
+        needs_restart=False,
+    )
+    order_by: str = setting(
+        "order.by",
+        "",
+        "With mode=upsert: the payload field that says which of two changes to a key is newer, as in `updated_at`; of "
+        "equal ones the higher offset is. Empty means the offset alone, which needs each key to stay in one partition.",
+        needs_restart=False,
+    )
+    delete_when: str = setting(
+        DELETE_WHEN,
+        "",
+        "With mode=upsert: a condition on the payload under which a message deletes its key, as in `op = 'd'`. A "
+        "message without a payload always does.",
+        needs_restart=False,
+    )
+    delete_retention_ms: int = setting(
+        "delete.retention.ms",
+        7 * 24 * 3600 * 1000,
+        "With mode=upsert: how long a delete is remembered, so that a late update does not bring its key back.",
+        minimum=0,
+        maximum=10 * 365 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    bucket_bytes: int = setting(
+        "bucket.bytes",
+        32 * 1024 * 1024,
+        "With mode=upsert: the size at which a bucket, the unit that is rewritten, is split in two.",
+        minimum=1024,
+        maximum=1024**3,
+        needs_restart=False,
+    )
+    replaced_kept_ms: int = setting(
+        "replaced.kept.ms",
+        3600 * 1000,
+        "With mode=upsert: how long replaced files are kept for queries that are reading them, in whole hours.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
     )
     schema: str = setting(
@@ -303,6 +360,29 @@ class LandSettings(PipelineSettings):
             check_topic_name(name)
         if self.schema and self.decode == NO_DECODING:
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
+        if self.mode == UPSERT:
+            self._check_upsert()
+        elif self.key or self.order_by or self.delete_when or self.decode == DEBEZIUM:
+            named = "decode=debezium" if self.decode == DEBEZIUM else "`key`, `order.by` and `delete.when`"
+            raise InvalidSetting(f"{named} need a table with one row per key: set mode=upsert (--mode upsert)")
+
+    def _check_upsert(self) -> None:
+        if self.format != "delta":
+            raise InvalidSetting("mode=upsert needs format=delta: readers of plain files would see half a commit")
+        if self.dedupe_ms:
+            raise InvalidSetting("mode=upsert has one row per key already; leave `dedupe.ms` out")
+        if self.decode == NO_DECODING and (self.key or self.order_by or self.delete_when):
+            raise InvalidSetting(
+                "`key`, `order.by` and `delete.when` name payload fields: set decode=json (--decode json), or leave "
+                "them out to keep the newest payload of each message key"
+            )
+        if len(set(self.key_fields)) != len(self.key_fields) or "" in self.key_fields:
+            raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
+
+    @property
+    def key_fields(self) -> list[str]:
+        """Return the payload fields of the key; none if it is the key of the message."""
+        return [name.strip() for name in self.key.split(",")] if self.key.strip() else []
 
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for a schema that no table can have, clashing names or invalid locations."""

@@ -175,7 +175,7 @@ def meanwhile(act: Callable[[], object], when: type = Rewrite) -> Any:
     """Work with files while something else happens, once."""
     left = [act]
 
-    def run(work: FileWork, files: Sequence[ActiveFile]) -> Mapping[str, str]:
+    def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
         done = in_this_process(work, files)
         if left and isinstance(work, when):
             left.pop()()
@@ -246,7 +246,7 @@ def test_others_that_commit_all_the_time_end_it(storage: Storage) -> None:
     table, other = DeltaTable(storage), DeltaTable(storage)
     assert land(table, 0, [1])
 
-    def run(work: FileWork, files: Sequence[ActiveFile]) -> Mapping[str, str]:
+    def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
         done = in_this_process(work, files)
         assert land(other, next_offset(other), [1])
         return done
@@ -262,7 +262,7 @@ def test_what_was_written_for_nothing_is_deleted_when_it_fails_later(storage: St
     assert land(table, 0, [1])
     overtaken = meanwhile(lambda: land(other, 1, [2]))
 
-    def run(work: FileWork, files: Sequence[ActiveFile]) -> Mapping[str, str]:
+    def run(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> Mapping[str, str]:
         if isinstance(work, Rewrite) and len(files_in(storage)) > 1:
             raise OSError("full")
         return overtaken(work, files)  # type: ignore[no-any-return]

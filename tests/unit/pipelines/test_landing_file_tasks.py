@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
 from millstream.pipelines.jobs.land.plan import FILE_BYTES
 from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.storage import Storage
 
 
 def file(name: str, size: int = 1) -> ActiveFile:
@@ -43,6 +44,10 @@ class Counted:
 
     def __init__(self) -> None:
         self.discarded: list[str] = []
+
+    @property
+    def output_folders(self) -> list[tuple[Storage, str]]:
+        return []
 
     def __call__(self, file: ActiveFile) -> str:
         if file.path == "bad":

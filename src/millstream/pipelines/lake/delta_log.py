@@ -25,7 +25,7 @@ from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.written_file import BOUNDED, Written
 
-_CONFIGURATION: Final = {
+CONFIGURATION: Final[Mapping[str, str]] = {
     # Checkpoints keep opening a table fast; old commits are deleted once a checkpoint covers them.
     "delta.checkpointInterval": "50",
     "delta.logRetentionDuration": "interval 30 days",
@@ -36,10 +36,24 @@ _CONFIGURATION: Final = {
 class DeltaLog:
     """A table as it was last read."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        partition_by: Sequence[str] = PARTITION_COLUMNS,
+        configuration: Mapping[str, str] = CONFIGURATION,
+    ) -> None:
+        """Open a log, which may not exist yet; the configuration is for a table that is created."""
         self.storage = storage
+        self._partition_by = list(partition_by)
+        self._configuration = configuration
         self._table: deltalake.DeltaTable | None = None
         self._files = storage.files()
+
+    @property
+    def loaded(self) -> deltalake.DeltaTable | None:
+        """Return the table as it was last read; None if there was none."""
+        return self._table
 
     def refresh(self) -> deltalake.DeltaTable | None:
         """Read new commits; return the table, or None while there is none."""
@@ -81,8 +95,8 @@ class DeltaLog:
                 self.storage.url,
                 schema=schema,
                 mode="error",
-                partition_by=list(PARTITION_COLUMNS),
-                configuration=_CONFIGURATION,
+                partition_by=self._partition_by,
+                configuration=dict(self._configuration),
                 storage_options=dict(self.storage.options),
             )
         except DeltaError:
@@ -138,7 +152,7 @@ class DeltaLog:
         version = table.version()
         try:
             table.create_write_transaction(
-                list(actions), mode, schema, list(PARTITION_COLUMNS), commit_properties=properties
+                list(actions), mode, schema, self._partition_by, commit_properties=properties
             )
         except CommitFailedError:
             self._check_moved(version)

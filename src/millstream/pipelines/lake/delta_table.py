@@ -17,6 +17,7 @@ import deltalake
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
+from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.core.errors import Conflict, CorruptState, StalePlan
 from millstream.core.lake_url import QUARANTINE_SUFFIX
@@ -29,7 +30,7 @@ from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.scan import Rows, paths_of, scan
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
-from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.lake.task_writer import RowWriter, TaskWriter
 from millstream.pipelines.lake.widening import Widening
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
@@ -76,18 +77,18 @@ class DeltaTable:
         """Return where a step starts; see `LakeTable`."""
         asked = set(partitions)
         table = self.recover()
-        found = {} if table is None else _next_offsets(table, asked)
+        found = {} if table is None else next_offsets(table, asked)
         self._known = (self._known - asked) | found.keys()
         return found
 
     def reached(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the same for readers; see `LakeTable`."""
         table = self.log.refresh()
-        return {} if table is None else _next_offsets(table, partitions)
+        return {} if table is None else next_offsets(table, partitions)
 
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
-    ) -> TaskWriter:
+    ) -> RowWriter:
         """Return a writer of files for this table."""
         return TaskWriter(self.storage, schema, topic_id, landed=landed, attempt=attempt)
 
@@ -107,23 +108,35 @@ class DeltaTable:
         for attempt in range(ATTEMPTS_MAX):
             table = self.log.require(schema)
             self._bring_quarantined(table)
-            current = _next_offsets(table, offsets)
+            current = next_offsets(table, offsets)
             if any(partition in self._known and partition not in current for partition in offsets):
                 raise StalePlan(f"the table at {self.storage.url} was deleted during a step")
-            if _is_done(current, offsets):
+            if is_done(current, offsets):
                 # The previous attempt may have succeeded without learning it.
                 return attempt > 0 and self.log.holds(files)
-            versions = {_key(partition): end for partition, (_start, end) in offsets.items()}
-            metadata = None
-            if quarantined:
-                versions[_QUARANTINED] = table.version() + 1
-                metadata = {_MANIFEST: to_json(quarantined)}
-            if self.log.commit(added(files), versions, metadata=metadata):
+            versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}
+            if self._commit_with(quarantined, added(files), versions, table):
                 self._known.update(offsets)
-                self._bring_quarantined(table)
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"{ATTEMPTS_MAX} commits to {self.storage.url} came too late: other writers keep committing")
+
+    def _commit_with(
+        self,
+        quarantined: Sequence[Written],
+        actions: Sequence[AddAction | RemoveAction],
+        versions: Mapping[str, int],
+        table: deltalake.DeltaTable,
+    ) -> bool:
+        """Commit for the version after the one that was read, naming quarantined files; False if it is too late."""
+        metadata = None
+        if quarantined:
+            versions = {**versions, _QUARANTINED: table.version() + 1}
+            metadata = {_MANIFEST: to_json(quarantined)}
+        if not self.log.commit(actions, versions, metadata=metadata):
+            return False
+        self._bring_quarantined(table)
+        return True
 
     def discard(self, files: Iterable[Written], quarantined: Iterable[Written] = ()) -> None:
         """Delete files for which no commit was tried; see `LakeTable`."""
@@ -229,17 +242,17 @@ def _exists(files: Any, path: str) -> bool:
     return bool(files.get_file_info(path).type == pyarrow.fs.FileType.File)
 
 
-def _key(partition: TopicPartition) -> str:
+def next_offset_key(partition: TopicPartition) -> str:
     """Return the application id under which a table stores the next offset of a partition."""
     return f"millstream/{partition[0]}/{partition[1]}"
 
 
-def _next_offsets(table: deltalake.DeltaTable, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    found = {partition: table.transaction_version(_key(partition)) for partition in partitions}
+def next_offsets(table: deltalake.DeltaTable, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    found = {partition: table.transaction_version(next_offset_key(partition)) for partition in partitions}
     return {partition: offset for partition, offset in found.items() if offset is not None}
 
 
-def _is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
+def is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
     """Whether a table has all of a step; raise `StalePlan` unless it has all or nothing of it."""
     moving = {partition: span for partition, span in offsets.items() if span[0] != span[1] or partition not in current}
     if moving and all(current.get(partition, -1) >= end for partition, (_start, end) in moving.items()):

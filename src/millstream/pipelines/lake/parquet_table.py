@@ -23,7 +23,7 @@ from millstream.pipelines.lake.rewriting import Run, first_name
 from millstream.pipelines.lake.scan import Rows
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
-from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.widening import Widening
 from millstream.pipelines.lake.written_file import Written
 
@@ -70,11 +70,11 @@ class ParquetTable:
 
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
-    ) -> TaskWriter:
+    ) -> RowWriter:
         """Return a writer of files for this table."""
         return self._staged.writer(schema, topic_id, landed=landed, attempt=attempt)
 
-    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> RowWriter:
         """Return a writer of files for the quarantine table."""
         return self._staged.quarantine_writer(topic_id, landed=landed, attempt=attempt)
 

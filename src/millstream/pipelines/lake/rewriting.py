@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -38,21 +38,40 @@ class Files(Protocol):
         """Return an Arrow file system, or an object that opens files like one."""
 
 
-class FileWork(Protocol):
+class FileShare(Protocol):
+    """One of the pieces that work is divided into."""
+
+    @property
+    def path(self) -> str:
+        """Return its file, or what else identifies it."""
+
+    @property
+    def bytes(self) -> int:
+        """Return its size, by which work is divided."""
+
+
+Share_contra = TypeVar("Share_contra", bound=FileShare, contravariant=True)
+
+
+class FileWork(Protocol[Share_contra]):
     """Work on each of many files, in any order, by tasks anywhere."""
 
     @property
     def attempt(self) -> str:
         """Return the attempt, which is part of the names of written files."""
 
-    def __call__(self, file: ActiveFile) -> str:
+    @property
+    def output_folders(self) -> list[tuple[Storage, str]]:
+        """Return the folders that it writes to."""
+
+    def __call__(self, file: Share_contra) -> str:
         """Process a file and return the result."""
 
     def discard(self, results: Iterable[str]) -> None:
         """Undo results that will not be used."""
 
 
-Run = Callable[[FileWork, Sequence[ActiveFile]], Mapping[str, str]]
+Run = Callable[[FileWork[ActiveFile], Sequence[ActiveFile]], Mapping[str, str]]
 """Runs work on files and returns the results by path."""
 
 
@@ -63,6 +82,11 @@ class Look:
     source: Files
     places: tuple[Place, ...]
     attempt: str = ""
+
+    @property
+    def output_folders(self) -> list[tuple[Storage, str]]:
+        """Nothing is written."""
+        return []
 
     def __call__(self, file: ActiveFile) -> str:
         """Return such a number or null for each path."""
@@ -89,6 +113,11 @@ class Rewrite:
     may_be_deleted: bool = False
     """Whether missing files were deleted on purpose."""
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+
+    @property
+    def output_folders(self) -> list[tuple[Storage, str]]:
+        """Return the whole table."""
+        return [(self.storage, "")]
 
     def __call__(self, file: ActiveFile) -> str:
         """Return the rewritten file; none if the original is gone."""

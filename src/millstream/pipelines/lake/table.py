@@ -16,7 +16,7 @@ import pyarrow as pa
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
 from millstream.pipelines.lake.rewriting import Run
-from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written
 
 GRACE: Final = timedelta(days=7)
@@ -43,7 +43,7 @@ class LakeTable(Protocol):
 
     def writer(
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
-    ) -> TaskWriter:
+    ) -> RowWriter:
         """Return a writer of files for this table; it can be pickled for use in tasks.
 
         `schema` is the table's with what `commit` is to add (see `columns.extended`). Files are laid out by the time
@@ -51,7 +51,7 @@ class LakeTable(Protocol):
         the `attempt`, so that what an attempt left can be found.
         """
 
-    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
+    def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> RowWriter:
         """Return a writer of files for the quarantine table (columns: `columns.QUARANTINE`)."""
 
     def commit(

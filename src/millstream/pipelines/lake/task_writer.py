@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -111,6 +111,30 @@ _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
 """Columns with few values. Dictionaries of keys and payloads would be started and given up."""
 
 
+class RowWriter(Protocol):
+    """Writes rows to files in a task; it can be pickled until the first batch."""
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of its files."""
+
+    @property
+    def folder(self) -> str:
+        """Return the folder of its files."""
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write rows in the order of their offsets."""
+
+    def close(self) -> list[Written]:
+        """Finish and return the files, which are durable but invisible until committed."""
+
+    def abort(self) -> None:
+        """Delete what was written, as far as possible."""
+
+    def discard(self, written: Iterable[Written]) -> None:
+        """Delete returned files that will not be committed."""
+
+
 class TaskWriter:
     """Takes batches, and returns at the end which files they are in.
 
@@ -161,7 +185,7 @@ class TaskWriter:
 
         Rows without a topic id get the writer's.
         """
-        for partition, rows in _by_partition(_shaped(self._with_topic(batch), self._schema)):
+        for partition, rows in _by_partition(shaped(self._with_topic(batch), self._schema)):
             if partition != self._partition:
                 self._end_group()
                 self._partition = partition
@@ -273,7 +297,7 @@ class OpenFile:
         self._storage.delete(self._path)
 
 
-def _shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch with the columns of a schema; further columns are a mistake of the caller."""
     if batch.schema.equals(schema):
         return batch

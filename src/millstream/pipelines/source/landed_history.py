@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from millstream.client.admin.pipeline_storage import storage_of
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.core.errors import InvalidSetting, MillstreamError
-from millstream.core.pipeline import LandSettings, PipelineKind
+from millstream.core.pipeline import UPSERT, LandSettings, PipelineKind
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.table import LakeTable
@@ -166,6 +166,9 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
         if described["kind"] != PipelineKind.LAND:
             continue
         settings = LandSettings.from_strings(described["overrides"])
+        if settings.mode == UPSERT:
+            # It has one row per key, not every message.
+            continue
         if not settings.lake and root is None:
             root = (await storage_of(client)).lake
         found.append((settings, (lake or settings.lake or root or "").rstrip("/")))

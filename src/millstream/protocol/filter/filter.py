@@ -50,16 +50,17 @@ class Filter:
         return np.array(program.run(*(batch.column(source) for source in program.columns), *of_batch), np.bool_)
 
 
-def compile_filter(text: str) -> Filter:
+def compile_filter(text: str, *, bare_fields: bool = False) -> Filter:
     """Compile a filter; raise `FilterError`, which points at the location, for what the language does not have.
 
     It takes half a millisecond for an ordinary filter, a tenth of a second for the worst, and more for the first one of
-    a process, which loads the parser and the evaluation. An event loop that must not stall compiles in a thread.
+    a process, which loads the parser and the evaluation. An event loop that must not stall compiles in a thread. With
+    `bare_fields`, payload fields need no `payload.` before them.
     """
     import numpy as np  # noqa: F401
 
     from millstream.protocol.filter.translation import translate
 
-    node = translate(text)
+    node = translate(text, bare_fields=bare_fields)
     program = Program(node)
     return Filter(text, canonical_text(node), Uses.of((*program.columns, *program.of_batch)), program)

@@ -245,10 +245,10 @@ _UNLIKE = (
 )
 
 
-def translate(text: str) -> Node:
-    """Translate a filter; raises `FilterError`."""
+def translate(text: str, *, bare_fields: bool = False) -> Node:
+    """Translate a filter; raises `FilterError`. With `bare_fields`, other names than columns are payload fields."""
     tree = parse(text)
-    translator = _Translator(text)
+    translator = _Translator(text, bare_fields=bare_fields)
     node = translator.condition(tree, 0)
     if kind_of(node) is Kind.NULL:
         raise translator.refusal(tree, "a condition is missing: NULL matches no message")
@@ -258,7 +258,8 @@ def translate(text: str) -> Node:
 class _Translator:
     """Translates one tree, counting its nodes and pointing at errors."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, bare_fields: bool = False) -> None:
+        self._bare_fields = bare_fields
         self._text = text
         self._nodes = 0
 
@@ -534,6 +535,8 @@ class _Translator:
             if len(path) != 1 or not isinstance(path[0], str):
                 raise self.refusal(tree, "name one header, such as headers['region']")
             return Header(path[0])
+        if root not in COLUMNS and self._bare_fields and len(path) < STEPS_MAX:
+            return Payload((name, *path))
         if root not in COLUMNS:
             raise self.refusal(place, self._unknown(name))
         if path:

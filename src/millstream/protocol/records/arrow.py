@@ -142,8 +142,8 @@ def from_arrow(batch: pa.RecordBatch, *, default_timestamp_ms: int = NO_TIMESTAM
         offsets=np.arange(rows, dtype=np.int64) if offset is None else offset.to_numpy(),
         timestamps_ms=_milliseconds(_column(batch, "timestamp", _TIMESTAMP), rows, default_timestamp_ms),
         attributes=np.zeros(rows, np.int16),
-        keys=None if key is None else _binary_column(key),
-        values=_binary_column(_column(batch, "value", pa.binary())),
+        keys=None if key is None else binary_column(key),
+        values=binary_column(_column(batch, "value", pa.binary())),
         headers=_header_column(_column(batch, "headers", _HEADERS)),
     )
 
@@ -167,7 +167,7 @@ def _milliseconds(array: pa.Array | None, rows: int, default_ms: int) -> Int64s:
     return milliseconds
 
 
-def _binary_column(array: pa.Array) -> BinaryColumn:
+def binary_column(array: pa.Array) -> BinaryColumn:
     validity, offsets, data = array.buffers()
     first = array.offset
     return BinaryColumn(
@@ -188,7 +188,7 @@ def _header_column(array: pa.Array | None) -> HeaderColumn | None:
     if headers.null_count:
         raise InvalidBatch("a header is null")
     keys, values = headers.flatten()
-    return HeaderColumn(offsets=offsets, keys=_binary_column(keys), values=_binary_column(values))
+    return HeaderColumn(offsets=offsets, keys=binary_column(keys), values=binary_column(values))
 
 
 def _offsets(buffer: pa.Buffer | None, first: int, rows: int) -> Int32s:

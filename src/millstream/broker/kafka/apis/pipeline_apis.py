@@ -18,7 +18,7 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import FilterError, InvalidPipeline
-from millstream.core.pipeline import DECODE, GROUP_PREFIX, NO_DECODING, Pipeline, Rule, kind_of
+from millstream.core.pipeline import DECODE, DELETE_WHEN, GROUP_PREFIX, NO_DECODING, Pipeline, Rule, kind_of
 from millstream.core.subscription import FILTER
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import (
@@ -72,6 +72,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
         rules = [rule.rule() for rule in request.rules]
         await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
+        await check_table_conditions(request.settings)
         made = await self._pipelines.create(
             request.name,
             kind_of(request.kind),
@@ -119,6 +120,7 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
         if request.settings.get(DECODE) == NO_DECODING:
             now = await self._pipelines.find(request.name)
             await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
+        await check_table_conditions(request.settings)
         changed = await self._pipelines.alter(
             request.name, request.settings, validate_only=request.validate_only, owner=owner
         )
@@ -268,6 +270,22 @@ async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions
     if any(conditions.values()):
         # Thousands of them take seconds.
         await asyncio.to_thread(_check_conditions, conditions, decode)
+
+
+async def check_table_conditions(settings: Mapping[str, str | None]) -> None:
+    """Raise `InvalidPipeline` for a condition of a landed table that is invalid."""
+    for name in (DELETE_WHEN,):
+        if text := settings.get(name):
+            await asyncio.to_thread(_check_table_condition, name, text)
+
+
+def _check_table_condition(name: str, text: str) -> None:
+    from millstream.protocol.filter.filter import compile_filter
+
+    try:
+        compile_filter(text, bare_fields=True)
+    except FilterError as error:
+        raise InvalidPipeline(f"`{name}`: {error}") from error
 
 
 def _check_conditions(conditions: Mapping[str, str], decode: str) -> None:

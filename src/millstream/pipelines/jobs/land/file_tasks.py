@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import pyarrow as pa
 
 from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN
-from millstream.pipelines.lake.active_files import ActiveFile
-from millstream.pipelines.lake.rewriting import FileWork
+from millstream.pipelines.lake.rewriting import FileShare, FileWork
 
 COLUMNS: Final = "path string, result string"
 """The columns of a task's results, in Spark's notation."""
@@ -20,10 +19,13 @@ _OPENING_BYTES: Final = 256 * 1024
 """The cost of opening a file, in bytes that could be read meanwhile."""
 
 
-class FileTasks:
+Share = TypeVar("Share", bound=FileShare)
+
+
+class FileTasks(Generic[Share]):
     """The function of `mapInArrow` that maps task numbers to the results for their files."""
 
-    def __init__(self, work: FileWork, tasks: Sequence[Sequence[ActiveFile]]) -> None:
+    def __init__(self, work: FileWork[Share], tasks: Sequence[Sequence[Share]]) -> None:
         self._work = work
         self._tasks = tasks
 
@@ -35,7 +37,7 @@ class FileTasks:
                 paths = [file.path for file in self._tasks[number]]
                 yield pa.RecordBatch.from_pydict({"path": paths, "result": results})
 
-    def _done(self, files: Sequence[ActiveFile]) -> list[str]:
+    def _done(self, files: Sequence[Share]) -> list[str]:
         results: list[str] = []
         try:
             results.extend(self._work(file) for file in files)
@@ -46,13 +48,13 @@ class FileTasks:
             raise
 
 
-def shares_of(files: Sequence[ActiveFile], *, parallelism: int) -> list[list[ActiveFile]]:
+def shares_of(files: Sequence[Share], *, parallelism: int) -> list[list[Share]]:
     """Divide files into as many tasks as run in parallel, or more if they would be too large."""
     total = sum(file.bytes + _OPENING_BYTES for file in files)
     if not total:
         return []
     count = min(len(files), ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism))))
-    tasks: list[list[ActiveFile]] = [[] for _ in range(count)]
+    tasks: list[list[Share]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for file in sorted(files, key=lambda file: (-file.bytes, file.path)):
         load, number = loads[0]

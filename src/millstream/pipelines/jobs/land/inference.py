@@ -154,6 +154,9 @@ def _leaves(kind: pa.DataType) -> int:
 RECORD_NAMES: Final = ("partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
 """The columns of every record, by the names that records have."""
 
+KEYED_NAMES: Final = ("partition", "offset", "timestamp", "key")
+"""The columns of every message in a table with one row per key."""
+
 _PREFIX: Final = "payload_"
 _TAKEN: Final = frozenset(RAW.names)
 
@@ -176,9 +179,9 @@ def payload_fields(schema: pa.Schema | None) -> pa.Schema:
     return pa.schema([field.with_name(field_of(field.name)) for field in schema if field.name not in _TAKEN])
 
 
-def table_schema(fields: pa.Schema) -> pa.Schema:
-    """Return the schema of a table with these payload fields."""
-    return pa.schema([*RAW, *(field.with_name(column_of(field.name)) for field in fields)])
+def table_schema(fields: pa.Schema, record: pa.Schema = RAW) -> pa.Schema:
+    """Return the schema of a table with these payload fields beside the columns of every record."""
+    return pa.schema([*record, *(field.with_name(column_of(field.name)) for field in fields)])
 
 
 def _is_taken(field: str) -> bool:

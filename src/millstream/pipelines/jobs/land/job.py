@@ -27,24 +27,23 @@ from millstream.core.errors import InvalidSetting, LostData, MillstreamError, St
 from millstream.core.ids import NodeId
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
-from millstream.core.pipeline import LATEST, LandSettings, Pipeline
+from millstream.core.pipeline import APPEND, LATEST, UPSERT, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
-from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
+from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import payload_fields
 from millstream.pipelines.jobs.land.plan import plans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import TOPIC_ID, widest
+from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, widest
 from millstream.pipelines.lake.opening import open_table
-from millstream.pipelines.lake.rewriting import FileWork, Rewrite
+from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.access import Access, may_read
@@ -153,6 +152,9 @@ _TABLES_AT_ONCE: Final = 8
 class LandJob:
     """A pipeline that lands topics."""
 
+    _tidies_always = False
+    """Whether files are tidied also while messages are waiting."""
+
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         settings = LandSettings.from_strings(pipeline.overrides)
         self._pipeline = pipeline
@@ -183,10 +185,10 @@ class LandJob:
             self._prepare(batches)
         except Exception as error:
             self._replans += 1
-            if kind_in(error) is not LostData or self._replans > REPLANS_MAX:
+            if kind_in(error) not in (LostData, StalePlan) or self._replans > REPLANS_MAX:
                 raise
-            # A topic was recreated, or retention deleted messages that the tasks must not skip. The next plan starts at
-            # the log's start and counts the loss.
+            # A topic was recreated, or retention deleted messages that the tasks must not skip: the next plan starts at
+            # the log's start and counts the loss. Or another run has changed a table.
             _logger.warning("pipeline %s is replanned: %s", self._pipeline.name, reason_of(error))
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
@@ -194,7 +196,7 @@ class LandJob:
         self._commit_group_offsets(landed)
         self._remember(landed)
         lag = sum(batch.lag for batch in batches)
-        if not lag:
+        if not lag or self._tidies_always:
             self._tidy(batches)
         counts: Counter[str] = Counter()
         for batch in landed:
@@ -249,12 +251,14 @@ class LandJob:
         """Return the position of a topic's table and the messages beyond it."""
         table = self._tables.get(source.topic)
         if table is None:
-            # Tasks on other machines reach an object store as this process does.
-            options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-            options.update(self._settings.storage_options())
-            table = open_table(f"{self._lake}/{source.topic}", format=self._settings.format, options=options)
+            table = self._open(source.topic)
             self._tables[source.topic] = table
         schema = table.schema()
+        if schema is not None and self._settings.mode == APPEND and APPEND_DAY not in schema.names:
+            raise InvalidSetting(
+                f"the table at {self._lake}/{source.topic} has one row per key (mode=upsert); move it away to land "
+                "every message there, or give the pipeline another lake"
+            )
         self._context.progress()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
         is_remade = schema is not None and not offsets
@@ -279,6 +283,15 @@ class LandJob:
             evolves=self._settings.decode != "none" and self._given is None,
             is_remade=is_remade,
         )
+
+    def _open(self, topic: str) -> LakeTable:
+        """Open the table of a topic, which may not exist yet."""
+        return open_table(f"{self._lake}/{topic}", format=self._settings.format, options=self._storage_options())
+
+    def _storage_options(self) -> dict[str, str]:
+        """Return the options by which tasks on other machines reach an object store as this process does."""
+        options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        return {**options, **self._settings.storage_options()}
 
     def _fields(self, schema: pa.Schema | None) -> pa.Schema:
         """Return the payload fields to decode, with the table's types where it has them."""
@@ -331,12 +344,11 @@ class LandJob:
                 _logger.warning("columns of %s are not widened: %s", batch.topic, reason_of(error))
                 batch.keep_narrow("a file of the table is missing, or cannot be read")
 
-    def _with_files(self, work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
+    def _with_files(self, work: FileWork[Share], files: Sequence[Share]) -> dict[str, str]:
         """Run work on the files of a table in tasks."""
         shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
-        written = [(work.storage, "")] if isinstance(work, Rewrite) else []
-        with self._leftovers.watch(work.attempt, written, self._context.progress):
+        with self._leftovers.watch(work.attempt, work.output_folders, self._context.progress):
             rows = numbers.mapInArrow(Marked(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
         self._context.progress()
         return {row[0]: row[1] for row in rows}
@@ -470,4 +482,13 @@ class LandJob:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)
 
 
-JOB: Final = LandJob
+def make_job(pipeline: Pipeline, context: JobContext) -> LandJob:
+    """Make the job of a pipeline's mode."""
+    if LandSettings.from_strings(pipeline.overrides).mode == UPSERT:
+        from millstream.pipelines.jobs.land.upsert import UpsertJob
+
+        return UpsertJob(pipeline, context)
+    return LandJob(pipeline, context)
+
+
+JOB: Final = make_job

@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.core.errors import LostData
+from millstream.pipelines.jobs.land.changes import ChangeRule, Flags
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import RECORD_NAMES, column_of, grown_by
+from millstream.pipelines.jobs.land.inference import KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
-from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import link_to
@@ -166,8 +167,8 @@ _UNREADABLE: Final = pa.schema([QUARANTINE.field(name) for name in ("partition",
 class Work:
     """How one topic is landed in one batch."""
 
-    writer: TaskWriter
-    quarantine: TaskWriter
+    writer: RowWriter
+    quarantine: RowWriter
     fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
     """The payload fields that have columns."""
     decodes: bool = False
@@ -177,6 +178,8 @@ class Work:
     """The paths whose columns stay as narrow as they are, with the reasons."""
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """The offsets of repeated messages, which are not landed, by partition."""
+    changes: ChangeRule | None = None
+    """How messages become changes of rows by key; None if each of them is a row."""
     skips_lost: bool = True
     """Whether offsets that retention deletes meanwhile are skipped; otherwise the batch is replanned."""
 
@@ -249,18 +252,28 @@ class _Landing:
     def take(self, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
         batch = self._without_repeated(batch)
+        rule = self._work.changes
+        opened = None if rule is None else rule.open(batch)
         if self._decoder is None:
-            self._work.writer.write(batch)
+            if rule is None or opened is None:
+                self._work.writer.write(batch)
+            else:
+                rows = batch.select((*KEYED_NAMES, "value", "headers"))
+                self._write_changes(batch, *rule.apply(rows, opened, pa.nulls(len(batch), pa.string())))
             return
-        decoded = self._decoder.decode(batch.column("value"))
+        decoded = self._decoder.decode(batch.column("value") if opened is None else opened.values)
         if decoded.found != self._work.fields:
             # Partitions come in no meaningful order, so the first finding must not win.
             self._found = grown_by(self._work.fields, [self._found, decoded.found])
         if self._found != self._work.fields:
             return
-        columns = [*batch.columns, *decoded.columns.flatten()]
-        names = [*batch.schema.names, *map(column_of, self._work.fields.names)]
+        kept = batch if rule is None else batch.select(KEYED_NAMES)
+        columns = [*kept.columns, *decoded.columns.flatten()]
+        names = [*kept.schema.names, *map(column_of, self._work.fields.names)]
         rows = pa.RecordBatch.from_arrays(columns, names=names)
+        if rule is not None and opened is not None:
+            self._write_changes(batch, *rule.apply(rows, opened, decoded.reasons))
+            return
         if decoded.reasons.null_count == len(rows):
             self._work.writer.write(rows)
             return
@@ -268,6 +281,12 @@ class _Landing:
         self._work.writer.write(rows.filter(fits))
         refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
         self._work.quarantine.write(refused.filter(pc.invert(fits)))
+
+    def _write_changes(self, batch: pa.RecordBatch, changes: pa.RecordBatch, reasons: pa.Array, fits: Flags) -> None:
+        """Write changes to be merged, and the messages that are none to the quarantine."""
+        self._work.writer.write(changes.filter(pa.array(fits)))
+        refused = batch.select(_QUARANTINED).append_column("reason", reasons)
+        self._work.quarantine.write(refused.filter(pc.is_valid(reasons)))
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import pyarrow as pa
 
+from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.inference import field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.plan import PartitionPlan, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import Report, Work
 from millstream.pipelines.lake.column_path import Place, narrower, retyped
+from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.ranges import Range
@@ -31,6 +34,12 @@ class TopicBatch:
     """The columns of the table; None if it does not exist yet."""
     fixed: dict[Place, str] = field(default_factory=dict)
     """Long fields whose columns stay long, with the reasons."""
+    record: pa.Schema = RAW
+    """The columns of every record in the table."""
+    changes: ChangeRule | None = None
+    """How messages become changes of rows by key; None if each of them is a row."""
+    merged: Counter[str] = field(default_factory=Counter)
+    """What merging changes did, by name."""
     decodes: bool = False
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
@@ -69,24 +78,29 @@ class TopicBatch:
         """Return the ranges to read."""
         return topic_ranges(self.topic, self.plans)
 
+    def table_schema(self) -> pa.Schema:
+        """Return the columns of the table, with those that the commit adds."""
+        return table_schema(self.fields, self.record)
+
     def work(self, landed: datetime, attempt: str) -> Work:
         """Return the parameters of an attempt's tasks."""
         topic_id = self.source.topic_id
         return Work(
-            writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed, attempt=attempt),
+            writer=self.table.writer(self.table_schema(), topic_id, landed=landed, attempt=attempt),
             quarantine=self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
             fields=self.fields,
             decodes=self.decodes,
             evolves=self.evolves,
             fixed=self.fixed,
             left_out=self.left_out,
+            changes=self.changes,
             # A deleted message may be the one whose repetitions were left out.
             skips_lost=self.ids is None,
         )
 
     def widen(self, run: Run, bytes_max: int) -> None:
         """Widen the table's columns where values need it, or find out why that fails."""
-        places = [] if self.schema is None else list(narrower(self.schema, table_schema(self.fields)))
+        places = [] if self.schema is None else list(narrower(self.schema, self.table_schema()))
         if not places:
             return
         refused = {
@@ -99,7 +113,7 @@ class TopicBatch:
 
     def keep_narrow(self, reason: str) -> None:
         """Leave columns as they are that the table should have widened."""
-        places = [] if self.schema is None else narrower(self.schema, table_schema(self.fields))
+        places = [] if self.schema is None else narrower(self.schema, self.table_schema())
         refused = {(field_of(place[0]), *place[1:]): reason for place in places}
         self.fixed.update(refused)
         self.fields = retyped(self.fields, refused, pa.int64())
@@ -142,7 +156,7 @@ class TopicBatch:
         """Commit to the table; False if another run has, which leaves these files to the vacuum."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
-        return self.table.commit(files, self.moves(), schema=table_schema(self.fields), quarantined=quarantined)
+        return self.table.commit(files, self.moves(), schema=self.table_schema(), quarantined=quarantined)
 
     def counts(self) -> dict[str, int]:
         files = [file for report in self.reports for file in report.files]
@@ -154,5 +168,6 @@ class TopicBatch:
             "duplicates": sum(map(len, self.left_out.values())),
             "remade": int(self.is_remade),
             "widened": self.widened,
+            **self.merged,
             "lost": sum(plan.lost for plan in self.plans.values()) + sum(report.lost for report in self.reports),
         }

@@ -1,0 +1,283 @@
+"""Messages as changes of rows by key, for tables with one row per key.
+
+A change is a decoded row with its key, its order value and whether it deletes the key. Debezium's envelopes are opened
+first: the row is in `after`, or in `before` of a delete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.pipeline import DEBEZIUM, NO_DECODING, LandSettings
+from millstream.pipelines.jobs.land.inference import column_of
+from millstream.pipelines.lake.column_path import Place, path_text, values_at
+from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, canonical_keys
+from millstream.protocol.filter.batch import ColumnBatch
+from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.records.arrow import from_arrow
+
+Flags = npt.NDArray[np.bool_]
+
+_NO_VALUE: Final = b"null"
+_EMPTY: Final = b"{}"
+_OF_ENVELOPE: Final = ("source.", "transaction.", "ts_ms", "ts_us", "ts_ns")
+"""How fields of the envelope begin, by which changes may be ordered."""
+
+
+def condition(text: str) -> Filter:
+    """Compile a condition on messages whose payload fields need no `payload.` before them."""
+    return _compiled(text)
+
+
+_compiled = lru_cache(maxsize=64)(lambda text: compile_filter(text, bare_fields=True))
+
+
+def holds(text: str, batch: pa.RecordBatch, topic: str) -> Flags:
+    """Return for every message of one partition whether a condition holds."""
+    if not len(batch):
+        return np.zeros(0, np.bool_)
+    wanted = condition(text)
+    partition = int(batch.column("partition")[0].as_py())
+    columns = from_arrow(batch.select([name for name in _READ if name in batch.schema.names]))
+    return wanted.matches(ColumnBatch(columns, topic=topic, partition=partition, uses=wanted.uses))
+
+
+_READ: Final = ("offset", "timestamp", "key", "value", "headers")
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """The payloads of a batch, ready to be decoded."""
+
+    values: pa.Array
+    deletes: Flags
+    """Which messages delete their key."""
+    ignored: Flags
+    """Which messages are no change at all: the tombstones that follow Debezium's deletes."""
+    reasons: dict[int, str]
+    """Why messages cannot be opened, by row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeRule:
+    """How the messages of a topic become changes."""
+
+    topic: str
+    key: tuple[Place, ...] = ()
+    """The columns of the key; none if it is the key of the message."""
+    order: Place | None = None
+    """The column that orders changes."""
+    lifted: tuple[str, str] | None = None
+    """A field of Debezium's envelope that becomes a column, and the name of the column."""
+    delete_when: str = ""
+    is_debezium: bool = False
+    decodes: bool = True
+
+    @classmethod
+    def of(cls, settings: LandSettings, topic: str) -> ChangeRule:
+        """Return the rule of a pipeline's settings for one of its topics."""
+        order, lifted = settings.order_by.strip(), None
+        if settings.decode == DEBEZIUM and order.startswith(_OF_ENVELOPE):
+            lifted = (order, "__" + order.replace(".", "_"))
+            order = lifted[1]
+        return cls(
+            topic=topic,
+            key=tuple(_place(name) for name in settings.key_fields),
+            order=_place(order) if order else None,
+            lifted=lifted,
+            delete_when=settings.delete_when,
+            is_debezium=settings.decode == DEBEZIUM,
+            decodes=settings.decode != NO_DECODING,
+        )
+
+    @property
+    def stored_key(self) -> tuple[Place, ...]:
+        """Return where the key is in a row of the table."""
+        return self.key or (("key",),)
+
+    def open(self, batch: pa.RecordBatch) -> Payloads:
+        """Return the payloads to decode, one per message."""
+        values = batch.column("value")
+        deletes = np.asarray(pc.is_null(values).to_numpy(zero_copy_only=False))
+        ignored = np.zeros(len(batch), np.bool_)
+        reasons: dict[int, str] = {}
+        if self.is_debezium:
+            values, deletes, ignored, reasons = self._opened(batch)
+        elif self.key and deletes.any():
+            rows = np.flatnonzero(deletes)
+            documents = [_key_document(key) for key in batch.column("key").take(pa.array(rows)).to_pylist()]
+            values = pc.replace_with_mask(values, pa.array(deletes), pa.array(documents, pa.binary()))
+        if self.delete_when:
+            at = batch.schema.get_field_index("value")
+            deletes = deletes | holds(self.delete_when, batch.set_column(at, "value", values), self.topic)
+        return Payloads(values, deletes, ignored, reasons)
+
+    def _opened(self, batch: pa.RecordBatch) -> tuple[pa.Array, Flags, Flags, dict[int, str]]:
+        """Open Debezium's envelopes."""
+        values: list[bytes | None] = []
+        deletes = np.zeros(len(batch), np.bool_)
+        ignored = np.zeros(len(batch), np.bool_)
+        reasons: dict[int, str] = {}
+        keys = batch.column("key")
+        for row, value in enumerate(batch.column("value").to_pylist()):
+            try:
+                values.append(self._row(value, keys, row, deletes, ignored))
+            except (msgspec.MsgspecError, _NotAChange) as error:
+                values.append(_EMPTY)
+                reasons[row] = f"the payload is not a change event of Debezium: {error}"
+        return pa.array(values, pa.binary()), deletes, ignored, reasons
+
+    def _row(self, value: bytes | None, keys: pa.Array, row: int, deletes: Flags, ignored: Flags) -> bytes:
+        """Return the row of one change event as JSON."""
+        if value is None:
+            # It follows a delete that has the order value; by itself it says only the key.
+            ignored[row] = self.order is not None
+            deletes[row] = True
+            return (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY
+        event = _event(value)
+        if event.op == "d":
+            deletes[row] = True
+            found = _object(event.before) or (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY
+        elif event.op in ("c", "u", "r"):
+            after = _object(event.after)
+            if after is None:
+                raise _NotAChange(f"op is {event.op!r}, and there is no `after`")
+            found = after
+        else:
+            raise _NotAChange(f"op is {event.op!r}; rows come with c, u, r and d")
+        return found if self.lifted is None else _with_field(found, self.lifted[1], _lifted(event, self.lifted[0]))
+
+    def apply(
+        self, rows: pa.RecordBatch, opened: Payloads, reasons: pa.Array
+    ) -> tuple[pa.RecordBatch, pa.Array, npt.NDArray[np.bool_]]:
+        """Add key, order value and deletion to decoded rows.
+
+        Return them with the reasons for those that do not fit, and which rows are changes of the table.
+        """
+        whole = pa.StructArray.from_arrays(rows.columns, names=rows.schema.names)
+        keys = self._keys(whole)
+        order = self._order(whole)
+        name = ", ".join(map(path_text, self.key))
+        no_key = f"the key {name} is missing or null" if self.key else "the message has no key"
+        why = _first_reason(reasons, pc.is_null(keys), no_key)
+        if self.order is not None:
+            missing = f"{path_text(self.order)}, which orders the changes of a key, is missing or null"
+            why = _first_reason(why, pc.is_null(order), missing)
+        if opened.reasons:
+            texts = [opened.reasons.get(row) for row in range(len(rows))]
+            why = pc.coalesce(pa.array(texts, pa.string()), why)
+        changes = (
+            rows.append_column(KEY, keys)
+            .append_column(ORDER, order)
+            .append_column(DELETED, pa.array(opened.deletes, pa.bool_()))
+        )
+        is_change = np.asarray(pc.is_null(why).to_numpy(zero_copy_only=False)) & ~opened.ignored
+        return changes, why, is_change
+
+    def _keys(self, rows: pa.StructArray) -> pa.Array:
+        columns = [self._column(rows, place, "key") for place in self.stored_key]
+        return canonical_keys([pa.nulls(len(rows), pa.binary()) if one is None else one for one in columns])
+
+    def _order(self, rows: pa.StructArray) -> pa.Array:
+        found = None if self.order is None else self._column(rows, self.order, "order.by")
+        return pa.nulls(len(rows), pa.int64()) if found is None else found
+
+    def _column(self, rows: pa.StructArray, place: Place, setting: str) -> pa.Array | None:
+        found = values_at(rows, (column_of(place[0]) if self.key or setting != "key" else place[0], *place[1:]))
+        if found is not None and (pa.types.is_nested(found.type) or pa.types.is_boolean(found.type)):
+            raise InvalidSetting(f"`{setting}` names {path_text(place)}, which is {found.type}; name a plain field")
+        return found
+
+
+class _NotAChange(Exception):
+    """Why an event changes no row."""
+
+
+class _Event(msgspec.Struct):
+    """The parts of an envelope, unparsed where possible."""
+
+    op: str | None = None
+    before: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    after: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    payload: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    source: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    transaction: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    ts_ms: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    ts_us: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+    ts_ns: msgspec.Raw = msgspec.Raw(_NO_VALUE)
+
+
+_events: Final = msgspec.json.Decoder(_Event)
+_documents: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _event(value: bytes) -> _Event:
+    """Parse an envelope, with or without its schema."""
+    event = _events.decode(value)
+    if event.op is None and _object(event.payload) is not None:
+        event = _events.decode(event.payload)
+    if event.op is None:
+        raise _NotAChange("it has no `op`")
+    return event
+
+
+def _object(raw: msgspec.Raw) -> bytes | None:
+    """Return the text of an object; None for null; raise `_NotAChange` for anything else."""
+    text = bytes(raw).strip()
+    if text == _NO_VALUE:
+        return None
+    if not text.startswith(b"{"):
+        raise _NotAChange("a row is an object")
+    return text
+
+
+def _lifted(event: _Event, path: str) -> bytes:
+    """Return the JSON of a field of the envelope."""
+    name, _, rest = path.partition(".")
+    raw: Any = getattr(event, name, msgspec.Raw(_NO_VALUE))
+    if not rest:
+        return bytes(raw)
+    if bytes(raw) == _NO_VALUE:
+        return _NO_VALUE
+    return bytes(_documents.decode(raw).get(rest, msgspec.Raw(_NO_VALUE)))
+
+
+def _with_field(row: bytes, name: str, value: bytes) -> bytes:
+    """Add a field to the text of an object."""
+    rest = row.lstrip()[1:]
+    comma = b"" if rest.strip() == b"}" else b","
+    return b'{"' + name.encode() + b'":' + value + comma + rest
+
+
+def _key_document(key: bytes | None) -> bytes | None:
+    """Return the object in a message key, with or without its schema; None if it is none."""
+    if key is None:
+        return None
+    try:
+        fields = _documents.decode(key)
+    except msgspec.MsgspecError:
+        return None
+    inner = fields.get("payload")
+    if "schema" in fields and inner is not None and bytes(inner).startswith(b"{"):
+        return bytes(inner)
+    return key
+
+
+def _first_reason(reasons: pa.Array, is_wrong: pa.Array, text: str) -> pa.Array:
+    """Add a reason where there is none yet."""
+    wrong = pc.and_(is_wrong, pc.is_null(reasons))
+    return pc.if_else(wrong, pa.scalar(text, pa.string()), reasons) if pc.any(wrong).as_py() else reasons
+
+
+def _place(name: str) -> Place:
+    """Return the path that a dotted name means."""
+    return tuple(name.split("."))

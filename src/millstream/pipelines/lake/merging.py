@@ -1,0 +1,258 @@
+"""The merge of changes into rows by key: one row per key, whatever order changes arrive in and however often.
+
+Of all changes to a key, the one with the greatest (order value, offset, partition) wins, against the stored row as well
+as against each other. A delete is a change like any other: its position is kept as a tombstone for a while, so that a
+late update does not revive the key. The result depends only on the set of changes, not on how they were divided into
+batches.
+
+Keys are divided into buckets by hash. A bucket is a range of hashes that shares its first bits, so it can be split
+in two without touching the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.core.errors import InvalidSetting
+from millstream.pipelines.lake.columns import TOPIC_ID
+from millstream.protocol.records.arrow import binary_column
+from millstream.protocol.records.partitioner import choose_partitions
+
+KEY: Final = "=key"
+ORDER: Final = "=order"
+DELETED: Final = "=deleted"
+DELETED_MS: Final = "=deleted_ms"
+"""Columns of changes beside those of the table. Their names are ones that no column of a table can have."""
+
+HASH_BITS: Final = 31
+DEPTH_MAX: Final = 12
+"""The most bits that identify a bucket: up to 4,096 buckets."""
+
+_NAME: Final = re.compile(r"bucket-(\d\d)-([0-9a-f]{8})_")
+
+
+class Bucket(NamedTuple):
+    """The keys whose hashes begin with `prefix`, a number of `depth` bits."""
+
+    depth: int
+    prefix: int
+
+    @property
+    def start(self) -> int:
+        """Return its first hash."""
+        return self.prefix << (HASH_BITS - self.depth)
+
+    @property
+    def end(self) -> int:
+        """Return the hash after its last one."""
+        return (self.prefix + 1) << (HASH_BITS - self.depth)
+
+    @property
+    def stem(self) -> str:
+        """Return how the names of its files begin."""
+        return f"bucket-{self.depth:02d}-{self.prefix:08x}_"
+
+    def divided(self, levels: int) -> list[Bucket]:
+        """Return the buckets that take its place when it is split in half some times."""
+        return [Bucket(self.depth + levels, (self.prefix << levels) + part) for part in range(1 << levels)]
+
+    def holds(self, other: Bucket) -> bool:
+        """Whether all hashes of another bucket are also of this one."""
+        return self.start <= other.start and other.end <= self.end
+
+
+ROOT: Final = Bucket(0, 0)
+"""All keys."""
+
+
+def bucket_of(path: str) -> Bucket | None:
+    """Return the bucket that a file holds, from its name; None for files of other programs."""
+    found = _NAME.match(path.rpartition("/")[2])
+    return None if found is None else Bucket(int(found[1]), int(found[2], 16))
+
+
+def completed(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Return disjoint buckets in order, with others in the gaps, so that every key has one."""
+    there = sorted(set(buckets), key=lambda bucket: bucket.start)
+    return list(_completed(ROOT, there))
+
+
+def _completed(around: Bucket, there: Sequence[Bucket]) -> Iterable[Bucket]:
+    if not there or around in there:
+        yield around
+        return
+    for half in around.divided(1):
+        yield from _completed(half, [bucket for bucket in there if half.holds(bucket)])
+
+
+def key_hashes(keys: pa.Array) -> npt.NDArray[np.int32]:
+    """Return the hash of every key, of `HASH_BITS` bits; no key is null."""
+    return choose_partitions(binary_column(keys), 1 << HASH_BITS)
+
+
+def canonical_keys(columns: Sequence[pa.Array]) -> pa.Array:
+    """Return one byte string per row that is equal where all columns are; null where one of them is null."""
+    parts: list[pa.Array] = []
+    for column in columns:
+        text = column if pa.types.is_binary(column.type) else column.cast(pa.string()).cast(pa.binary())
+        if len(columns) > 1:
+            # With the length before it, no text of a column runs into the next.
+            length = pc.binary_length(text).cast(pa.string()).cast(pa.binary())
+            parts += [length, text]
+        else:
+            parts.append(text)
+    if len(parts) == 1:
+        return parts[0]
+    return pc.binary_join_element_wise(*parts, pa.scalar(b":", pa.binary()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """A bucket after a merge."""
+
+    rows: pa.Table
+    """The current row of every key, with the columns of the table."""
+    tombstones: pa.Table
+    """The deletes that are remembered, with the columns of `tombstone_schema`."""
+    upserted: int = 0
+    """Keys whose row is new or another one."""
+    deleted: int = 0
+    """Keys that had a row and have none any more."""
+    late: int = 0
+    """Changes that came after a newer one of their key."""
+
+
+def tombstone_schema(order: pa.DataType) -> pa.Schema:
+    """Return the columns of remembered deletes."""
+    return pa.schema(
+        [
+            pa.field(KEY, pa.binary()),
+            pa.field(ORDER, order),
+            pa.field(TOPIC_ID, pa.string()),
+            pa.field("partition", pa.int32()),
+            pa.field("offset", pa.int64()),
+            pa.field(DELETED_MS, pa.int64()),
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRule:
+    """How changes are compared, and how long deletes are remembered."""
+
+    topic_id: str
+    """The current topic: its messages follow those of topics that had its name before."""
+    key: tuple[str, ...]
+    """The columns of the key, for error messages."""
+    is_ordered: bool
+    """Whether rows have an order value; otherwise all changes of a key must be in one partition."""
+    now_ms: int
+    remembered_ms: int
+
+    def merge(self, schema: pa.Schema, stored: pa.Table, tombstones: pa.Table, changes: pa.Table) -> Merged:
+        """Merge changes into a bucket.
+
+        `schema` has the columns of the table's files. Stored rows and changes have `KEY` and `ORDER` in addition,
+        changes also `DELETED`.
+        """
+        present, gone, new = len(stored), len(tombstones), len(changes)
+        shared = [KEY, ORDER, TOPIC_ID, "partition", "offset"]
+        every = pa.concat_tables([stored.select(shared), tombstones.select(shared), changes.select(shared)])
+        if not len(every):
+            return Merged(rows=stored.select(schema.names), tombstones=tombstones)
+        codes = _codes(every.column(KEY))
+        offsets = every.column("offset").to_numpy()
+        partitions = every.column("partition").to_numpy()
+        is_current = pc.equal(every.column(TOPIC_ID), self.topic_id).to_numpy()
+        source = np.repeat(np.array([0, 0, 1], np.int8), [present, gone, new])
+        if not self.is_ordered:
+            self._check_one_partition(every, codes, partitions, is_current)
+        ranks = _ranks(every.column(ORDER)) if self.is_ordered else np.zeros(len(every), np.int64)
+        order = np.lexsort((source, partitions, offsets, is_current, ranks, codes))
+        sorted_codes = codes[order]
+        is_last = np.append(sorted_codes[1:] != sorted_codes[:-1], True)
+        winners = order[is_last]
+        winner_of = np.empty(int(codes.max()) + 1, np.int64)
+        winner_of[codes[winners]] = winners
+        deleted = np.concatenate(
+            [np.zeros(present, np.bool_), np.ones(gone, np.bool_), changes.column(DELETED).to_numpy()]
+        )
+        return Merged(
+            rows=self._rows(schema, stored, changes, winners[~deleted[winners]], gone),
+            tombstones=self._tombstones(stored, tombstones, changes, winners[deleted[winners]]),
+            upserted=int(np.count_nonzero(~deleted[winners] & (winners >= present + gone))),
+            deleted=int(np.count_nonzero(deleted[winner_of[codes[:present]]])),
+            late=_late(every, winner_of[codes], first=present + gone),
+        )
+
+    def _rows(
+        self, schema: pa.Schema, stored: pa.Table, changes: pa.Table, winners: npt.NDArray[np.int64], gone: int
+    ) -> pa.Table:
+        """Return the rows of winners, in a stable order; tombstones are not among them."""
+        ordered = np.sort(winners)
+        positions = np.where(ordered < len(stored), ordered, ordered - gone)
+        both = pa.concat_tables([stored.select(schema.names), changes.select(schema.names)])
+        return both.take(pa.array(positions)).combine_chunks()
+
+    def _tombstones(
+        self, stored: pa.Table, tombstones: pa.Table, changes: pa.Table, winners: npt.NDArray[np.int64]
+    ) -> pa.Table:
+        """Return the deletes to remember, without those that are too old."""
+        moments = pa.chunked_array([pa.repeat(pa.scalar(self.now_ms, pa.int64()), len(changes))])
+        new = changes.append_column(DELETED_MS, moments).select(tombstones.schema.names)
+        positions = np.sort(winners) - len(stored)
+        kept = pa.concat_tables([tombstones, new]).take(pa.array(positions)).combine_chunks()
+        return kept.filter(pc.greater(kept.column(DELETED_MS), self.now_ms - self.remembered_ms))
+
+    def _check_one_partition(
+        self,
+        every: pa.Table,
+        codes: npt.NDArray[np.int64],
+        partitions: npt.NDArray[np.int32],
+        is_current: npt.NDArray[np.bool_],
+    ) -> None:
+        """Raise `InvalidSetting` if changes of one key are in two partitions, whose offsets cannot be compared."""
+        rows = np.flatnonzero(is_current)
+        order = rows[np.lexsort((partitions[rows], codes[rows]))]
+        is_odd = (codes[order][1:] == codes[order][:-1]) & (partitions[order][1:] != partitions[order][:-1])
+        if not is_odd.any():
+            return
+        at = int(np.flatnonzero(is_odd)[0])
+        key = every.column(KEY)[int(order[at])].as_py()
+        name = ", ".join(self.key) or "message key"
+        raise InvalidSetting(
+            f"the {name} {key.decode('utf-8', 'replace')[:100]!r} has changes in partitions "
+            f"{partitions[order[at]]} and {partitions[order[at + 1]]}, whose order is not known; name a column that "
+            "orders them with order.by (--order-by), or publish each key to one partition"
+        )
+
+
+def _codes(keys: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return the same number for equal keys."""
+    encoded = keys.combine_chunks().dictionary_encode()
+    return np.asarray(encoded.indices.to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def _ranks(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return the position of each value in their order; equal values have the same."""
+    ranked = pc.rank(values.combine_chunks(), sort_keys="ascending", tiebreaker="dense")
+    return np.asarray(ranked.to_numpy(zero_copy_only=False)).astype(np.int64)
+
+
+def _late(every: pa.Table, winners: npt.NDArray[np.int64], *, first: int) -> int:
+    """Count changes that lost against something that came before them; the same message again does not count."""
+    changed = np.arange(first, len(every))
+    won = winners[first:]
+    offsets = every.column("offset").to_numpy()
+    partitions = every.column("partition").to_numpy()
+    came_before = (won < first) | ((partitions[won] == partitions[changed]) & (offsets[won] < offsets[changed]))
+    is_same = (partitions[won] == partitions[changed]) & (offsets[won] == offsets[changed])
+    return int(np.count_nonzero((won != changed) & came_before & ~is_same))

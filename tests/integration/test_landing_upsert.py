@@ -1,0 +1,220 @@
+"""Tables with one row per key, in a real Spark with a real broker, against a model that applies changes one by one."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deltalake
+import duckdb
+import polars
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.land.job import LandJob, make_job
+from millstream_testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WAIT_S = 60.0
+STEPS_MAX = 100
+# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+pytestmark = pytest.mark.timeout(900)
+
+Message = tuple[Any, Any]
+"""A key and a payload, each encoded as JSON unless it is bytes or None."""
+
+
+class Keys:
+    """A broker with one topic, and a lake."""
+
+    def __init__(self, spark: SparkSession, server: Server, lake: Path, topic: str) -> None:
+        self.spark = spark
+        self.server = server
+        self.lake = lake
+        self.topic = topic
+        self.admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+
+    def create(self, partitions: int = 1) -> None:
+        self.admin.create_topics([NewTopic(self.topic, partitions, 1)])[self.topic].result(WAIT_S)
+
+    def publish(self, messages: Iterable[Message], **more: Any) -> None:
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 5})
+        for key, value in messages:
+            producer.produce(self.topic, _encoded(value), key=_encoded(key), **more)
+            producer.poll(0)
+        assert producer.flush(WAIT_S) == 0
+
+    def job(self, **settings: str) -> LandJob:
+        given = {"topics": self.topic, "mode": "upsert", "decode": "json"}
+        given |= {name.replace("_", "."): text for name, text in settings.items()}
+        pipeline = Pipeline(
+            pipeline_id=uuid.uuid4(), name=f"land-{uuid.uuid4().hex[:8]}", kind=PipelineKind.LAND, overrides=given
+        )
+        context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="")
+        return make_job(pipeline, context)
+
+    def land(self, **settings: str) -> list[Step]:
+        job = self.job(**settings)
+        try:
+            return run(job)
+        finally:
+            job.close()
+
+    @property
+    def place(self) -> str:
+        return str(self.lake / self.topic)
+
+    def rows(self, ending: str = "") -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = deltalake.DeltaTable(self.place + ending).to_pyarrow_table().to_pylist()
+        return rows
+
+    def reasons(self) -> list[str]:
+        return sorted(row["reason"] for row in self.rows("__quarantine"))
+
+
+def _encoded(value: Any) -> bytes | None:
+    return value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def run(job: LandJob) -> list[Step]:
+    steps = [job.step()]
+    while steps[-1].lag:
+        assert len(steps) < STEPS_MAX
+        steps.append(job.step())
+    return steps
+
+
+def count_of(steps: Iterable[Step], name: str) -> int:
+    return sum(step.counts.get(name, 0) for step in steps)
+
+
+@pytest.fixture
+def keys(spark: SparkSession, server: Server, tmp_path: Path, topic: str) -> Keys:
+    return Keys(spark, server, tmp_path / "lake", topic)
+
+
+def test_the_newest_change_of_each_key_wins(keys: Keys) -> None:
+    keys.create(partitions=3)
+    random_ = random.Random(7)
+    model: dict[int, tuple[int, str]] = {}
+    deleted: set[int] = set()
+    for round_number in range(2):
+        changes = []
+        for number in range(400):
+            key, moment = random_.randrange(60), random_.randrange(1000)
+            is_delete = random_.random() < 0.2
+            name = f"{round_number}-{number}"
+            changes.append(
+                (None, {"id": key, "at": moment * 1000 + number, "name": name, "op": "d" if is_delete else "u"})
+            )
+            at = moment * 1000 + number
+            if key not in model or at > model[key][0]:
+                model[key] = (at, name)
+                (deleted.add if is_delete else deleted.discard)(key)
+        keys.publish(changes)
+        steps = keys.land(
+            key="id", order_by="at", delete_when="op = 'd'", batch_max_messages="150", bucket_bytes="4096"
+        )
+        found = {row["id"]: (row["at"], row["name"]) for row in keys.rows()}
+        assert found == {key: change for key, change in model.items() if key not in deleted}
+        assert len(keys.rows()) == len(found)
+        assert sum(step.rows for step in steps) == 400
+    assert count_of(steps, "late") > 0
+    files = deltalake.DeltaTable(keys.place).file_uris()
+    assert len(files) > 1, "buckets are split as they grow"
+    landed = deltalake.DeltaTable(keys.place).to_pyarrow_dataset()
+    counted = duckdb.from_arrow(landed).aggregate("count(*), count(DISTINCT id)")
+    assert counted.fetchall() == [(len(found), len(found))]
+    assert polars.scan_delta(keys.place).select("id").collect().height == len(found)
+    assert keys.land(key="id", order_by="at", delete_when="op = 'd'")[0].rows == 0
+
+
+def test_debezium_envelopes_become_rows(keys: Keys) -> None:
+    keys.create()
+    key = {"id": 1}
+
+    def event(op: str, before: Any, after: Any, lsn: int) -> dict[str, Any]:
+        return {"op": op, "before": before, "after": after, "source": {"lsn": lsn, "table": "t"}, "ts_ms": 5}
+
+    keys.publish(
+        [
+            (key, event("r", None, {"id": 1, "name": "snapshot"}, 10)),
+            ({"id": 2}, {"schema": {"type": "struct"}, "payload": event("c", None, {"id": 2, "name": "two"}, 11)}),
+            ({"id": 3}, event("c", None, {"id": 3, "name": "three"}, 12)),
+            (key, event("u", {"id": 1}, {"id": 1, "name": "one"}, 13)),
+            (key, event("u", {"id": 1}, {"id": 1, "name": "late"}, 9)),
+            ({"id": 3}, event("d", {"id": 3}, None, 14)),
+            ({"id": 3}, None),
+            ({"id": 3}, event("u", {"id": 3}, {"id": 3, "name": "revived"}, 13)),
+            ({"id": 4}, {"no": "envelope"}),
+            ({"id": 5}, event("t", None, None, 15)),
+        ]
+    )
+    steps = keys.land(decode="debezium", key="id", order_by="source.lsn")
+    assert {row["id"]: row["name"] for row in keys.rows()} == {1: "one", 2: "two"}
+    assert {row["id"]: row["__source_lsn"] for row in keys.rows()} == {1: 13, 2: 11}
+    assert count_of(steps, "late") == 2
+    assert all(reason.startswith("the payload is not a change event of Debezium") for reason in keys.reasons())
+    assert len(keys.reasons()) == 2
+
+
+def test_tombstones_and_message_keys(keys: Keys) -> None:
+    keys.create(partitions=2)
+    keys.publish([(b"a", b"1"), (b"b", b"2"), (b"a", b"3"), (b"b", None), (None, b"nobody")])
+    keys.land(decode="none")
+    assert [(row["key"], row["value"]) for row in keys.rows()] == [(b"a", b"3")]
+    assert keys.reasons() == ["the message has no key"]
+    keys.publish([(b"b", b"4")])
+    keys.land(decode="none")
+    assert sorted((row["key"], row["value"]) for row in keys.rows()) == [(b"a", b"3"), (b"b", b"4")]
+
+
+def test_composite_keys_and_rows_without_one(keys: Keys) -> None:
+    keys.create()
+    keys.publish(
+        [
+            (None, {"region": "eu", "order": {"id": 1}, "n": 1}),
+            (None, {"region": "us", "order": {"id": 1}, "n": 2}),
+            (None, {"region": "eu", "order": {"id": 1}, "n": 3}),
+            (None, {"region": None, "order": {"id": 1}, "n": 4}),
+            (None, {"region": "eu", "n": 5}),
+            (None, b"no JSON"),
+            ({"region": "us", "order": {"id": 1}}, None),
+        ]
+    )
+    keys.land(key="region,order.id")
+    assert [(row["region"], row["order"]["id"], row["n"]) for row in keys.rows()] == [("eu", 1, 3)]
+    assert [reason[:28] for reason in keys.reasons()] == ["the key region, order.id is "] * 2 + [
+        "the payload is not JSON: Exp"
+    ]
+
+
+def test_grown_topics_need_an_order(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(b"1", {"id": 1, "at": 1})])
+    keys.land(key="id")
+    keys.admin.create_partitions([NewPartitions(keys.topic, 2)])[keys.topic].result(WAIT_S)
+    with pytest.raises(InvalidSetting, match=r"had 1 partitions when its table began and has 2.*--order-by"):
+        keys.land(key="id")
+    keys.publish([(b"1", {"id": 1, "at": 2})], partition=1)
+    keys.land(key="id", order_by="at")
+    assert [(row["id"], row["at"]) for row in keys.rows()] == [(1, 2)]
+
+
+def test_a_table_of_every_message_is_not_taken_over(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(b"1", {"id": 1})])
+    keys.land(mode="append")
+    with pytest.raises(InvalidSetting, match="mode=append"):
+        keys.land(key="id")
