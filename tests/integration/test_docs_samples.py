@@ -326,6 +326,8 @@ def make_lake(lake: Path) -> None:
         assert land(table, 0, 0, 18)
         more = write(table, [rows(0, [18, 19], wider, amount=[1, 2])], wider)
         assert table.commit(more, {(TOPIC, 0): (18, 20)}, schema=wider)
+    customers = pa.table({"customer_id": [1, 2], "name": ["Ada L.", "Grace"]})
+    deltalake.write_deltalake(str(lake / "customers"), customers)
     quarantine = rows(0, range(3), QUARANTINE, headers=[None, [], [{"key": "h", "value": b"1"}]])
     deltalake.write_deltalake(str(lake / "orders__quarantine"), pa.Table.from_batches([quarantine]))
 

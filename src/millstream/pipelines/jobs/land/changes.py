@@ -175,6 +175,7 @@ class ChangeRule:
         if opened.reasons:
             texts = [opened.reasons.get(row) for row in range(len(rows))]
             why = pc.coalesce(pa.array(texts, pa.string()), why)
+        why = pc.if_else(pa.array(opened.ignored), pa.scalar(None, pa.string()), why)
         changes = (
             rows.append_column(KEY, keys)
             .append_column(ORDER, order)
