@@ -359,6 +359,14 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         assert alice.get(f"https://{locked.registry}/v1/topics").json()["error_code"] == 404
 
 
+def test_the_pages_list_every_metric_of_a_node_that_authenticates(locked: Locked) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text(encoding="utf-8") for name in ("operating.md", "security.md"))
+    with locked.client(ADMIN) as admin:
+        served = set(re.findall(r"^# HELP (\S+)", admin.get("/metrics").text, re.MULTILINE))
+    assert set(re.findall(r"`((?:millstream|process)_\w+)`", pages)) == served
+
+
 def test_health_is_public_and_nothing_else_is(locked: Locked) -> None:
     with locked.client() as nobody:
         for path in ("/", "/healthz", "/readyz", "/openapi.json", "/docs"):
