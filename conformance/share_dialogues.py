@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
 import uuid
 from base64 import urlsafe_b64encode
@@ -11,11 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final, Self
 
 from conformance.dialogues import Member
-from conformance.question import Broker
+from conformance.question import Broker, receive_frame
 from conformance.questions.asking import NOWHERE, UNKNOWN_ID, Key, batch, new_topic, produced
-from conformance.served import receive
 
-_ANSWER_S_MAX: Final = 15.0
 _ROUNDS_MAX: Final = 100
 _ACCEPT, _RELEASE, _REJECT, _RENEW = 1, 2, 3, 4
 _GROUP_RESOURCE: Final = 32
@@ -26,8 +22,7 @@ class Line(Broker):
 
     def __init__(self, broker: Broker) -> None:
         super().__init__(broker.address)
-        host, _, port = broker.address.rpartition(":")
-        self._connection = socket.create_connection((host, int(port)), timeout=_ANSWER_S_MAX)
+        self._connection = broker.connected()
 
     def __enter__(self) -> Self:
         return self
@@ -35,10 +30,10 @@ class Line(Broker):
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
-    def _send(self, frame: bytes) -> bytes | str:
+    def send(self, frame: bytes) -> bytes | str:
+        """Send a frame over the one connection, and receive another."""
         self._connection.sendall(frame)
-        size: int = struct.unpack(">i", receive(self._connection, 4))[0]
-        return receive(self._connection, size)
+        return receive_frame(self._connection)
 
 
 class ShareGroup:

@@ -284,9 +284,9 @@ class TestIncrementalAlterConfigs:
     @pytest.mark.parametrize(
         ("scope", "change", "code", "says"),
         [
-            ("", ("log.retention.ms", SET, "soon"), ErrorCode.invalid_config, "log.retention.ms"),
+            ("", ("log.retention.ms", SET, "soon"), ErrorCode.invalid_request, "log.retention.ms"),
             ("", ("log.retention.ms", SET, None), ErrorCode.invalid_request, "no value"),
-            ("", ("log.segment.bytes", SET, "1"), ErrorCode.invalid_config, "log.segment.bytes must be at least"),
+            ("", ("log.segment.bytes", SET, "1"), ErrorCode.invalid_request, "log.segment.bytes must be at least"),
             ("", ("max.connections", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
             ("6", ("log.retention.ms", SET, "1"), ErrorCode.invalid_request, "the nodes are 5"),
             ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "applies to the whole cluster"),

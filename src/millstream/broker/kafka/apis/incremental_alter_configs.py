@@ -106,7 +106,11 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             declared = DYNAMIC[config.name]
             value = now.get(config.name, str(declared.default))
             changes[config.name] = _changed(config, declared, value)
-        await self._topics.alter_broker(scope, changes, validate_only=validate_only)
+        try:
+            await self._topics.alter_broker(scope, changes, validate_only=validate_only)
+        except InvalidSetting as error:
+            # Kafka's code for a bad value of a node, unlike that of a topic.
+            raise InvalidRequest(str(error)) from error
 
     async def _alter_group(
         self,
