@@ -48,7 +48,7 @@ from millstream.client.admin.security import create_token
 from millstream.core.errors import AuthenticationFailed, MillstreamError
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
-from millstream_testing.command import call_command
+from millstream_testing.command import CommandLine, call_command
 from millstream_testing.security import ADMIN, ALICE, MALLORY, Locked, declare_security, locked_server
 from millstream_testing.server import Server
 
@@ -386,6 +386,18 @@ async def test_users_are_managed_by_an_admin_client_and_lose_their_connections(l
             pass
 
 
+def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: Path) -> None:
+    millstream = CommandLine(locked.server.kafka)
+    (tmp_path / "word").write_text("not the password")
+    tls = ("--tls-ca", locked.certificates.ca)
+    wrong = (*tls, "--user", "alice", "--password-file", tmp_path / "word")
+    assert "if it uses TLS, give the authority of its certificate (--tls-ca)" in millstream("topic", "list").err
+    assert "if it requires authentication, give a user" in millstream("topic", "list", *tls).err
+    assert "authentication failed" in millstream("topic", "list", *wrong).err
+    found = millstream("doctor", *wrong)
+    assert (found.code, "look at --user, --password-file" in found.out) == (2, True)
+
+
 def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:
     failures: list[KafkaError] = []
     settings = confluent(locked, ("alice", "not her password"), error_cb=failures.append)
@@ -421,11 +433,10 @@ def ask_raw(address: str, *frames: bytes) -> bytes:
     """Send frames in clear and read until the broker hangs up."""
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        for frame in frames:
-            connection.sendall(struct.pack(">i", len(frame)) + frame)
         answer = b""
-        # What it has not read when it hangs up makes the end a reset.
+        # It may hang up before it has read everything; the end is a reset then.
         with suppress(ConnectionError):
+            connection.sendall(b"".join(struct.pack(">i", len(frame)) + frame for frame in frames))
             while piece := connection.recv(65536):
                 answer += piece
         return answer

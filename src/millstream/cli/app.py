@@ -20,6 +20,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 from millstream import __version__
 from millstream.cli.connection import take_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
+from millstream.cli.options import SHARED
 from millstream.cli.output import OutputClosed
 from millstream.core.errors import MillstreamError
 
@@ -55,9 +56,6 @@ ORDER = (
 )
 _HIDDEN: Final = ("config-reference", "protocol-reference")
 
-_SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
-"""Options that most commands have, each with its number of values."""
-
 _PLAIN: Final = {
     **dict.fromkeys(("int_parsing", "int_from_float", "int_parsing_size"), "{input!r} is not a whole number"),
     "float_parsing": "{input!r} is not a number",
@@ -84,8 +82,8 @@ class InOrder(TyperGroup):
         commands: Mapping[str, Any] = self.commands
         while rest and commands:
             name, has_value, _ = rest[0].partition("=")
-            if name in _SHARED:
-                size = 1 if has_value else 1 + _SHARED[name]
+            if name in SHARED:
+                size = 1 if has_value else 1 + SHARED[name]
                 early, rest = [*early, *rest[:size]], rest[size:]
             elif rest[0] in commands:
                 commands = getattr(commands[rest[0]], "commands", {})
@@ -156,9 +154,9 @@ def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
     at = 0
     while at < len(arguments) and COMPLETION_VARIABLE not in os.environ:
         name, has_value, _ = arguments[at].partition("=")
-        if name not in _SHARED:
+        if name not in SHARED:
             return [name] if name in ORDER else ORDER
-        at += 1 if has_value else 1 + _SHARED[name]
+        at += 1 if has_value else 1 + SHARED[name]
     return ORDER
 
 

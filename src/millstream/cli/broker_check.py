@@ -17,7 +17,13 @@ from millstream.cli.output import counted
 from millstream.client.admin.node_status import DamagedOffsets, damage_in, node_status
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.topics import min_in_sync
-from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
+from millstream.core.errors import (
+    AuthenticationFailed,
+    BrokerUnreachable,
+    MillstreamError,
+    NotAuthorized,
+    RequestTimedOut,
+)
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
@@ -144,9 +150,15 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
             minimums = await min_in_sync(client, sorted({name for name, _ in _lacking(metadata)})[:_TOPICS_MAX])
             findings = [_answered(brokers, took_s), *_led(metadata, minimums)]
             findings += await _status_findings(client, brokers)
-    except (BrokerUnreachable, RequestTimedOut):
+    except (BrokerUnreachable, RequestTimedOut) as error:
         advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
-        return [problem("broker", f"no broker answers at {brokers}", advice, ExitCode.UNREACHABLE)]
+        return [problem("broker", f"no broker answers at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
+    except AuthenticationFailed as error:
+        advice = "look at --user, --password-file, --token-file and --tls-ca, or at the profile"
+        return [problem("broker", str(error), advice, ExitCode.USAGE)]
+    except NotAuthorized as error:
+        advice = "sign in as a user with DESCRIBE on the cluster: millstream acl allow USER describe cluster"
+        return [problem("broker", str(error), advice)]
     except MillstreamError as error:
         return [problem("broker", f"{brokers} answers unexpectedly: {error}", "look at the broker's log")]
     return findings

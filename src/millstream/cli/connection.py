@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS
+from millstream.cli.options import DEFAULT_BROKERS, SHARED
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
@@ -35,16 +35,14 @@ _given: dict[str, str] = {}
 
 
 def take_credentials(arguments: list[str]) -> list[str]:
-    """Take the flags of how to connect out of a command line, wherever they stand; returns the rest."""
+    """Take the flags of how to connect out of a command line, wherever they stand; returns the rest.
+
+    `--password-file` after the command `user` is that of the user it is about, not of the caller.
+    """
     _given.clear()
-    command = next((one for one in arguments if not one.startswith("-")), "")
-    if command in _WITHOUT:
-        return arguments
-    rest, left = list[str](), list(arguments)
-    while left:
+    command, rest, left = "", list[str](), list(arguments)
+    while left and left[0] != "--" and command not in _WITHOUT:
         name, equals, value = left[0].partition("=")
-        if left[0] == "--":
-            return [*rest, *left]
         if name in _SWITCHES and not equals:
             _given[left.pop(0)] = "yes"
         elif name in _FLAGS and not (command == "user" and name == "--password-file"):
@@ -53,8 +51,11 @@ def take_credentials(arguments: list[str]) -> list[str]:
                 raise CommandFailed(f"{name} needs a value", ExitCode.USAGE)
             _given[name] = value if equals else left.pop(0)
         else:
-            rest.append(left.pop(0))
-    return rest
+            size = 1 if command or equals else 1 + SHARED.get(name, 0)
+            if not command and not name.startswith("-"):
+                command = name
+            rest, left = [*rest, *left[:size]], left[size:]
+    return [*rest, *left]
 
 
 def command_credentials() -> Credentials:
@@ -77,7 +78,9 @@ def command_credentials() -> Credentials:
     has_tls = ca is not None or certificate is not None or "--tls" in _given or profile.has_tls
     if user and not password:
         raise CommandFailed(
-            f"there is no password for user {user!r}; set MILLSTREAM_PASSWORD or pass --password-file", ExitCode.USAGE
+            f"there is no password for user {user!r}; set MILLSTREAM_PASSWORD, or pass --password-file (before the "
+            "command if that is user)",
+            ExitCode.USAGE,
         )
     return Credentials(
         tls=client_tls(ca, certificate=certificate, key=key) if has_tls else None,
@@ -103,7 +106,7 @@ def _secret(flag: str, variable: str) -> str:
     if path is None:
         return os.environ.get(variable, "")
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
 

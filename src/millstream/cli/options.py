@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
+
+SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
+"""Options that most commands have and that may stand before the command, each with its number of values."""
 
 
 def _brokers_of_profile(ctx: typer.Context, value: str) -> str:

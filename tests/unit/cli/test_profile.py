@@ -60,6 +60,16 @@ def test_a_command_connects_by_its_profile(profiles: Path) -> None:
     assert credentials.token() == TOKEN
 
 
+@pytest.mark.parametrize("before", [[], ["--brokers", "serve"], ["--timeout=5", "--json"], ["--tls-cert", "user"]])
+def test_the_callers_password_file_stands_before_the_command_that_has_one(tmp_path: Path, before: list[str]) -> None:
+    (tmp_path / "word").write_text("with a space \n")
+    mine, new = ["--user", "admin", "--password-file", str(tmp_path / "word")], ["--password-file", "new"]
+    rest = take_credentials([*before, *mine, "user", "create", "alice", *new])
+    assert rest == [*(one for one in before if one not in ("--tls-cert", "user")), "user", "create", "alice", *new]
+    if "--tls-cert" not in before:
+        assert (command_credentials().user, command_credentials().password) == ("admin", "with a space ")
+
+
 def test_a_flag_wins_over_a_variable_and_that_over_the_profile(
     profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

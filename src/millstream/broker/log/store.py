@@ -177,7 +177,8 @@ class LogStore:
         replay = Replay(self._files, self._folder, self._state_of)
         replay.run(self._sync_everything)
         self._replayed = replay.bytes_by_folder
-        if not self.clean_start:
+        # Without logs there is nothing to recover: only users may have been created in this folder so far.
+        if not self.clean_start and self._unrecovered:
             _logger.warning(
                 "the last stop was not clean; logs are recovered",
                 extra={"logs": len(self._unrecovered), "replayed_bytes": sum(self._replayed.values())},

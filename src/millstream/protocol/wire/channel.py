@@ -38,6 +38,8 @@ _API_VERSIONS_SENT: Final = 3
 _UNSUPPORTED_VERSION: Final = 35
 _SASL_HANDSHAKE_KEY: Final = 17
 _SASL_AUTHENTICATE_KEY: Final = 36
+_FIRST_REQUESTS: Final = 2
+"""ApiVersions, and the first request that needs to know the client."""
 _SESSION_PART: Final = 0.85
 """After this part of a session's lifetime requests go over another connection."""
 
@@ -62,6 +64,7 @@ class Channel(asyncio.BufferedProtocol):
         self._filled = 0
         self._cause = "closed"
         self._has_ended_writing = False
+        self._has_signed_in = False
         self._renew_at: float | None = None
         """When another connection has to take over, since this one's session ends soon."""
         self.room_for = _new_room
@@ -222,6 +225,7 @@ class Channel(asyncio.BufferedProtocol):
                     left_s = lifetime.total_seconds() * _SESSION_PART
                     self._renew_at = asyncio.get_running_loop().time() + left_s
                 message = exchange.send(bytes(answer.auth_bytes))
+        self._has_signed_in = True
 
     def _ssl_object(self) -> ssl.SSLObject | None:
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
@@ -284,7 +288,19 @@ class Channel(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """Close: the broker closed its end and will answer nothing more."""
         self._cause = "closed by the broker"
+        if self._last_id <= _FIRST_REQUESTS and (expected := self._may_expect()):
+            self._cause += f"; {expected}"
         return False
+
+    def _may_expect(self) -> str:
+        """Say what a broker may miss that hangs up on the first requests: it cannot say so itself."""
+        if self._ssl_object() is None:
+            return "if it uses TLS, give the authority of its certificate (--tls-ca)"
+        return (
+            ""
+            if self._has_signed_in
+            else "if it requires authentication, give a user or a token (--user, --token-file)"
+        )
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the buffer for the next bytes: that of a large frame in progress, or the scratch buffer."""
