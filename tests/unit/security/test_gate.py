@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service
+from millstream.broker.security import gate
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.gate import Gate, Knowledge, Session
 from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords, Verified
@@ -47,8 +50,8 @@ async def knowledge(tmp_path: Path) -> AsyncIterator[Knowledge]:
     catalog.close()
 
 
-def opened(knowledge: Knowledge, **listener: Any) -> Session:
-    gate = Gate(cast("Service", None), ConnectionLimits(frame_bytes_max=1), knowledge, in_clear=False, **listener)
+def opened(knowledge: Knowledge, *, fail: Callable[[Exception], None] = lambda _: None, **listener: Any) -> Session:
+    at = Gate(cast("Service", None), ConnectionLimits(frame_bytes_max=1), knowledge, in_clear=False, **listener)
     connection = SimpleNamespace(
         listener="default",
         session=None,
@@ -59,9 +62,9 @@ def opened(knowledge: Knowledge, **listener: Any) -> Session:
         deadline=None,
         serve_with=lambda _service, _limits: None,
         drain=lambda: None,
-        fail=lambda _error: None,
+        fail=fail,
     )
-    return gate._open(cast("Connection", connection))
+    return at._open(cast("Connection", connection))
 
 
 def signed(knowledge: Knowledge, principal: str = "User:alice") -> bytes:
@@ -92,6 +95,25 @@ async def test_a_session_may_be_prolonged_but_not_handed_on(knowledge: Knowledge
     assert session.begin(ASSERTION, bare=False)
     with pytest.raises(AuthenticationFailed, match="another principal"):
         await session.step(signed(knowledge, "User:bob"))
+    session.close()
+
+
+async def test_a_client_that_authenticates_again_may_finish(
+    knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_RENEWAL_S", 0.0)
+    failed = asyncio.Event()
+    session = opened(dataclasses.replace(knowledge, session_s_max=0.01), requires=True, fail=lambda _: failed.set())
+    word = b"\0alice\0alice-password"
+    for _ in range(3):
+        assert session.begin(PLAIN, bare=False)
+        await asyncio.sleep(0.1)
+        assert not failed.is_set()
+        await session.step(word)
+    assert session.begin(PLAIN, bare=False)
+    monkeypatch.setattr(gate, "DEADLINE_S", 0.01)
+    async with asyncio.timeout(30):
+        await failed.wait()
     session.close()
 
 

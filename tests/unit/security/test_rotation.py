@@ -150,7 +150,12 @@ async def test_keys_of_a_url_rotate_without_a_restart(
     assert (await tokens.check(issuer.token("bob"))).principal == "User:oauth:bob"
     with pytest.raises(AuthenticationFailed):
         await tokens.check(old)
-    # While the issuer is away, the last keys hold.
+    # A set of keys without end is not read to its end; like while the issuer is away, the last keys hold.
+    monkeypatch.setattr(oauth, "KEYS_BYTES_MAX", 100)
+    published.keys = [RSAKey.generate_key(2048, {"kid": "three"})]
+    with pytest.raises(AuthenticationFailed, match="not known"):
+        await tokens.check(old)
+    assert (await tokens.check(issuer.token("bob"))).principal == "User:oauth:bob"
     published.server.shutdown()
     published.server.server_close()
     assert (await tokens.check(issuer.token("bob"))).principal == "User:oauth:bob"

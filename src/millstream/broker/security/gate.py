@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Service
@@ -33,6 +34,8 @@ _logger = logging.getLogger(__name__)
 
 FRAME_BYTES_MAX: Final = 64 * 1024
 REQUESTS_MAX: Final = 16
+_RENEWAL_S: Final = 1.0
+"""How much longer than it was told a client is served: its new handshake may wait behind its own requests."""
 DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
 CERTIFICATE: Final = "TLS"
@@ -304,10 +307,15 @@ class Session:
         if lasts:
             loop = asyncio.get_running_loop()
             # A certificate may be valid for longer than a timer can run.
-            self._ends = loop.call_later(min(lasts, 365 * 86400.0), self._expire)
+            self._ends = loop.call_later(min(lasts, 365 * 86400.0) + _RENEWAL_S, self._expire)
         return lasts if self._mechanism_name else 0.0
 
-    def _expire(self) -> None:
+    def _expire(self, *, is_last: bool = False) -> None:
+        if self.has_begun and not is_last:
+            # The client authenticates again, and has the time that a new one has.
+            again = partial(self._expire, is_last=True)
+            self._ends = asyncio.get_running_loop().call_later(DEADLINE_S, again)
+            return
         self._connection.fail(AuthenticationFailed("the session has ended without authenticating again"))
 
     async def _fail(self, error: AuthenticationFailed, user: str) -> None:

@@ -170,15 +170,26 @@ class TokenChecker:
                 return
             self._fetched_at = time.monotonic()
             try:
-                async with httpx.AsyncClient(timeout=FETCH_S_MAX, follow_redirects=False) as client:
-                    answer = await client.get(self._settings.jwks)
-                    answer.raise_for_status()
-                    self._hold(answer.content[:KEYS_BYTES_MAX])
-            except (httpx.HTTPError, ValueError, JoseError) as error:
+                async with asyncio.timeout(FETCH_S_MAX):
+                    self._hold(await self._download())
+            except (httpx.HTTPError, TimeoutError, ValueError, JoseError) as error:
                 _logger.warning(
                     "the keys of tokens cannot be fetched; the last ones hold",
                     extra={"url": self._settings.jwks, "error": str(error)},
                 )
+
+    async def _download(self) -> bytes:
+        document = b""
+        async with (
+            httpx.AsyncClient(timeout=FETCH_S_MAX, follow_redirects=False) as client,
+            client.stream("GET", self._settings.jwks) as answer,
+        ):
+            answer.raise_for_status()
+            async for piece in answer.aiter_bytes():
+                document += piece
+                if len(document) > KEYS_BYTES_MAX:
+                    raise ValueError(f"the set of keys has more than {KEYS_BYTES_MAX} bytes")
+        return document
 
     def _hold(self, document: bytes) -> None:
         published = json.loads(document)
