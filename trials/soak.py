@@ -28,10 +28,11 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer
 
-from millstream.client.admin.groups import delete_group, describe_group, list_groups
+from millstream.client.admin.groups import delete_group, describe_group
 from millstream.client.admin.topics import create_topic, delete_topic
 from millstream.core.errors import MillstreamError
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import list_groups
 from millstream_testing.kill_trial import KillTrial, Outcome, Plan
 from millstream_testing.server import Server
 

@@ -15,12 +15,12 @@ import pytest
 from confluent_kafka import Producer
 
 from millstream.client.admin.backlog import Backlogs, reader_of
-from millstream.client.admin.groups import commit_offsets
 from millstream.client.admin.topics import find_topic
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.command import CommandLine
 from millstream_testing.pipeline_script import landing
 from millstream_testing.server import Server

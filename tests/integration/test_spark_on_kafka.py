@@ -10,8 +10,8 @@ import pytest
 from benchmarks.peers import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 
-from millstream.client.admin.groups import committed_offsets
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import committed_offsets
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:

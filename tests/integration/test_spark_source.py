@@ -16,12 +16,12 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.client.admin.groups import committed_offsets
 from millstream.core.errors import ProducerFenced
 from millstream.pipelines.source.options import write_options
 from millstream.pipelines.source.session import use_fitting_java
 from millstream.pipelines.source.writer import TopicWriter
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import committed_offsets
 from millstream.spark.bulk import records
 from millstream_testing.server import Server
 

@@ -15,7 +15,6 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql.types import StructType
 
-from millstream.client.admin.groups import committed_offsets
 from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
 from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
@@ -27,6 +26,7 @@ from millstream.pipelines.jobs.transform.job import TransformJob
 from millstream.pipelines.jobs.transform.statement import explain_errors, relations
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import committed_offsets
 from millstream_testing.committed_messages import Committed, committed_records
 from millstream_testing.server import Server
 

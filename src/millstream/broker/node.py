@@ -443,7 +443,7 @@ class Broker:
         )
 
     def _stored_secrets(self, catalog: Catalog, declared: DeclaredState) -> StoredSecrets:
-        return StoredSecrets(catalog, self._sealing, declared.subscriptions, declared.pipelines)
+        return StoredSecrets(catalog, self._sealing, declared.subscriptions, declared.pipelines, declared.mirrors)
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
         """Open one of several nodes, which agree through etcd on what the shared catalog declares."""

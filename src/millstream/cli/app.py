@@ -39,6 +39,7 @@ ORDER = (
     "dlq",
     "schema",
     "pipeline",
+    "mirror",
     "transaction",
     "user",
     "token",

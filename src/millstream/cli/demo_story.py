@@ -26,7 +26,7 @@ from sqlalchemy import Engine, create_engine, text
 from millstream.cli.demo import Account, DemoBroker
 from millstream.cli.exit_code import CommandFailed
 from millstream.client.admin.dead_letter import DeadLetterDesk, Outcome, headers_of, process_letters, redrive_letters
-from millstream.client.admin.groups import assigned_partitions, committed_offsets, describe_group, progress_of
+from millstream.client.admin.groups import assigned_partitions, describe_group, progress_of
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.tailer import Message as Stored
 from millstream.client.admin.tailer import Tailer
@@ -47,6 +47,7 @@ from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import FetchLimits
+from millstream.protocol.wire.group_offsets import committed_offsets
 
 SECRET = "whsec_" + base64.b64encode(b"a secret of the demo alone").decode()
 

@@ -104,7 +104,8 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
-        from millstream.client.admin.groups import commit_offsets, plan_reset
+        from millstream.client.admin.groups import plan_reset
+        from millstream.protocol.wire.group_offsets import commit_offsets
 
         moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:

@@ -19,7 +19,9 @@ MillstreamError
 │   ├── MetadataTooLarge           the metadata committed with an offset is too long
 │   ├── UnsupportedAssignor        the partition assignor is unknown
 │   ├── UnsupportedVersion         the operation needs a newer version of the request
+│   ├── InvalidMirror
 │   └── PolicyViolation
+│       └── MirroredTopic          a mirror writes the topic; clients write it on the source, or after a failover
 ├── NotFound
 │   ├── UnknownTopic
 │   ├── UnknownTopicId
@@ -28,11 +30,14 @@ MillstreamError
 │   ├── UnknownMember
 │   ├── UnknownSubscription
 │   ├── UnknownPipeline            or one of its rules
+│   ├── UnknownMirror
 │   └── UnknownTransaction
 ├── Conflict
 │   ├── TopicExists
 │   ├── SubscriptionExists
 │   ├── PipelineExists
+│   ├── MirrorExists
+│   ├── CopyDiverged               a mirrored partition holds records that its source does not have
 │   ├── GroupNotEmpty
 │   ├── NodeIdTaken                another node of the cluster runs under this id
 │   ├── ClusterMismatch            the folder, the coordination store and the catalog belong to different clusters
@@ -157,6 +162,10 @@ class InvalidPipeline(InvalidRequest):
     """The pipeline, or a rule of it, cannot be declared like this."""
 
 
+class InvalidMirror(InvalidRequest):
+    """The mirror cannot be declared or changed like this."""
+
+
 class InvalidGroupId(InvalidRequest):
     """The id of a consumer group is empty or too long."""
 
@@ -212,6 +221,10 @@ class PolicyViolation(InvalidRequest):
     """The request is well formed, but the operator's settings forbid it."""
 
 
+class MirroredTopic(PolicyViolation):
+    """A mirror writes the topic, and nobody else."""
+
+
 class NotFound(MillstreamError):
     """The thing named does not exist."""
 
@@ -240,6 +253,10 @@ class UnknownPipeline(NotFound):
     """No pipeline, or no rule of it, has this name."""
 
 
+class UnknownMirror(NotFound):
+    """There is no mirror with this name."""
+
+
 class UnknownMember(NotFound):
     """The group has no such member."""
 
@@ -262,6 +279,14 @@ class SubscriptionExists(Conflict):
 
 class PipelineExists(Conflict):
     """A pipeline with this name exists."""
+
+
+class MirrorExists(Conflict):
+    """The name is taken by another mirror."""
+
+
+class CopyDiverged(Conflict):
+    """A mirrored partition holds records that its source does not have."""
 
 
 class GroupNotEmpty(Conflict):

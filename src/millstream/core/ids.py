@@ -1,6 +1,7 @@
 """The system's small numbers, each with its own type so that mypy keeps them apart."""
 
-from typing import NamedTuple, NewType
+import hashlib
+from typing import Final, NamedTuple, NewType
 
 Offset = NewType("Offset", int)
 """The position of a record in its partition."""
@@ -24,6 +25,20 @@ NO_OFFSET = Offset(-1)
 NO_EPOCH = Epoch(-1)
 NO_PRODUCER_ID = ProducerId(-1)
 NO_TIMESTAMP_MS = -1
+
+
+_RANGE_BITS: Final = 32
+_RANGES: Final = 2**31 - 1
+
+
+def first_producer_id(cluster_id: str) -> int:
+    """Return where the producer ids of a cluster begin.
+
+    Each cluster has a range of its own, since mirrored batches keep the ids of their producers: one of 2^31 by its
+    id, above all ids that Apache Kafka gives out, which count from 0.
+    """
+    number = int.from_bytes(hashlib.sha256(cluster_id.encode()).digest()[:8], "big")
+    return (1 + number % _RANGES) << _RANGE_BITS
 
 
 class OffsetRange(NamedTuple):

@@ -441,6 +441,10 @@ class Topic:
     replication: int
     overrides: Mapping[str, str]
     created_ms: int
+    mirror: str = ""
+    """The mirror that writes the topic; empty for a topic that clients write."""
+    is_draining: bool = False
+    """With `mirror`: nothing is copied yet, and transactions that were open may still end."""
 
     @property
     def is_internal(self) -> bool:

@@ -44,7 +44,7 @@ async def served(catalog: Catalog, topics: Topics, membership: Membership, confi
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         declared=declared,
-        secrets=StoredSecrets(catalog, Sealing(None), declared.subscriptions, declared.pipelines),
+        secrets=StoredSecrets(catalog, Sealing(None), declared.subscriptions, declared.pipelines, declared.mirrors),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

@@ -33,7 +33,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
 from millstream.broker.catalog.schema_store import SchemaTransaction, read_schema_changes
-from millstream.broker.catalog.sealing import SealedSecret, Sealing
+from millstream.broker.catalog.sealing import Sealable, SealedSecret, Sealing
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -46,6 +46,7 @@ from millstream.broker.catalog.tables import (
     deleted_topics,
     group_settings,
     metadata,
+    mirrors,
     pipelines,
     routing_rules,
     scram_credentials,
@@ -68,14 +69,17 @@ from millstream.core.errors import (
     ClusterMismatch,
     DataFolderInvalid,
     InvalidSetting,
+    MirrorExists,
     PipelineExists,
     StorageFailure,
     SubscriptionExists,
     TopicExists,
+    UnknownMirror,
     UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.core.mirror import Mirror, TopicOffsets
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.private_file import read_secret
 from millstream.core.quota import QuotaEntity
@@ -395,6 +399,8 @@ class Catalog:
                         replication=topic.replication,
                         overrides=dict(topic.overrides),
                         created_ms=topic.created_ms,
+                        mirror=topic.mirror,
+                        is_draining=topic.is_draining,
                     )
                 )
         except IntegrityError as error:
@@ -420,6 +426,8 @@ class Catalog:
                 "partitions": changed.partitions,
                 "replication": changed.replication,
                 "overrides": dict(changed.overrides),
+                "mirror": changed.mirror,
+                "is_draining": changed.is_draining,
             }
             connection.execute(update(topics).where(here).values(values))
             return changed
@@ -668,7 +676,11 @@ class Catalog:
         """Return every secret, without its value, by noun and name."""
         with self._read() as connection:
             rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
-            found: list[Subscription | Pipeline] = [*map(_subscription, rows), *read_pipelines(connection)]
+            found: list[Sealable] = [
+                *map(_subscription, rows),
+                *read_pipelines(connection),
+                *map(_mirror, connection.execute(select(mirrors).order_by(mirrors.c.name)).all()),
+            ]
         return [secret for one in found for secret in self._sealing.describe(one)]
 
     def reseal(self) -> int:
@@ -678,9 +690,10 @@ class Catalog:
             if not self._shared:
                 # Before anything is read: no other change may come between.
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            kinds: tuple[tuple[Table, Callable[[], Iterable[Subscription | Pipeline]]], ...] = (
+            kinds: tuple[tuple[Table, Callable[[], Iterable[Sealable]]], ...] = (
                 (subscriptions, lambda: map(_subscription, connection.execute(select(subscriptions)).all())),
                 (pipelines, lambda: read_pipelines(connection)),
+                (mirrors, lambda: map(_mirror, connection.execute(select(mirrors)).all())),
             )
             for table, read in kinds:
                 # First the lock, then what it protects.
@@ -698,6 +711,51 @@ class Catalog:
         with self._change() as connection:
             if not delete_pipeline(connection, pipeline.pipeline_id):
                 raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
+
+    def mirrors(self) -> list[Mirror]:
+        """Return every mirror, by name."""
+        with self._read() as connection:
+            rows = connection.execute(select(mirrors).order_by(mirrors.c.name)).all()
+        return [self._sealing.open_all(_mirror(row)) for row in rows]
+
+    def add_mirror(self, mirror: Mirror) -> None:
+        """Declare a mirror, durably."""
+        try:
+            with self._change() as connection:
+                connection.execute(
+                    insert(mirrors).values(
+                        mirror_id=str(mirror.mirror_id),
+                        name=mirror.name,
+                        created_ms=mirror.created_ms,
+                        overrides=self._sealing.seal_all(mirror),
+                        **_mirror_row(mirror),
+                    )
+                )
+        except IntegrityError as error:
+            raise MirrorExists(f"mirror {mirror.name!r} already exists") from error
+
+    def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
+        """Store what `change` computes from a mirror as declared now; increment its version."""
+        with self._change() as connection:
+            here = mirrors.c.mirror_id == str(mirror_id)
+            row = connection.execute(select(mirrors).where(here).with_for_update()).first()
+            if row is None:
+                raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
+            stored = _mirror(row)
+            before = self._sealing.open_all(stored)
+            changed = change(before)
+            if changed == before:
+                return before
+            after = dataclasses.replace(changed, version=before.version + 1)
+            sealed = self._sealing.seal_all(after, before, stored.overrides)
+            connection.execute(update(mirrors).where(here).values(overrides=sealed, **_mirror_row(after)))
+            return after
+
+    def delete_mirror(self, mirror: Mirror) -> None:
+        """Delete a mirror."""
+        with self._change() as connection:
+            if connection.execute(delete(mirrors).where(mirrors.c.mirror_id == str(mirror.mirror_id))).rowcount != 1:
+                raise UnknownMirror(f"mirror {mirror.name!r} is not in the catalog")
 
     def schema_changes(self, since: int) -> SchemaChanges:
         """Return what the schema registry stored after a change."""
@@ -875,7 +933,41 @@ def _topic(row: Any) -> Topic:
         replication=row.replication,
         overrides=dict(row.overrides),
         created_ms=row.created_ms,
+        mirror=row.mirror,
+        is_draining=row.is_draining,
     )
+
+
+def _mirror(row: Any) -> Mirror:
+    return Mirror(
+        mirror_id=UUID(row.mirror_id),
+        name=row.name,
+        overrides=dict(row.overrides),
+        is_wanted=row.is_wanted,
+        created_ms=row.created_ms,
+        version=row.version,
+        topic_ids=None if row.topic_ids is None else tuple(map(UUID, row.topic_ids)),
+        cuts=_offsets(row.cuts),
+        verified=_offsets(row.verified),
+    )
+
+
+def _mirror_row(mirror: Mirror) -> dict[str, Any]:
+    return {
+        "is_wanted": mirror.is_wanted,
+        "version": mirror.version,
+        "topic_ids": None if mirror.topic_ids is None else list(map(str, mirror.topic_ids)),
+        "cuts": _offsets_row(mirror.cuts),
+        "verified": _offsets_row(mirror.verified),
+    }
+
+
+def _offsets(row: Any) -> dict[str, dict[int, int]]:
+    return {topic: {int(index): int(offset) for index, offset in offsets.items()} for topic, offsets in row.items()}
+
+
+def _offsets_row(offsets: TopicOffsets) -> dict[str, dict[str, int]]:
+    return {topic: {str(index): offset for index, offset in found.items()} for topic, found in offsets.items()}
 
 
 def _subscription(row: Any) -> Subscription:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from millstream.core.errors import InvalidSetting
+from millstream.core.mirror import Mirror, MirrorSettings
 from millstream.core.pipeline import SETTINGS, Pipeline
 from millstream.core.private_file import read_private, write_private
 from millstream.core.setting import SealedValue, settings_of
@@ -42,7 +43,11 @@ _NO_KEY: Final = (
 SUBSCRIPTION: Final = "subscription"
 PIPELINE: Final = "pipeline"
 
-N = TypeVar("N", bound=Subscription | Pipeline)
+MIRROR: Final = "mirror"
+
+Sealable = Subscription | Pipeline | Mirror
+
+N = TypeVar("N", bound=Subscription | Pipeline | Mirror)
 
 
 class CannotOpen(Exception):
@@ -219,7 +224,7 @@ class Sealing:
                 texts[setting] = self.seal(text, _noun_of(declared), declared.name, setting)
         return texts
 
-    def describe(self, stored: Subscription | Pipeline) -> list[SealedSecret]:
+    def describe(self, stored: Sealable) -> list[SealedSecret]:
         """Return the secrets of what the catalog declares, without their values."""
         problems = self.open_all(stored).sealed
         return [
@@ -234,7 +239,7 @@ class Sealing:
             if stored.overrides[setting]
         ]
 
-    def reseal(self, stored: Subscription | Pipeline) -> dict[str, str]:
+    def reseal(self, stored: Sealable) -> dict[str, str]:
         """Return the settings with the secrets that an older key sealed under the newest one."""
         opened, texts = self.open_all(stored), dict(stored.overrides)
         for setting in secret_settings(stored) & opened.overrides.keys():
@@ -303,12 +308,16 @@ def _place(noun: str, name: str, setting: str) -> bytes:
     return json.dumps(["millstream", noun, name, setting]).encode()
 
 
-def _noun_of(declared: Subscription | Pipeline) -> str:
+def _noun_of(declared: Sealable) -> str:
+    if isinstance(declared, Mirror):
+        return MIRROR
     return SUBSCRIPTION if isinstance(declared, Subscription) else PIPELINE
 
 
-def secret_settings(declared: Subscription | Pipeline) -> frozenset[str]:
+def secret_settings(declared: Sealable) -> frozenset[str]:
     """Return the names of the settings that are sealed."""
+    if isinstance(declared, Mirror):
+        return _secrets_among(MirrorSettings)
     kind: type = SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind]
     return _secrets_among(kind)
 

@@ -26,6 +26,8 @@ topics = Table(
     Column("replication", Integer, nullable=False),
     Column("overrides", JSON, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
+    Column("mirror", String(200), nullable=False),
+    Column("is_draining", Boolean, nullable=False),
 )
 
 deleted_topics = Table(
@@ -118,6 +120,21 @@ routing_rules = Table(
     Column("subscription", String(249), nullable=False),
 )
 """The rules of routing pipelines, which are deleted with their pipeline."""
+
+mirrors = Table(
+    "mirrors",
+    metadata,
+    Column("mirror_id", String(36), primary_key=True),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("overrides", JSON, nullable=False),
+    Column("is_wanted", Boolean, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("topic_ids", JSON, nullable=True),
+    Column("cuts", JSON, nullable=False),
+    Column("verified", JSON, nullable=False),
+)
+"""Mirrors of other clusters. `cuts` and `verified` hold offsets, by topic and partition."""
 
 scram_credentials = Table(
     "scram_credentials",

@@ -7,6 +7,7 @@ state may still refer to an earlier process.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from millstream.core.errors import (
     RequestTimedOut,
     StoreUnavailable,
 )
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric, gauge
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
@@ -187,6 +188,17 @@ class ClusterTopics(Topics):
             return [Put(keys.partition_key(key), self._elected(topic, state, unclean=unclean).to_json())]
 
         await self._change_state(topic, index, elected)
+
+    async def raise_epoch(self, topic: Topic, index: int, epoch: Epoch) -> None:
+        """Let the leader of a partition lead in this epoch, unless it is in a later one already."""
+        if self.partition(topic.name, index).leader_epoch >= epoch:
+            return
+
+        def raised(key: PartitionKey, state: PartitionState) -> list[Change]:
+            later = dataclasses.replace(state, leader_epoch=Epoch(max(state.leader_epoch, epoch)))
+            return [Put(keys.partition_key(key), later.to_json())]
+
+        await self._change_state(topic, index, raised)
 
     async def reassign(self, topic: Topic, index: int, target: tuple[NodeId, ...] | None) -> None:
         """Begin to move a partition to other nodes, which the controller completes; None cancels a move."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
@@ -16,6 +16,8 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
+from millstream.core.ids import first_producer_id
+from millstream.core.mirror import Mirror
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
 from millstream.core.schema import SchemaChanges
@@ -26,6 +28,7 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PRODUCER_IDS: Final = "producer-id"
 Quotas = Mapping[QuotaEntity, Mapping[str, float]]
 
 
@@ -60,9 +63,16 @@ class Declarations:
         """Drop the deletion record once the files are gone."""
         await self.call(lambda catalog: catalog.forget_deleted(topic_id))
 
-    async def take_block(self, counter: str, size: int) -> int:
-        """Take `size` numbers of a counter, which are never given out again."""
-        return await self.call(lambda catalog: catalog.take_block(counter, size))
+    async def take_producer_ids(self, count: int) -> int:
+        """Take some producer ids, which are never given out again, and return the first.
+
+        They come from the range of this cluster, so that those of a mirrored cluster are never among them.
+        """
+
+        def take(catalog: Catalog) -> int:
+            return catalog.take_block(_PRODUCER_IDS, count, first=first_producer_id(catalog.cluster_id))
+
+        return await self.call(take)
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
         """Return the limits of every entity that has some."""
@@ -146,6 +156,26 @@ class Declarations:
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
         """Delete a pipeline with its rules."""
         await self._change(lambda catalog: catalog.delete_pipeline(pipeline))
+
+    async def mirrors(self) -> list[Mirror]:
+        """Return every mirror, by name."""
+        return await self.call(Catalog.mirrors)
+
+    async def add_mirror(self, mirror: Mirror) -> None:
+        """Declare a mirror, durably."""
+        await self._change(lambda catalog: catalog.add_mirror(mirror))
+
+    async def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
+        """Change a mirror as it is declared now, in one step."""
+        return await self._change(lambda catalog: catalog.alter_mirror(mirror_id, change))
+
+    async def note_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
+        """Change the progress of a mirror, which nodes do not have to read at once."""
+        return await self.call(lambda catalog: catalog.alter_mirror(mirror_id, change))
+
+    async def delete_mirror(self, mirror: Mirror) -> None:
+        """Delete a mirror."""
+        await self._change(lambda catalog: catalog.delete_mirror(mirror))
 
     async def schema_changes(self, since: int) -> SchemaChanges:
         """Return what the schema registry stored after a change."""

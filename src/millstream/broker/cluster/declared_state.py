@@ -13,6 +13,7 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState, parse_super_users
@@ -30,6 +31,7 @@ class DeclaredState:
     subscriptions: Subscriptions
     pipelines: Pipelines
     schemas: SchemaRegistry
+    mirrors: Mirrors
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class DeclaredState:
             subscriptions=Subscriptions(declarations, clock, new_id=new_id),
             pipelines=Pipelines(declarations, clock, new_id=new_id),
             schemas=SchemaRegistry(declarations),
+            mirrors=Mirrors(declarations, clock, new_id=new_id),
         )
 
     async def load(self) -> None:

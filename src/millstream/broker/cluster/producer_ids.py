@@ -7,7 +7,6 @@ import asyncio
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.ids import ProducerId
 
-_COUNTER = "producer-id"
 _BLOCK = 1000
 
 
@@ -24,7 +23,7 @@ class ProducerIds:
         """Return a producer id that was never used before."""
         async with self._lock:
             if self._next == self._end:
-                first = await self._declarations.take_block(_COUNTER, _BLOCK)
+                first = await self._declarations.take_producer_ids(_BLOCK)
                 self._next, self._end = first, first + _BLOCK
             taken = self._next
             self._next += 1

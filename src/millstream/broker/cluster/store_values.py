@@ -98,6 +98,8 @@ def topic_to_json(topic: Topic) -> str:
         "replication": topic.replication,
         "overrides": dict(topic.overrides),
         "created_ms": topic.created_ms,
+        "mirror": topic.mirror,
+        "is_draining": topic.is_draining,
     }
     return _compact(content)
 
@@ -113,6 +115,8 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
             replication=int(content["replication"]),
             overrides={str(name): str(value) for name, value in content["overrides"].items()},
             created_ms=int(content["created_ms"]),
+            mirror=str(content["mirror"]),
+            is_draining=bool(content["is_draining"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptState(f"a topic cannot be read ({error!r}): {text[:200]!r}") from error

@@ -277,14 +277,23 @@ class Topics:
         validate_only: bool = False,
         placement: Placement | None = None,
         timeout_s: float = AGREEMENT_S,
+        mirror: str = "",
+        topic_id: UUID | None = None,
     ) -> Topic:
-        """Declare a topic durably, then open its partitions. `placement` chooses the replicas."""
+        """Declare a topic durably, then open its partitions. `placement` chooses the replicas.
+
+        `mirror` is the mirror that writes it, with the id that it has on the source.
+        """
         if validate_only:
             return self._declare(name, partitions, replication, overrides or {}, internal=internal)
+
+        if topic_id is not None and topic_id in await self._declarations.deleted_topic_ids():
+            raise TopicExists(f"topic {name!r} was deleted, and its files are still being removed; try again")
 
         async def add() -> Topic:
             async with self._changing:
                 topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
+                topic = dataclasses.replace(topic, mirror=mirror, topic_id=topic_id or topic.topic_id)
                 await self._place(topic.topic_id, placement)
                 await self._declarations.add_topic(topic)
                 self._declared(topic)
@@ -372,6 +381,20 @@ class Topics:
             return dataclasses.replace(topic, overrides=overrides)
 
         return await self._change(name, altered, None, validate_only=validate_only, timeout_s=timeout_s)
+
+    async def set_mirror(
+        self, name: str, mirror: str, *, is_draining: bool = False, timeout_s: float = AGREEMENT_S
+    ) -> Topic:
+        """Let a mirror write a topic, and nobody else; without a name, clients write it again."""
+
+        def changed(topic: Topic) -> Topic:
+            return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining)
+
+        return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+
+    async def raise_epoch(self, topic: Topic, index: int, epoch: Epoch) -> None:
+        """Let the leader of a partition lead in this epoch, unless it is in a later one already."""
+        self.partition(topic.name, index).raise_own_epoch(epoch)
 
     async def _change(
         self,
@@ -559,6 +582,8 @@ class Topics:
         for partition in partitions:
             if partition is not None:
                 partition.change_settings(topic, settings)
+                if before is not None and before.mirror != topic.mirror:
+                    self._notify_leadership(partition)
         for number in range(len(partitions), topic.partitions):
             partitions.append(None)
             self._open_partition(topic, PartitionIndex(number), settings)

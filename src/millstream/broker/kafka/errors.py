@@ -42,6 +42,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.TopicExists: ErrorCode.topic_already_exists,
     errors.SubscriptionExists: ErrorCode.duplicate_resource,
     errors.PipelineExists: ErrorCode.duplicate_resource,
+    errors.MirrorExists: ErrorCode.duplicate_resource,
     errors.GroupNotEmpty: ErrorCode.non_empty_group,
     errors.InvalidRecordState: ErrorCode.invalid_record_state,
     errors.GroupRejected: ErrorCode.rebalance_in_progress,

@@ -67,6 +67,15 @@ from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.metadata import Metadata
+from millstream.broker.kafka.apis.mirror_apis import (
+    MirrorAlter,
+    MirrorCreate,
+    MirrorCut,
+    MirrorDelete,
+    MirrorFailover,
+    MirrorList,
+    MirrorOffer,
+)
 from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
@@ -126,6 +135,7 @@ from millstream.broker.kafka.share_consumers import ShareConsumers
 from millstream.broker.kafka.share_offsets import ShareOffsets
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.transaction_service import TransactionService
+from millstream.broker.mirror.service import MirrorService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
 from millstream.broker.pipelines.advice import PipelineAdvice
@@ -202,6 +212,9 @@ class ServedApis:
         self._subscriptions.share_topics.members = self._groups.share_topics
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
         """How the pipelines do that this node runs."""
+        self._mirrors = MirrorService(
+            parts.topics, parts.membership, parts.declared.mirrors, parts.clock, parts.supervise
+        )
         self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
         self._schema_rules = SchemaRules(parts.declared.schemas)
         self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate, self._schema_rules)
@@ -221,6 +234,7 @@ class ServedApis:
             *self._share_apis(),
             *self._pipeline_apis(),
             *self._schema_apis(),
+            *self._mirror_apis(),
             *self._cluster_apis(),
             *self._client_apis(),
         ]
@@ -237,6 +251,7 @@ class ServedApis:
         await self._transactions.start()
         await self._subscriptions.start()
         self._landed.start()
+        self._mirrors.start()
         topics = self._parts.topics
         self._parts.declared.security.topic_name = lambda topic_id: (
             None if (topic := topics.by_id(topic_id)) is None else topic.name
@@ -253,6 +268,7 @@ class ServedApis:
         self._fetch.stop()
         if self._audit is not None:
             await self._audit.close()
+        await self._mirrors.close()
         await self._subscriptions.close()
         await self._transactions.close()
         await self._groups.close()
@@ -365,6 +381,16 @@ class ServedApis:
         yield SchemaSettings(schemas)
         yield SchemaConfigure(schemas)
 
+    def _mirror_apis(self) -> Iterable[RawApi]:
+        mirrors = self._mirrors
+        yield MirrorCreate(mirrors)
+        yield MirrorAlter(mirrors)
+        yield MirrorDelete(mirrors)
+        yield MirrorList(mirrors)
+        yield MirrorFailover(mirrors)
+        yield MirrorCut(mirrors)
+        yield MirrorOffer(mirrors)
+
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts
         yield DescribeCluster(parts.membership)
@@ -379,6 +405,7 @@ class ServedApis:
             self._transactions,
             self._subscriptions,
             self.pipeline_board,
+            self._mirrors,
             self._meters,
             lag,
             process,

@@ -29,6 +29,7 @@ from millstream.core.errors import (
     FencedLeaderEpoch,
     InspectionPending,
     MillstreamError,
+    MirroredTopic,
     NotEnoughReplicas,
     NotLeader,
     OffsetOutOfRange,
@@ -38,12 +39,13 @@ from millstream.core.errors import (
     StorageFailure,
     UnknownLeaderEpoch,
 )
-from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.rewrite import empty_batch
 
 
 class AdvanceListener(Protocol):
@@ -110,6 +112,7 @@ class Partition(Replica):
         "_stale_epoch",
         "_wants_handover",
         "bytes_out",
+        "exposed",
         "in_sync_manager",
         "records_in",
     )
@@ -136,6 +139,8 @@ class Partition(Replica):
         # Dictionaries keep an order, so that a simulated run can be repeated.
         self._listeners: dict[AdvanceListener, None] = {}
         self._append_listeners: dict[AppendListener, None] = {}
+        self.exposed: Offset | None = None
+        """Up to where clients may read a mirrored partition; None if all that is acknowledged."""
         self.bytes_out = 0
         self.records_in = 0
         log.damage.on_change = self.damage_changed
@@ -160,10 +165,22 @@ class Partition(Replica):
         """
         if not self.is_leader:
             raise self._not_leader()
+        if self.topic.mirror:
+            raise self._mirrored()
+        return self._write(batches, acks=acks, internal=internal, guard=guard, is_checked=is_checked)
+
+    def _write(
+        self,
+        batches: bytearray | memoryview,
+        *,
+        acks: int,
+        internal: bool = False,
+        guard: Guard | None = None,
+        is_checked: bool = False,
+    ) -> AppendedRange:
         in_sync = self._in_sync
         if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
             raise self._not_enough(in_sync)
-        settings = self.log.settings
         try:
             appended = self.log.append(
                 batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard, is_checked=is_checked
@@ -177,13 +194,15 @@ class Partition(Replica):
             self.records_in += appended.next_offset - appended.base_offset
             if in_sync is not None:
                 self._notify_followers(in_sync, appended.base_offset)
-        if settings.flush == FLUSH_ALWAYS:
-            # Also for a duplicate: its first copy may still wait for its sync.
-            if self.log.synced_offset < self.log.end_offset:
-                self._store.sync_soon(self.log)
-        else:
-            self._advance()
+        # Also for a duplicate: its first copy may still wait for its sync.
+        self._sync_or_advance()
         return appended
+
+    def _sync_or_advance(self) -> None:
+        if self.log.settings.flush != FLUSH_ALWAYS:
+            self._advance()
+        elif self.log.synced_offset < self.log.end_offset:
+            self._store.sync_soon(self.log)
 
     def _earlier_write_failed(self) -> StorageFailure:
         """Return the error for a gap that the disk itself may have caused, so that the client retries.
@@ -307,6 +326,8 @@ class Partition(Replica):
         """
         if not self.is_leader:
             raise self._not_leader()
+        if self.topic.mirror:
+            raise self._mirrored()
         now_ms = self.log.clock.now_ms()
         return self.log.producers.start_guard(producer_id, epoch, sequence, now_ms, bumps_epoch=bumps_epoch)
 
@@ -319,12 +340,100 @@ class Partition(Replica):
         if not self.is_leader:
             raise self._not_leader()
         log = self.log
+        if self.topic.mirror and not self.topic.is_draining:
+            # The cluster that writes the topic now has ended all transactions that it got, and has no others.
+            return AppendedRange(log.end_offset, Offset(0), -1, log.start_offset, True)
         admitted = log.producers.check_marker(marker)
         if admitted is not None:
-            return self.write(encode_marker(admitted, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
+            return self._write(encode_marker(admitted, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
         # It is stored already. A guard from before it must not let a transaction begin now.
         log.producers.transactions.guards.pop(marker.producer_id, None)
         return AppendedRange(log.end_offset, log.end_offset, -1, log.start_offset, True)
+
+    # -- mirroring ------------------------------------------------------------------------------------------
+
+    def append_mirrored(self, batches: Buffer, *, exposed: Offset | None) -> asyncio.Future[None] | None:
+        """Append batches as the source of a mirror has them: offsets, epochs and producers included.
+
+        `exposed` is up to where clients may read from now on. The future is done when this node has them as durably
+        as the topic requires. An epoch above this partition's has to be raised first (`Topics.raise_epoch`), so that
+        followers and consumers never see a batch from a later epoch than its leader's.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        log, in_sync = self.log, self._in_sync
+        before = log.end_offset
+        log.append_replica(batches, leader_epoch=self.leader_epoch)
+        self.bytes_in += len(batches)
+        self.records_in += log.end_offset - before
+        self.exposed = exposed
+        if in_sync is not None and log.end_offset > before:
+            self._notify_followers(in_sync, before)
+        self._sync_or_advance()
+        return self.stored()
+
+    def raise_own_epoch(self, epoch: Epoch) -> None:
+        """Lead in a later epoch, without others to agree with."""
+        self.leader_epoch = Epoch(max(self.leader_epoch, epoch))
+
+    def expose(self, offset: Offset | None) -> None:
+        """Let clients read a mirrored partition up to an offset, or everything; it may also be taken back."""
+        self.exposed = offset
+        if offset is not None and offset < self.high_watermark:
+            self.high_watermark = max(offset, self.log.start_offset)
+        self._advance()
+
+    async def cut_mirrored(self, offset: Offset) -> None:
+        """Truncate a mirrored partition, durably."""
+        self.exposed = None
+        cut = self.log.begin_truncation(offset) if offset >= self.log_start else self.log.begin_restart(offset)
+        done = self._cut(cut)
+        self._notify_listeners()
+        if done is not None:
+            await done
+
+    async def restart_mirrored(self, offset: Offset) -> None:
+        """Drop everything and restart where the source's log begins: it no longer has what comes next here."""
+        done = self._cut(self.log.begin_restart(offset))
+        if done is not None:
+            await done
+
+    async def begin_own_history(self) -> None:
+        """Write an empty batch in this leader's epoch, so that the log shows from where on it differs from the source.
+
+        The epoch alone would be forgotten by a node that restarts before the first write.
+        """
+        end = self.log.end_offset
+        self.log.append_replica(empty_batch(end, end + 1, self.leader_epoch), leader_epoch=self.leader_epoch)
+        if self._in_sync is not None:
+            self._notify_followers(self._in_sync, end)
+        self._sync_or_advance()
+        waiting = self.acknowledged(AppendedRange(end, self.log.end_offset, -1, self.log.start_offset, False))
+        if waiting is not None:
+            await waiting
+
+    async def abort_open(self) -> int:
+        """Abort every transaction that is open here: nobody else will end it. Return how many there were."""
+        opened = self.open_transactions()
+        last: AppendedRange | None = None
+        for one in opened:
+            marker = Marker(
+                producer_id=ProducerId(one.producer_id),
+                producer_epoch=ProducerEpoch(one.producer_epoch),
+                commit=False,
+                coordinator_epoch=max(one.coordinator_epoch, 0),
+            )
+            last = self._write(encode_marker(marker, self.log.clock.now_ms()), acks=ACKS_ALL, internal=True)
+        waiting = None if last is None else self.acknowledged(last)
+        if waiting is not None:
+            await waiting
+        return len(opened)
+
+    def _mirrored(self) -> MirroredTopic:
+        return MirroredTopic(
+            f"topic {self.topic.name!r} is written by mirror {self.topic.mirror!r} only; write to its source, or make "
+            f"it writable here with `millstream mirror failover {self.topic.mirror}`"
+        )
 
     # -- what others ask for --------------------------------------------------------------------------------
 
@@ -649,6 +758,8 @@ class Partition(Replica):
             return
         if self._in_sync is not None:
             readable = self._in_sync.acknowledged(readable)
+        if self.exposed is not None and readable > self.exposed:
+            readable = self.exposed
         if readable <= self.high_watermark:
             return
         self.high_watermark = readable

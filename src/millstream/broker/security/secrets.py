@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.catalog.sealing import PIPELINE, SUBSCRIPTION, SealedSecret, Sealing
+from millstream.broker.catalog.sealing import MIRROR, PIPELINE, SUBSCRIPTION, SealedSecret, Sealing
 from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.setting import seal_problem
@@ -24,15 +25,19 @@ _NAMED_MAX: Final = 10
 class StoredSecrets:
     """What the catalog holds sealed, and whether this node can open it."""
 
-    def __init__(self, catalog: Catalog, sealing: Sealing, subscriptions: Subscriptions, pipelines: Pipelines) -> None:
+    def __init__(
+        self, catalog: Catalog, sealing: Sealing, subscriptions: Subscriptions, pipelines: Pipelines, mirrors: Mirrors
+    ) -> None:
         self._catalog = catalog
         self._sealing = sealing
         self._subscriptions = subscriptions
         self._pipelines = pipelines
+        self._mirrors = mirrors
         self._problems: dict[str, str] = {}
         self._has_problems = asyncio.Event()
         subscriptions.on_change(self._look)
         pipelines.on_change(self._look)
+        mirrors.on_change(self._look)
         self._look()
 
     async def list(self) -> list[SealedSecret]:
@@ -67,13 +72,18 @@ class StoredSecrets:
             try:
                 await self._subscriptions.load()
                 await self._pipelines.load()
+                await self._mirrors.load()
             except MillstreamError as error:
                 _logger.warning("secrets could not be read again", extra={"error": str(error)})
 
     def _look(self) -> None:
         found = {
             f"{noun} {one.name!r}": seal_problem(one.sealed)
-            for noun, declared in ((SUBSCRIPTION, self._subscriptions.all()), (PIPELINE, self._pipelines.all()))
+            for noun, declared in (
+                (SUBSCRIPTION, self._subscriptions.all()),
+                (PIPELINE, self._pipelines.all()),
+                (MIRROR, self._mirrors.all()),
+            )
             for one in declared
             if one.sealed
         }

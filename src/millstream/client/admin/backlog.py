@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from millstream.client.admin.groups import Committed, committed_by_group
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import LATEST, LandSettings, Pipeline, PipelineKind
@@ -19,6 +18,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.group_offsets import Committed, committed_by_group
 from millstream.protocol.wire.list_offsets import ListedOffset
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,24 @@ from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import (
     GroupNotEmpty,
     InvalidRequest,
-    MillstreamError,
     NotFound,
     ProtocolViolation,
     UnknownGroup,
     UnknownTopic,
 )
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.ids import PartitionIndex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.primitives import Reader
-from millstream.protocol.private.transactions import GROUP_COORDINATOR
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.group_offsets import (
+    CLASSIC,
+    Committed,
+    busy_sentence,
+    committed_offsets,
+    list_groups,
+)
 
 if TYPE_CHECKING:
     from millstream.client.admin.position import Position
@@ -89,27 +94,15 @@ def group_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
 
 DEAD = "Dead"
 
-CLASSIC = "classic"
-
 CONSUMER = "consumer"
 """A group of the newer protocol (KIP-848), in which the broker assigns partitions."""
 
 SHARE = "share"
 """A group whose members share the messages of a partition (KIP-932)."""
 
-_NO_GENERATION = -1
-
 _GROUP_ID_NOT_FOUND = 69
 
-_UNKNOWN_MEMBER_ID = 25
-
-_GROUPS_ASKED_MAX = 100
-"""The number of groups in one request."""
-
 _GROUPS_AT_ONCE_MAX = 16
-
-Committed = dict[TopicPartition, int]
-"""The committed offset of each partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +144,6 @@ class Progress:
         if self.committed is None or self.end is None:
             return None
         return max(0, self.end - self.committed)
-
-
-async def list_groups(client: Client) -> list[tuple[str, str, str]]:
-    """Return the name, state and type of every group, from every node."""
-    from kio.schema.list_groups.v5 import request
-
-    messages: Any = request
-    found: dict[str, tuple[str, str, str]] = {}
-    for node in (await client.metadata([])).nodes:
-        answer = await client.send(node, messages.ListGroupsRequest())
-        if answer.error_code:
-            raise error_from_code(answer.error_code, None, about="the list of groups")
-        for group in answer.groups:
-            found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
-    return sorted(found.values())
 
 
 async def describe_group(client: Client, name: str) -> Group:
@@ -248,11 +226,6 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
     return tuple(partitions)
 
 
-async def committed_offsets(client: Client, name: str) -> Committed:
-    """Return every offset that a group has committed."""
-    return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
-
-
 async def share_offsets(client: Client, name: str) -> Committed:
     """The oldest message that a share group is not done with, in every partition that it has begun."""
     from kio.schema.describe_share_group_offsets.v1 import request
@@ -268,81 +241,6 @@ async def share_offsets(client: Client, name: str) -> Committed:
         for topic in answer.topics
         for one in topic.partitions
         if one.start_offset >= 0
-    }
-
-
-async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
-    """Return the committed offsets of several groups, with few requests per coordinator.
-
-    A group that could not be read has an error instead.
-    """
-    by_node: dict[NodeId, list[str]] = {}
-    found: dict[str, Committed | MillstreamError] = {}
-    for name, where in (await _coordinators(client, names)).items():
-        if isinstance(where, MillstreamError):
-            found[name] = where
-        else:
-            by_node.setdefault(where, []).append(name)
-    asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
-    for answers in await gather_or_cancel(_offsets_or_errors(client, *one) for one in asked):
-        found.update(answers)
-    return found
-
-
-async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
-    from kio.schema.find_coordinator.v6 import request
-
-    messages: Any = request
-    found: dict[str, NodeId | MillstreamError] = {}
-    for part in _parts(names):
-        asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
-        for one in (await client.send(None, asked)).coordinators:
-            about = f"coordinator of {one.key!r}"
-            refused = error_from_code(one.error_code, one.error_message, about=about) if one.error_code else None
-            found[one.key] = refused or NodeId(one.node_id)
-    return found
-
-
-def _parts(names: Sequence[str]) -> list[Sequence[str]]:
-    return [names[at : at + _GROUPS_ASKED_MAX] for at in range(0, len(names), _GROUPS_ASKED_MAX)]
-
-
-async def _offsets_or_errors(
-    client: Client, node: NodeId, names: Sequence[str]
-) -> dict[str, Committed | MillstreamError]:
-    try:
-        answers = await _ask_offsets(client, node, names)
-    except MillstreamError as error:
-        return dict.fromkeys(names, error)
-    found: dict[str, Committed | MillstreamError] = {}
-    for name in names:
-        try:
-            found[name] = _committed(answers, name)
-        except MillstreamError as error:
-            found[name] = error
-    return found
-
-
-async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
-    from kio.schema.offset_fetch.v9 import request
-
-    messages: Any = request
-    groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
-    answer = await client.send(node, messages.OffsetFetchRequest(groups=groups))
-    return {one.group_id: one for one in answer.groups}
-
-
-def _committed(answers: Mapping[str, Any], name: str) -> Committed:
-    answer = answers.get(name)
-    if answer is None:
-        raise ProtocolViolation(f"the response with offsets does not include group {name!r}")
-    if answer.error_code:
-        raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
-    return {
-        TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
-        for topic in answer.topics
-        for one in topic.partitions
-        if one.committed_offset >= 0
     }
 
 
@@ -374,36 +272,6 @@ async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[
     return {index: (starts[index].offset, ends[index].offset) for index in partitions}
 
 
-async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartition, int]) -> None:
-    """Move a group without members to these offsets."""
-    from kio.schema.offset_commit.v9 import request
-
-    messages: Any = request
-    by_topic: dict[str, list[Any]] = {}
-    for where, offset in offsets.items():
-        wanted = messages.OffsetCommitRequestPartition(
-            partition_index=where.partition, committed_offset=offset, committed_metadata=""
-        )
-        by_topic.setdefault(where.topic, []).append(wanted)
-    topics = tuple(
-        messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
-    )
-    asked = messages.OffsetCommitRequest(
-        group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
-    )
-
-    async def attempt(node: NodeId) -> None:
-        answer = await client.send(node, asked)
-        for topic in answer.topics:
-            for one in topic.partitions:
-                if one.error_code == _UNKNOWN_MEMBER_ID:
-                    raise GroupNotEmpty(busy_sentence(name))
-                if one.error_code:
-                    raise error_from_code(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
-
-    await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
-
-
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
     """Raise `GroupNotEmpty` when the group is in use, `UnknownGroup` when it has to exist and does not."""
     try:
@@ -428,11 +296,6 @@ async def delete_group(client: Client, name: str) -> None:
     if result.error_code:
         error = error_from_code(result.error_code, None, about=f"delete group {name!r}")
         raise GroupNotEmpty(busy_sentence(name)) if isinstance(error, GroupNotEmpty) else error
-
-
-def busy_sentence(name: str) -> str:
-    """Say what to do about a group that is in use."""
-    return f"group {name!r} has members; stop its consumers first, then try again"
 
 
 async def plan_reset(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED
+from millstream.protocol.wire.topic_configs import topic_configs
 
 if TYPE_CHECKING:
     from millstream.client.admin.node_status import DamagedOffsets
@@ -31,7 +31,8 @@ CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
 async def describe_topic(client: Client, name: str, *, advice: str | None = None) -> dict[str, Any]:
     """Return a topic's partitions, offsets, settings and damage."""
     from millstream.client.admin.node_status import find_damage
-    from millstream.client.admin.topics import find_topic, offset_bounds, topic_configs
+    from millstream.client.admin.topics import find_topic, offset_bounds
+    from millstream.protocol.wire.topic_configs import topic_configs
 
     topic = await find_topic(client, name, advice=advice)
     bounds, configs = await asyncio.gather(
@@ -72,21 +73,11 @@ _NODE_RESOURCE = 4
 
 _SET, _DELETE = 0, 1
 
-_SOURCE_TOPIC = 1
-
 _MIN_IN_SYNC = "min.insync.replicas"
 
 _DEFAULT_REPLICATION, _ETCD = "default-replication", "etcd"
 
 _TIMEOUT = timedelta(seconds=30)
-
-
-@dataclass(frozen=True, slots=True)
-class TopicConfig:
-    """The effective value of a setting, and whether the topic's owner set it."""
-
-    value: str | None
-    is_override: bool
 
 
 async def find_topic(client: Client, name: str, *, advice: str | None = None) -> TopicMetadata:
@@ -159,19 +150,6 @@ async def check_settings_exist(client: Client, topic: str, names: Sequence[str])
     for name in names:
         if name not in known:
             raise InvalidSetting(f"topics have no setting {name!r}{suggestion(name, known)}")
-
-
-async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
-    """Return every effective setting of a topic."""
-    from kio.schema.describe_configs.v4 import request
-
-    messages: Any = request
-    resource = messages.DescribeConfigsResource(
-        resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=None
-    )
-    answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
-    described = _checked(answer.results[0], f"settings of topic {name!r}")
-    return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
 
 
 async def node_configs(client: Client, node: NodeId, keys: Sequence[str]) -> dict[str, str | None]:

@@ -16,7 +16,6 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from millstream.client.admin.groups import commit_offsets
 from millstream.core.errors import LostData, MillstreamError
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -27,6 +26,7 @@ from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ran
 from millstream.pipelines.source.reader import check_start, read_task
 from millstream.pipelines.source.shape import Shape
 from millstream.pipelines.source.spark_errors import without_traceback
+from millstream.protocol.wire.group_offsets import commit_offsets
 
 _logger = logging.getLogger(__name__)
 

@@ -207,6 +207,10 @@ class Client:
         """Return the leader of a partition, from the cache or by asking."""
         return await self._retrying(lambda: self._leader(topic, partition, create=create))
 
+    def forget_leaders(self) -> None:
+        """Look up every leader again when it is next needed."""
+        self._leaders.clear()
+
     async def coordinator(self, group: str) -> NodeId:
         """Return the coordinator of a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
@@ -296,7 +300,7 @@ class Client:
 
         async def attempt() -> FetchAnswer:
             leader = await self._leader(topic, partition)
-            return fetch.only(await self._fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+            return fetch.only(await self.fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
         return await self._retrying(attempt)
 
@@ -312,7 +316,7 @@ class Client:
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchAnswer] = {}
-        fetches = (self._fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
+        fetches = (self.fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
         for answered in await gather_or_cancel(fetches):
             for partition, found in answered.items():
                 if isinstance(found, TRANSIENT):
@@ -427,9 +431,10 @@ class Client:
             raise answer
         return answer
 
-    async def _fetch_from(
+    async def fetch_from(
         self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+        """Read from partitions of one leader, once; an error stands in place of a partition that it does not serve."""
         pool = await self._reach(leader)
         await pool.unmuted()
         async with pool.borrowed() as channel:

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 from millstream.client.admin.groups import (
-    commit_offsets,
     delete_group,
     describe_group,
     group_document,
@@ -20,6 +19,7 @@ from millstream.client.admin.groups import (
 from millstream.client.admin.position import parse_position
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
+from millstream.protocol.wire.group_offsets import commit_offsets
 
 
 class GroupSummary(msgspec.Struct, frozen=True):

@@ -1,0 +1,168 @@
+"""Private requests about mirrors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
+from millstream.broker.mirror.failover import fail_over
+from millstream.broker.mirror.service import MirrorService
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.errors import InvalidMirror
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.mirror_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    CUT_KEY,
+    DELETE_KEY,
+    FAILOVER_KEY,
+    LIST_KEY,
+    OFFER_KEY,
+    CutRequest,
+    CutResponse,
+    FailoverRequest,
+    FailoverResponse,
+    MirrorChanges,
+    MirrorDescriptions,
+    MirrorName,
+    MirrorNames,
+    NewMirror,
+    OfferRequest,
+    OfferResponse,
+)
+
+
+class _MirrorApi(PrivateApi[RequestT, ResponseT]):
+    operation = Operation.ALTER
+
+    def __init__(self, mirrors: MirrorService) -> None:
+        self._mirrors = mirrors
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """ALTER on the cluster: a mirror creates and writes topics of any name."""
+        return [(self.operation, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class MirrorCreate(_MirrorApi[NewMirror, Response]):
+    """Creates a mirror.
+
+        {"name": "paris", "settings": {"from": "broker-1.paris:9092", "topics": "orders.*"}, "wanted": true}
+        answer: {"error": 0, "message": null}
+
+    A name that is taken is DUPLICATE_RESOURCE. Settings are those of docs/configuration.md.
+    """
+
+    key = CREATE_KEY
+
+    async def handle(self, request: NewMirror) -> Response:
+        await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
+        return Response()
+
+
+class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
+    """Changes, pauses or resumes a mirror.
+
+        {"name": "paris", "settings": {"rate": "10000000", "exclude": null}, "wanted": true}
+        answer: {"error": 0, "message": null}
+
+    A setting of null is reset to its default. `wanted` resumes or pauses it; null changes nothing. An unknown name is
+    RESOURCE_NOT_FOUND.
+    """
+
+    key = ALTER_KEY
+
+    async def handle(self, request: MirrorChanges) -> Response:
+        if request.settings:
+            await self._mirrors.mirrors.alter(request.name, request.settings)
+        if request.wanted is not None:
+            await self._mirrors.mirrors.want(request.name, is_wanted=request.wanted)
+        return Response()
+
+
+class MirrorDelete(_MirrorApi[MirrorName, Response]):
+    """Deletes a mirror that has no copies any more.
+
+        {"name": "paris"}     answer: {"error": 0, "message": null}
+
+    Copies that nobody writes would be left behind otherwise: fail over or delete them first.
+    """
+
+    key = DELETE_KEY
+
+    async def handle(self, request: MirrorName) -> Response:
+        copies = self._mirrors.copied_topics(request.name)
+        if copies:
+            names = ", ".join(topic.name for topic in copies[:5]) + (", …" if len(copies) > 5 else "")
+            raise InvalidMirror(
+                f"mirror {request.name!r} still writes {len(copies)} topics ({names}); make them writable first "
+                f"(`millstream mirror failover {request.name}`), or pause the mirror and delete them"
+            )
+        await self._mirrors.mirrors.delete(request.name)
+        return Response()
+
+
+class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
+    """Lists mirrors and how they do.
+
+        {"names": ["paris"]}, or null for all
+        answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
+        "wanted": true, "problem": "", "version": …, "topics": […], "cuts": {…}, "report": {"node": 1,
+        "state": "running", "error": "", "bytes": …, "notes": […], "partitions": [{"topic": …, "partition": …,
+        "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …, "epoch": …, "error": ""}]}}]}
+
+    Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
+    """
+
+    key = LIST_KEY
+    operation = Operation.DESCRIBE
+
+    async def handle(self, request: MirrorNames) -> MirrorDescriptions:
+        mirrors = self._mirrors.mirrors
+        named = mirrors.all() if request.names is None else [await mirrors.find(name) for name in request.names]
+        return MirrorDescriptions(mirrors=[self._mirrors.describe(one) for one in named])
+
+
+class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
+    """Makes copies writable, and returns where each of them was cut.
+
+        {"name": "paris", "topics": null}, or regular expressions for the names of topics
+        answer: {"error": 0, "message": null, "partitions": [{"topic": …, "partition": 0, "offset": 4711, "epoch": 1003,
+        "dropped": 0, "aborted": 0, "source_end": 4720}], "source_error": "", "waited_ms": 210}
+
+    Without topics, the mirror is paused. `source_end` is null if the source could not be asked. May be repeated.
+    """
+
+    key = FAILOVER_KEY
+
+    async def handle(self, request: FailoverRequest) -> FailoverResponse:
+        return await fail_over(self._mirrors, request)
+
+
+class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
+    """Cuts a copy that this node leads, for the node that carries out a failover.
+
+    {"mirror": "paris", "topic": "orders", "partition": 0}     answer: {"error": 0, "message": null, "cut": {…}}
+    """
+
+    key = CUT_KEY
+    operation = Operation.CLUSTER_ACTION
+
+    async def handle(self, request: CutRequest) -> CutResponse:
+        return CutResponse(cut=await self._mirrors.cut(request))
+
+
+class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
+    """Returns what a node of a source has besides records, for a mirror of another cluster.
+
+        {"topics": [], "known": []}
+        answer: {"error": 0, "message": null, "mirrored": ["paris.orders"], "subscriptions": [], "queues": []}
+
+    `mirrored` are topics that are copies themselves, and that nobody mirrors again.
+    """
+
+    key = OFFER_KEY
+    operation = Operation.DESCRIBE
+
+    async def handle(self, request: OfferRequest) -> OfferResponse:
+        mirrored = [topic.name for topic in self._mirrors.topics.all() if topic.mirror]
+        return OfferResponse(mirrored=mirrored)

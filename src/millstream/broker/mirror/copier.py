@@ -1,0 +1,408 @@
+"""The path of a mirrored record: fetched from the source up to its high watermark, appended as it is.
+
+A mirror is a consumer to its source, not a follower: it counts for no in-sync set, and a slow target harms nobody. The
+node that leads a copy fetches it. Partitions with the same leader on the source share a few lines, each of which has
+one fetch in flight while it appends what the one before has brought, so that a line with a long round trip stays busy
+and memory stays bounded: lines times two fetches.
+
+A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
+mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `transactions` moves that on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.mirror.source import Source
+from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.replica import truncation_point
+from millstream.core.backoff import Backoff, delay_after
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    BatchRejected,
+    BrokerUnreachable,
+    CopyDiverged,
+    MillstreamError,
+    NotLeader,
+    OffsetOutOfRange,
+    RequestTimedOut,
+)
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset
+from millstream.core.topic import TopicPartition
+from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
+from millstream.protocol.records.control import read_marker
+from millstream.protocol.wire.error_codes import TRANSIENT
+from millstream.protocol.wire.fetch import FetchAnswer, FetchLimits
+
+_logger = logging.getLogger(__name__)
+
+LINES: Final = 4
+"""How many fetches run concurrently for each leader of the source."""
+FETCH_BYTES: Final = 8 * 1024 * 1024
+FETCH_WAIT_MS: Final = 500
+HELD_FIRST_S: Final = 0.1
+HELD_MAX_S: Final = 10.0
+MARKERS_MAX: Final = 1_000_000
+"""Commit markers that wait to be verified, in one partition; beyond it, copying waits for them."""
+_SCAN_BYTES: Final = 1024 * 1024
+
+CopyKey = tuple[UUID, int]
+"""A topic's id here, and a partition."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One mirrored partition that this node leads."""
+
+    partition: Partition
+    source: TopicPartition
+    verified: int = 0
+    """Every transaction that is committed below has arrived as a whole."""
+    commits: array[int] = field(default_factory=lambda: array("q"))
+    """The commit markers from there on."""
+    source_end: int = -1
+    """The source's high watermark, as of the last fetch; -1 before the first."""
+    checked_epoch: int = -2
+    """The leader epoch here for which the history was compared with the source's."""
+    caught_up_ms: int = 0
+    """When the exposed offset last was the source's high watermark."""
+    error: str = ""
+    error_ms: int = 0
+    failures: int = 0
+    held_until: float = 0.0
+    bytes_copied: int = 0
+
+    @property
+    def key(self) -> CopyKey:
+        return self.partition.topic.topic_id, self.partition.index
+
+    @property
+    def end(self) -> Offset:
+        return self.partition.log.end_offset
+
+    @property
+    def exposed(self) -> Offset | None:
+        """Up to where clients may read; None for everything that is acknowledged."""
+        return Offset(self.commits[0]) if self.commits else None
+
+    @property
+    def lag(self) -> int | None:
+        """How many offsets of the source clients cannot read here; None if that is unknown."""
+        return None if self.source_end < 0 else max(0, self.source_end - self.partition.high_watermark)
+
+    def verify(self, offset: int) -> None:
+        """Note that transactions committed below an offset have arrived as a whole."""
+        if offset > self.verified:
+            self.verified = offset
+            del self.commits[: bisect_left(self.commits, offset)]
+            self.partition.expose(self.exposed)
+
+
+class Copier:
+    """Copies the partitions of one mirror that this node leads."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        source: Source,
+        clock: Clock,
+        *,
+        rate: int,
+        gates: bool,
+        cut_of: Callable[[Partition], int | None],
+    ) -> None:
+        self._topics = topics
+        self._source = source
+        self._clock = clock
+        self._rate = rate
+        self._gates = gates
+        """Whether the source can say which transactions have ended everywhere."""
+        self._cut_of = cut_of
+        """Up to where a partition may be truncated, if its history differs from the source's."""
+        self.copies: dict[CopyKey, Copy] = {}
+        self._lines: dict[tuple[NodeId, int], asyncio.Task[None]] = {}
+        self._members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
+        self._changed = asyncio.Event()
+        self._next_slot_s = 0.0
+        self.on_appended: Callable[[], None] = lambda: None
+        """Called when copies have grown."""
+        self.on_commit: Callable[[], None] = lambda: None
+        """Called when a commit marker has arrived that is not verified."""
+        self.bytes_copied = 0
+
+    def follow(self, copies: Iterable[Copy]) -> None:
+        """Copy these partitions from now on, and no others; known ones keep their state."""
+        wanted = {copy.key: copy for copy in copies}
+        self.copies = {key: self.copies.get(key, copy) for key, copy in wanted.items()}
+        for key, copy in wanted.items():
+            if self.copies[key].partition is not copy.partition:
+                self.copies[key] = copy
+        self._changed.set()
+
+    def drop(self, key: CopyKey) -> Copy | None:
+        """Stop copying a partition: nothing is appended to it once this returns."""
+        return self.copies.pop(key, None)
+
+    async def run(self) -> None:
+        """Copy until cancelled."""
+        try:
+            while True:
+                self._changed.clear()
+                await self._assign()
+                try:
+                    async with asyncio.timeout(1.0):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            for task in self._lines.values():
+                task.cancel()
+            await asyncio.gather(*self._lines.values(), return_exceptions=True)
+            self._lines.clear()
+
+    async def _assign(self) -> None:
+        """Let a line of its source leader fetch each partition."""
+        members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
+        now = self._clock.monotonic()
+        for key, copy in list(self.copies.items()):
+            if copy.held_until > now:
+                continue
+            try:
+                leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
+                await self._check_history(copy)
+            except MillstreamError as error:
+                self._hold(copy, error)
+                continue
+            members.setdefault((leader, hash(key) % LINES), {})[key] = copy
+        self._members = members
+        for line in members.keys() - self._lines.keys():
+            self._lines[line] = asyncio.get_running_loop().create_task(self._run_line(line))
+        for line in [line for line, task in self._lines.items() if task.done()]:
+            task = self._lines.pop(line)
+            if not task.cancelled() and (failed := task.exception()) is not None:
+                _logger.error("a line of a mirror failed because of a bug", exc_info=failed)
+
+    def _hold(self, copy: Copy, error: MillstreamError) -> None:
+        """Suspend a partition for a while."""
+        level = logging.DEBUG if copy.error == str(error) else logging.WARNING
+        _logger.log(
+            level,
+            "a partition could not be mirrored; retrying",
+            extra={"partition": str(copy.partition.log.partition), "error": str(error)},
+        )
+        copy.error, copy.error_ms = str(error), self._clock.now_ms()
+        copy.held_until = self._clock.monotonic() + delay_after(copy.failures, first_s=HELD_FIRST_S, max_s=HELD_MAX_S)
+        copy.failures += 1
+
+    # -- histories ------------------------------------------------------------------------------------------
+
+    async def _check_history(self, copy: Copy) -> None:
+        """Compare the copy's last epoch with the source's history, once for each epoch of the leader here.
+
+        A copy whose end the source does not have is truncated only where that was agreed on (`mirror reverse`).
+        """
+        partition, log = copy.partition, copy.partition.log
+        if copy.checked_epoch == partition.leader_epoch:
+            return
+        cut = self._cut_of(partition)
+        if cut is not None and log.end_offset > cut:
+            await partition.cut_mirrored(Offset(cut))
+        while log.end_offset > log.start_offset:
+            found = await self._source.end_of_epoch(copy.source, log.latest_epoch)
+            if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
+                break
+            point = truncation_point(log, EpochEnd(Epoch(found.epoch), Offset(max(found.end_offset, 0))))
+            if cut is None or point >= log.end_offset:
+                raise CopyDiverged(
+                    f"{log.partition} ends at offset {log.end_offset} in epoch {log.latest_epoch}, and the source's "
+                    f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
+                    "created anew. Delete the copy to fetch it again, or fail over to keep it"
+                )
+            await partition.cut_mirrored(point)
+        copy.commits = array("q")
+        if self._gates:
+            copy.commits = _commits_from(partition, max(copy.verified, log.start_offset))
+        partition.expose(copy.exposed)
+        copy.checked_epoch = partition.leader_epoch
+
+    # -- one line -------------------------------------------------------------------------------------------
+
+    async def _run_line(self, line: tuple[NodeId, int]) -> None:
+        backoff = Backoff(max_s=5.0)
+        ahead: asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]] | None = None
+        try:
+            while members := self._members.get(line):
+                asked = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
+                if not asked:
+                    await asyncio.sleep(HELD_FIRST_S)
+                    continue
+                try:
+                    if ahead is None:
+                        ahead = self._fetch(line[0], members, asked)
+                    answers = await ahead
+                    ahead = None
+                    await self._pace(answers)
+                    if any(isinstance(one, FetchAnswer) and len(one.records) for one in answers.values()):
+                        nexts = self._next_positions(members, answers)
+                        if nexts:
+                            ahead = self._fetch(line[0], members, nexts)
+                    await self._take(members, answers)
+                    backoff.reset()
+                except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
+                    for copy in members.values():
+                        copy.error, copy.error_ms = str(error), self._clock.now_ms()
+                    self._source.client.forget_leaders()
+                    self._changed.set()
+                    await backoff.pause()
+                except MillstreamError as error:
+                    for copy in members.values():
+                        self._hold(copy, error)
+                    await backoff.pause()
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
+
+    def _may_fetch(self, copy: Copy) -> bool:
+        return (
+            copy.partition.is_leader
+            and self.copies.get(copy.key) is copy
+            and copy.held_until <= self._clock.monotonic()
+            and len(copy.commits) < MARKERS_MAX
+        )
+
+    def _fetch(
+        self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
+    ) -> asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]]:
+        positions = {members[key].source: offset for key, offset in asked.items()}
+        limits = FetchLimits(FETCH_BYTES, FETCH_WAIT_MS)
+        return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
+
+    def _next_positions(
+        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+    ) -> dict[CopyKey, Offset]:
+        """Return where each partition continues once these answers are appended."""
+        found: dict[CopyKey, Offset] = {}
+        for key, copy in members.items():
+            answer = answers.get(copy.source)
+            if not self._may_fetch(copy) or isinstance(answer, MillstreamError):
+                continue
+            position = copy.end
+            if answer is not None:
+                for header in iterate_whole_headers(answer.records):
+                    position = Offset(max(position, header.next_offset))
+            found[key] = position
+        return found
+
+    async def _pace(self, answers: dict[TopicPartition, FetchAnswer | MillstreamError]) -> None:
+        """Wait as the rate demands."""
+        size = sum(len(one.records) for one in answers.values() if isinstance(one, FetchAnswer))
+        self.bytes_copied += size
+        if not self._rate or not size:
+            return
+        now = self._clock.monotonic()
+        self._next_slot_s = max(self._next_slot_s, now) + size / self._rate
+        await asyncio.sleep(self._next_slot_s - now)
+
+    async def _take(
+        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+    ) -> None:
+        syncing: list[tuple[Copy, asyncio.Future[None]]] = []
+        for copy in members.values():
+            answer = answers.get(copy.source)
+            if answer is None or not self._may_fetch(copy):
+                continue
+            try:
+                stored = await self._take_one(copy, answer)
+            except TRANSIENT as error:
+                self._source.client.forget_leaders()
+                self._changed.set()
+                self._hold(copy, error)
+            except MillstreamError as error:
+                copy.checked_epoch = -2
+                self._hold(copy, error)
+            else:
+                copy.failures, copy.error = 0, ""
+                if stored is not None:
+                    syncing.append((copy, stored))
+            await asyncio.sleep(0)
+        for copy, stored in syncing:
+            try:
+                await stored
+            except MillstreamError as error:
+                self._hold(copy, error)
+        self.on_appended()
+
+    async def _take_one(self, copy: Copy, answer: FetchAnswer | MillstreamError) -> asyncio.Future[None] | None:
+        partition, log = copy.partition, copy.partition.log
+        if isinstance(answer, OffsetOutOfRange):
+            if answer.start > log.end_offset:
+                # The source's retention was faster, or the copy is new.
+                await partition.restart_mirrored(Offset(answer.start))
+                return None
+            raise CopyDiverged(
+                f"{log.partition} ends at offset {log.end_offset}, and the source's {copy.source} at {answer.end}: "
+                "it was truncated or created anew. Delete the copy to fetch it again, or fail over to keep it"
+            )
+        if isinstance(answer, MillstreamError):
+            raise answer
+        copy.source_end = answer.high_watermark
+        headers = [header for header in iterate_whole_headers(answer.records) if header.next_offset > log.end_offset]
+        stored = await self._append(copy, answer, headers) if headers else None
+        start = min(answer.log_start, partition.high_watermark)
+        if log.start_offset < start <= log.end_offset:
+            partition.delete_before(Offset(start))
+        if partition.high_watermark >= copy.source_end:
+            copy.caught_up_ms = self._clock.now_ms()
+        return stored
+
+    async def _append(self, copy: Copy, answer: FetchAnswer, headers: list[BatchHeader]) -> asyncio.Future[None] | None:
+        partition = copy.partition
+        epoch = max(header.leader_epoch for header in headers)
+        if epoch > partition.leader_epoch:
+            await self._topics.raise_epoch(partition.topic, partition.index, Epoch(epoch))
+            copy.checked_epoch = partition.leader_epoch
+        if self.copies.get(copy.key) is not copy:
+            return None
+        records = answer.records[headers[0].position : headers[-1].end_position]
+        if self._gates:
+            before = len(copy.commits)
+            for header in headers:
+                if header.is_control and _is_commit(answer.records, header):
+                    copy.commits.append(header.base_offset)
+            if len(copy.commits) > before:
+                self.on_commit()
+        copy.bytes_copied += len(records)
+        return partition.append_mirrored(records, exposed=copy.exposed)
+
+
+def _is_commit(records: memoryview, header: BatchHeader) -> bool:
+    try:
+        marker = read_marker(records, header)
+    except BatchRejected:
+        return False
+    return marker is not None and marker.commit
+
+
+def _commits_from(partition: Partition, offset: int) -> array[int]:
+    """Find the commit markers of a log from an offset on; only a restart needs that."""
+    log, found = partition.log, array("q")
+    if all(producer.marker_offset < offset for producer in log.producers):
+        return found
+    while offset < log.end_offset and len(found) < MARKERS_MAX:
+        records = memoryview(log.read(offset, max_bytes=_SCAN_BYTES, up_to=log.end_offset))
+        for header in iterate_whole_headers(records):
+            if header.is_control and header.base_offset >= offset and _is_commit(records, header):
+                found.append(header.base_offset)
+            offset = max(offset, header.next_offset)
+        if not records:
+            break
+    return found

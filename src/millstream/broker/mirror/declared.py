@@ -1,0 +1,153 @@
+"""The declared mirrors, held in memory on every node; the catalog is the source of truth."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.core.clock import Clock
+from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
+from millstream.core.mirror import Mirror, TopicOffsets, check_mirror
+from millstream.core.tasks import finishing
+
+_logger = logging.getLogger(__name__)
+
+MIRRORS_MAX: Final = 100
+
+
+class Mirrors:
+    """Every declared mirror, by name."""
+
+    def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
+        self._declarations = declarations
+        self._clock = clock
+        self._new_id = new_id
+        self._by_name: dict[str, Mirror] = {}
+        self._listeners: list[Callable[[], None]] = []
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read the catalog."""
+        async with self._changing:
+            declared = {one.name: one for one in await self._declarations.mirrors()}
+            is_new = declared != self._by_name
+            self._by_name = declared
+        if is_new:
+            self._notify()
+
+    def all(self) -> list[Mirror]:
+        """Return every mirror, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> Mirror | None:
+        return self._by_name.get(name)
+
+    async def find(self, name: str) -> Mirror:
+        """Return the mirror of this name, asking the catalog if another node may have just declared it."""
+        if name not in self._by_name:
+            await self.load()
+        found = self._by_name.get(name)
+        if found is None:
+            raise UnknownMirror(f"there is no mirror {name!r}; see `millstream mirror list`")
+        return found
+
+    @finishing
+    async def create(
+        self,
+        name: str,
+        overrides: Mapping[str, str],
+        *,
+        is_wanted: bool = True,
+        topic_ids: tuple[UUID, ...] | None = None,
+        cuts: TopicOffsets | None = None,
+    ) -> Mirror:
+        """Declare a mirror durably."""
+        check_mirror(name, overrides)
+        async with self._changing:
+            if len(self._by_name) >= MIRRORS_MAX:
+                raise InvalidMirror(f"there are {MIRRORS_MAX} mirrors already; delete some first")
+            if name in self._by_name:
+                raise MirrorExists(f"mirror {name!r} already exists")
+            made = Mirror(
+                mirror_id=self._new_id(),
+                name=name,
+                overrides=dict(overrides),
+                is_wanted=is_wanted,
+                created_ms=self._clock.now_ms(),
+                topic_ids=topic_ids,
+                cuts=cuts or {},
+            )
+            await self._declarations.add_mirror(made)
+            self._by_name[name] = made
+        _logger.info("mirror created", extra={"mirror": name, "source": overrides.get("from", "")})
+        self._notify()
+        return made
+
+    async def alter(self, name: str, changes: Mapping[str, str | None]) -> Mirror:
+        """Change settings durably; None resets one to its default."""
+
+        def changed(now: Mirror) -> Mirror:
+            merged: dict[str, str | None] = {**now.overrides, **changes}
+            overrides = {key: text for key, text in merged.items() if text is not None}
+            settings = check_mirror(name, overrides)
+            if settings.rename != now.settings.rename:
+                raise InvalidMirror(f"the copies of mirror {name!r} have their names; create another mirror instead")
+            sealed = {key: value for key, value in now.sealed.items() if key not in changes}
+            return dataclasses.replace(now, overrides=overrides, sealed=sealed)
+
+        return await self.change(name, changed)
+
+    async def want(self, name: str, *, is_wanted: bool) -> Mirror:
+        """Pause a mirror, or let it continue."""
+        return await self.change(name, lambda now: dataclasses.replace(now, is_wanted=is_wanted))
+
+    @finishing
+    async def change(self, name: str, change: Callable[[Mirror], Mirror]) -> Mirror:
+        """Change a mirror durably, as it is declared now."""
+        found = await self.find(name)
+        async with self._changing:
+            stored = await self._declarations.alter_mirror(found.mirror_id, change)
+            is_new = self._by_name.get(name) != stored
+            self._by_name[name] = stored
+        if is_new:
+            _logger.info("mirror changed", extra={"mirror": name})
+            self._notify()
+        return stored
+
+    async def note_verified(self, mirror: Mirror, verified: TopicOffsets) -> None:
+        """Record durably up to where transactions have arrived as a whole."""
+        async with self._changing:
+            stored = await self._declarations.note_mirror(
+                mirror.mirror_id, lambda now: dataclasses.replace(now, verified=verified)
+            )
+            if mirror.name in self._by_name:
+                self._by_name[mirror.name] = stored
+
+    @finishing
+    async def delete(self, name: str) -> Mirror:
+        """Delete a mirror durably; its copies stay as they are."""
+        found = await self.find(name)
+        async with self._changing:
+            try:
+                await self._declarations.delete_mirror(found)
+            finally:
+                # Also if another node was faster.
+                self._by_name.pop(name, None)
+        _logger.info("mirror deleted", extra={"mirror": name})
+        self._notify()
+        return found
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change."""
+        self._listeners.append(listener)
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()

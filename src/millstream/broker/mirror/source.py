@@ -1,0 +1,96 @@
+"""The source of a mirror, as its target sees it: any Kafka through the public protocol, Millstream also by more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self, TypeVar
+
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import EpochEnd, NodeId
+from millstream.core.mirror import MirrorSettings
+from millstream.core.topic import TopicPartition
+from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.mirror_messages import OFFER_KEY
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream.protocol.wire.error_codes import error_from_code
+
+R = TypeVar("R", bound=Response)
+
+TIMEOUT_S = 30.0
+
+
+def credentials_of(settings: MirrorSettings) -> Credentials:
+    """Return how to connect to a source."""
+    return Credentials(
+        tls=client_tls(ca_text=settings.tls_ca or None) if settings.tls or settings.tls_ca else None,
+        user=settings.user,
+        password=settings.password,
+        token=(lambda: settings.token) if settings.token else None,
+        mechanism=settings.mechanism if settings.user else "",
+    )
+
+
+class Source:
+    """A connection to the source; use it as a context manager."""
+
+    def __init__(self, settings: MirrorSettings, *, name: str) -> None:
+        self.client = Client.connect(
+            settings.source,
+            client_id=f"mirror-{name}",
+            timeout_s=TIMEOUT_S,
+            credentials=credentials_of(settings),
+            given_as="with --from HOST:PORT",
+            waiting_max=64,
+        )
+        self.cluster_id = ""
+        self.is_millstream = False
+
+    async def __aenter__(self) -> Self:
+        await self.client.__aenter__()
+        try:
+            self.cluster_id = (await self.client.metadata([])).cluster_id
+            self.is_millstream = await self.client.serves(OFFER_KEY)
+        except BaseException:
+            await self.client.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.client.close()
+
+    async def metadata(self, topics: Iterable[str] | None = None) -> ClusterMetadata:
+        """Return the nodes and the topics of the source."""
+        return await self.client.metadata(topics)
+
+    async def ask(self, node: NodeId | None, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
+        """Send one of Millstream's own requests to a node, or any."""
+        answer = decode(await self.client.private(node, key, encode(request), waits=waits), kind)
+        if answer.error:
+            raise error_from_code(answer.error, answer.message, about="the source")
+        return answer
+
+    async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
+        """Return the largest epoch of the source's log up to the given one, and where it ends."""
+        from kio.schema.offset_for_leader_epoch.v4 import request
+
+        messages: Any = request
+        partition = messages.OffsetForLeaderPartition(
+            partition=where.partition, current_leader_epoch=-1, leader_epoch=epoch
+        )
+        topic = messages.OffsetForLeaderTopic(topic=where.topic, partitions=(partition,))
+        asked = messages.OffsetForLeaderEpochRequest(replica_id=-1, topics=(topic,))
+
+        async def attempt(leader: NodeId) -> EpochEnd:
+            answer = (await self.client.send(leader, asked)).topics[0].partitions[0]
+            if answer.error_code:
+                raise error_from_code(answer.error_code, None, about=f"history of {where}")
+            return EpochEnd(answer.leader_epoch, answer.end_offset)
+
+        return await self.client.call_leader(where.topic, where.partition, attempt)
+
+    async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return the high watermarks of partitions; those that cannot be asked are missing."""
+        listed = await self.client.list_offsets_of(dict.fromkeys(partitions, -1))
+        return {where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)}

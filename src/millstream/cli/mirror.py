@@ -1,0 +1,313 @@
+"""`millstream mirror`: copy topics from another cluster, take over from it, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import (
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    AsJson,
+    Brokers,
+    Settings,
+    TimeoutSeconds,
+    Unset,
+    Yes,
+    ask_person,
+    parse_settings,
+)
+from millstream.cli.output import (
+    counted,
+    one_line,
+    print_answer,
+    print_json,
+    print_line,
+    print_note,
+    print_settings,
+    print_table,
+    sized,
+)
+
+if TYPE_CHECKING:
+    from millstream.client.admin.mirrors import MirrorClient
+    from millstream.protocol.private.mirror_messages import CutPartition
+
+app = typer.Typer(help="Copy topics from another cluster, take over from it, and come back.", no_args_is_help=True)
+
+T = TypeVar("T")
+SECRETS = frozenset({"password", "token"})
+PARTITIONS_SHOWN_MAX = 50
+LONG_TIMEOUT_S = 60.0
+
+Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The mirror's name.", show_default=False)]
+SourceUser = Annotated[
+    str, typer.Option("--source-user", metavar="NAME", help="The user to sign in as at the source.", show_default=False)
+]
+SourcePassword = Annotated[
+    Path | None,
+    typer.Option("--source-password-file", metavar="FILE", help="Holds the user's password.", show_default=False),
+]
+SourceToken = Annotated[
+    Path | None,
+    typer.Option("--source-token-file", metavar="FILE", help="Holds an API token for the source.", show_default=False),
+]
+SourceMechanism = Annotated[
+    str,
+    typer.Option(
+        "--source-mechanism", metavar="NAME", help="SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN.", show_default=False
+    ),
+]
+SourceTls = Annotated[bool, typer.Option("--source-tls", help="Connect to the source with TLS.")]
+SourceCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--source-tls-ca",
+        metavar="FILE",
+        help="The certificate authority of the source, in PEM; implies --source-tls.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("create")
+def create(
+    name: Name,
+    source: Annotated[
+        str,
+        typer.Option("--from", metavar="HOST:PORT[,...]", help="The brokers of the source.", show_default=False),
+    ],
+    topics: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Mirror topics whose whole name matches.", show_default="all")
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Leave out topics whose whole name matches.", show_default=False)
+    ] = "",
+    rename: Annotated[
+        str, typer.Option(metavar="PREFIX", help="Put this before the names of the copies.", show_default=False)
+    ] = "",
+    rate: Annotated[
+        int, typer.Option(metavar="BYTES", min=0, help="The most bytes per second and node; 0 for no limit.")
+    ] = 0,
+    source_user: SourceUser = "",
+    source_password_file: SourcePassword = None,
+    source_token_file: SourceToken = None,
+    source_mechanism: SourceMechanism = "",
+    source_tls: SourceTls = False,
+    source_tls_ca: SourceCa = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Copy topics of another cluster, with their offsets, groups and queues, and keep up with them."""
+    given = {
+        **parse_settings(settings or [], secret=SECRETS),
+        "from": source,
+        "topics": topics,
+        "exclude": exclude,
+        "rename": rename,
+        "rate": str(rate) if rate else "",
+        **_credentials(
+            source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
+        ),
+    }
+    chosen = {key: text for key, text in given.items() if text}
+    _ask(brokers, timeout, lambda mirrors: mirrors.create(name, chosen))
+    print_answer({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=as_json)
+
+
+@app.command("list")
+def list_(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """List all mirrors and their lag."""
+    found = _ask(brokers, timeout, lambda mirrors: mirrors.describe())
+    keys = ("mirror", "state", "from", "topics", "lag", "lag_s", "bytes", "error")
+    rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
+    if as_json:
+        print_json({"mirrors": rows})
+    elif rows:
+        print_table([key.replace("_", "-") for key in keys], [[row[key] for key in keys] for row in rows])
+    else:
+        print_line("No mirrors yet; create one with: millstream mirror create")
+
+
+@app.command("describe")
+def describe(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show a mirror's settings, its copies and how far each of them is."""
+    (described,) = _ask(brokers, timeout, lambda mirrors: mirrors.describe([name]))
+    if as_json:
+        print_json(described)
+        return
+    print_line(f"{one_line(name)}  ({described['state']}, from {described['from']})")
+    lag = "unknown" if described["lag"] is None else f"{described['lag']:,} offsets, {described['lag_s']:.1f} s"
+    print_line(f"lag         {lag}")
+    print_line(
+        f"copied      {sized(described['bytes'])} since it started, {counted(len(described['topics']), 'topic')}"
+    )
+    print_line(f"state       {counted(described['groups'], 'group')}, {counted(described['queues'], 'queue')}")
+    if described["error"]:
+        print_line(f"error       {one_line(described['error'])}")
+    print_line()
+    print_settings(described["settings"], described["overrides"])
+    if described["partitions"]:
+        print_line()
+        keys = ("topic", "partition", "source_end", "end", "exposed", "lag", "lag_ms", "error")
+        shown = described["partitions"][:PARTITIONS_SHOWN_MAX]
+        print_table([key.replace("_", "-") for key in keys], [[one[key] for key in keys] for one in shown])
+        if len(described["partitions"]) > len(shown):
+            print_line(f"… and {len(described['partitions']) - len(shown)} more; --json shows all")
+    for note in described["notes"]:
+        print_note(one_line(note))
+
+
+@app.command("update")
+def update(
+    name: Name,
+    settings: Settings = None,
+    unset: Unset = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Change settings of a mirror, which continues with them."""
+    changes: dict[str, str | None] = {
+        **parse_settings(settings or [], secret=SECRETS),
+        **dict.fromkeys(unset or []),
+    }
+    if not changes:
+        raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
+    _ask(brokers, timeout, lambda mirrors: mirrors.alter(name, changes))
+    print_answer({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=as_json)
+
+
+@app.command("pause")
+def pause(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Stop copying for now; the copies stay readable."""
+    _ask(brokers, timeout, lambda mirrors: mirrors.want(name, is_wanted=False))
+    print_answer({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=as_json)
+
+
+@app.command("resume")
+def resume(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Continue copying."""
+    _ask(brokers, timeout, lambda mirrors: mirrors.want(name, is_wanted=True))
+    print_answer({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=as_json)
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Delete a mirror that has no copies any more."""
+    ask_person(f"Delete mirror {name}?", unless=yes)
+    _ask(brokers, timeout, lambda mirrors: mirrors.delete(name))
+    print_answer({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=as_json)
+
+
+@app.command("failover")
+def failover(
+    name: Name,
+    topics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--topics",
+            metavar="PATTERN",
+            help="Only copies whose whole name matches; may be repeated.",
+            show_default="all",
+        ),
+    ] = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+) -> None:
+    """Make the copies writable, at once and whatever has become of the source."""
+    ask_person(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
+    report = _ask(brokers, timeout, lambda mirrors: mirrors.fail_over(name, topics))
+    if as_json:
+        print_json(
+            {
+                "mirror": name,
+                "source_error": report.source_error,
+                "waited_ms": report.waited_ms,
+                "partitions": [_cut_document(cut) for cut in report.partitions],
+            }
+        )
+        return
+    print_line(f"{counted(len(report.partitions), 'partition')} can be written, after {report.waited_ms / 1000:.1f} s.")
+    _print_cuts(report.partitions)
+    if report.source_error:
+        print_note(f"What the source had acknowledged and is not here is unknown: {one_line(report.source_error)}")
+
+
+def _cut_document(cut: CutPartition) -> dict[str, Any]:
+    return {
+        "topic": cut.topic,
+        "partition": cut.partition,
+        "offset": cut.offset,
+        "epoch": cut.epoch,
+        "dropped": cut.dropped,
+        "aborted": cut.aborted,
+        "source_end": cut.source_end,
+        "missing": cut.missing,
+    }
+
+
+def _print_cuts(cuts: Iterable[CutPartition]) -> None:
+    keys = ("topic", "partition", "offset", "epoch", "dropped", "aborted", "missing")
+    print_table(keys, [[_cut_document(cut)[key] for key in keys] for cut in cuts])
+
+
+def _credentials(
+    user: str, password: Path | None, token: Path | None, mechanism: str, tls: bool, ca: Path | None
+) -> dict[str, str]:
+    """Return the settings that say how to connect to a source."""
+    return {
+        "user": user,
+        "password": _content("--source-password-file", password),
+        "token": _content("--source-token-file", token),
+        "sasl.mechanism": mechanism,
+        "tls": "true" if tls else "",
+        "tls.ca": _content("--source-tls-ca", ca),
+    }
+
+
+def _content(flag: str, path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
+
+
+def _ask(brokers: str, timeout_s: float, question: Callable[[MirrorClient], Awaitable[T]]) -> T:
+    from millstream.client.admin.mirrors import MirrorClient
+
+    return ask(brokers, timeout_s, lambda client: question(MirrorClient(client)))

@@ -1,0 +1,148 @@
+"""Operations on mirrors, over Millstream's private requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from millstream.core.errors import MillstreamError, MirrorExists, NotFound, RequestTimedOut
+from millstream.core.ids import NodeId
+from millstream.core.tasks import gather_or_cancel
+from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.mirror_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    FAILOVER_KEY,
+    LIST_KEY,
+    REVERSE_KEY,
+    SWITCH_KEY,
+    FailoverRequest,
+    FailoverResponse,
+    MirrorChanges,
+    MirrorDescriptions,
+    MirrorName,
+    MirrorNames,
+    NewMirror,
+    ReverseRequest,
+    ReverseResponse,
+)
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+LISTED_S: Final = 5.0
+"""A node that has not answered by then hangs, and is skipped."""
+_DUPLICATE_RESOURCE: Final = 92
+
+R = TypeVar("R", bound=Response)
+
+
+class MirrorClient:
+    """Declares, changes and describes mirrors, and changes their direction."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def create(self, name: str, settings: Mapping[str, str], *, is_wanted: bool = True) -> None:
+        """Declare a mirror."""
+        await self._ask(None, CREATE_KEY, NewMirror(name=name, settings=dict(settings), wanted=is_wanted), Response)
+
+    async def alter(self, name: str, settings: Mapping[str, str | None]) -> None:
+        """Change settings; None resets one to its default."""
+        await self._ask(None, ALTER_KEY, MirrorChanges(name=name, settings=dict(settings)), Response)
+
+    async def want(self, name: str, *, is_wanted: bool) -> None:
+        """Pause a mirror, or let it continue."""
+        await self._ask(None, ALTER_KEY, MirrorChanges(name=name, wanted=is_wanted), Response)
+
+    async def delete(self, name: str) -> None:
+        """Delete a mirror without copies."""
+        await self._ask(None, DELETE_KEY, MirrorName(name=name), Response)
+
+    async def fail_over(self, name: str, topics: Sequence[str] | None = None) -> FailoverResponse:
+        """Make copies writable; topics are regular expressions for names, None means all."""
+        body = FailoverRequest(name=name, topics=None if topics is None else list(topics))
+        return await self._ask(None, FAILOVER_KEY, body, FailoverResponse)
+
+    async def reverse(self, request: ReverseRequest) -> ReverseResponse:
+        """Let the old source follow this cluster."""
+        return await self._ask(None, REVERSE_KEY, request, ReverseResponse)
+
+    async def switch(self, request: ReverseRequest) -> ReverseResponse:
+        """Turn a mirror around without losing anything."""
+        return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
+
+    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Return mirrors with what all nodes report on them; a node that does not answer is in `notes`."""
+        body = MirrorNames(names=None if names is None else list(names))
+        nodes = sorted((await self._client.metadata(())).nodes)
+        answers = await gather_or_cancel(self._listed(node, body) for node in nodes)
+        failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for answer in answers:
+            for one in () if isinstance(answer, MillstreamError) else answer.mirrors:
+                by_name.setdefault(one["name"], []).append(one)
+        if not by_name and failed:
+            raise failed[0]
+        return [_merged(found, [str(error) for error in failed]) for _, found in sorted(by_name.items())]
+
+    async def _listed(self, node: NodeId, body: MirrorNames) -> MirrorDescriptions | MillstreamError:
+        try:
+            async with asyncio.timeout(LISTED_S):
+                return await self._ask(node, LIST_KEY, body, MirrorDescriptions)
+        except TimeoutError:
+            return RequestTimedOut(f"node {node} did not report on its mirrors within {LISTED_S:g} s")
+        except NotFound:
+            raise
+        except MillstreamError as error:
+            return error
+
+    async def _ask(self, node: NodeId | None, key: int, body: Any, kind: type[R]) -> R:
+        answer = decode(await self._client.private(node, key, encode(body), waits=True), kind)
+        if answer.error == _DUPLICATE_RESOURCE:
+            raise MirrorExists(answer.message or "")
+        if answer.error:
+            raise error_from_code(answer.error, answer.message)
+        return answer
+
+
+def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
+    """Combine what all nodes say about one mirror."""
+    newest = max(found, key=lambda one: int(one["version"]))
+    reports = [one["report"] for one in found if one["report"] is not None]
+    partitions = sorted(
+        (partition for report in reports for partition in report["partitions"]),
+        key=lambda partition: (partition["topic"], partition["partition"]),
+    )
+    errors = sorted({report["error"] for report in reports if report["error"]})
+    lags = [one["lag"] for one in partitions if one["lag"] is not None]
+    ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
+    states = {report["state"] for report in reports}
+    state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
+    if not newest["wanted"]:
+        state = "paused"
+    elif newest["problem"]:
+        state = "parked"
+    return {
+        "mirror": newest["name"],
+        "id": newest["mirror_id"],
+        "state": state,
+        "from": newest["settings"]["from"],
+        "source_cluster": next((report["source_cluster"] for report in reports if report["source_cluster"]), ""),
+        "error": newest["problem"]
+        or "; ".join(errors)
+        or next((one["error"] for one in partitions if one["error"]), ""),
+        "topics": newest["topics"],
+        "lag": sum(lags) if lags else None,
+        "lag_s": max(ages) / 1000 if ages else None,
+        "bytes": sum(report["bytes"] for report in reports),
+        "groups": max((report["groups"] for report in reports), default=0),
+        "queues": max((report["queues"] for report in reports), default=0),
+        "notes": sorted({note for report in reports for note in report["notes"]}) + silent,
+        "settings": newest["settings"],
+        "overrides": newest["overrides"],
+        "created_ms": newest["created_ms"],
+        "cuts": newest["cuts"],
+        "partitions": partitions,
+    }

@@ -1,0 +1,210 @@
+"""Mirrors: topics copied from another cluster, with their offsets, groups and queues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Self
+from uuid import UUID
+
+from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidSetting, InvalidTopicName
+from millstream.core.regex import compile_regex
+from millstream.core.setting import (
+    HIDDEN,
+    SealedValue,
+    hide_secrets,
+    parse_address,
+    seal_problem,
+    setting,
+    settings_of,
+    suggestion,
+)
+from millstream.core.topic import Topic, check_topic_name
+
+NAME_LENGTH_MAX: Final = 200
+ALL_TOPICS: Final = ".*"
+SOURCE: Final = "from"
+CREDENTIALS: Final = ("tls", "tls.ca", "user", "password", "token", "sasl.mechanism")
+"""The settings that say how to connect to the source."""
+
+TopicOffsets = Mapping[str, Mapping[int, int]]
+"""An offset of each partition, by topic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorSettings:
+    """The settings of a mirror."""
+
+    source: str = setting(SOURCE, "", "The brokers of the source, HOST:PORT, separated by commas.", needs_restart=False)
+    topics: str = setting(
+        "topics",
+        ALL_TOPICS,
+        "A regular expression (RE2) that the name of a topic matches as a whole to be mirrored.",
+        needs_restart=False,
+    )
+    exclude: str = setting(
+        "exclude", "", "A regular expression for names of topics that are not mirrored.", needs_restart=False
+    )
+    rename: str = setting(
+        "rename",
+        "",
+        "A prefix for the names of the copies. A renamed copy has a topic id of its own and cannot be reversed.",
+        length_max=100,
+        needs_restart=False,
+    )
+    replication: int = setting(
+        "replication",
+        0,
+        "The number of replicas of each copy; 0 takes that of the source, as far as there are nodes.",
+        minimum=0,
+        maximum=32,
+        needs_restart=False,
+    )
+    rate: int = setting(
+        "rate",
+        0,
+        "The bytes per second that each node fetches from the source at most; 0 means no limit.",
+        minimum=0,
+        needs_restart=False,
+    )
+    groups: bool = setting(
+        "groups", True, "Whether the committed offsets of consumer groups are mirrored.", needs_restart=False
+    )
+    subscriptions: bool = setting(
+        "subscriptions",
+        True,
+        "Whether subscriptions and the state of each of their messages are mirrored; the source has to be Millstream.",
+        needs_restart=False,
+    )
+    deletions: bool = setting(
+        "deletions", False, "Whether a topic that is deleted on the source is deleted here, too.", needs_restart=False
+    )
+    tls: bool = setting("tls", False, "Whether connections to the source use TLS.", needs_restart=False)
+    tls_ca: str = setting(
+        "tls.ca",
+        "",
+        "The certificate authority of the source in PEM; empty trusts those that the machine trusts.",
+        needs_restart=False,
+    )
+    user: str = setting("user", "", "The user to sign in as at the source.", needs_restart=False)
+    password: str = setting("password", "", "The user's password.", is_secret=True, needs_restart=False)
+    token: str = setting(
+        "token", "", "An API token to sign in with, in place of a user.", is_secret=True, needs_restart=False
+    )
+    mechanism: str = setting(
+        "sasl.mechanism",
+        "SCRAM-SHA-512",
+        "How the password is proved.",
+        choices=("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"),
+        needs_restart=False,
+    )
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str]) -> Self:
+        """Parse settings; raise `InvalidSetting` for an invalid one."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
+                raise InvalidSetting(f"unknown setting {name!r} of a mirror{meant}")
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        return cls(**values)
+
+    def as_strings(self) -> dict[str, str]:
+        """Return every setting as text, by name, without secrets."""
+        found = {
+            declared.name: str(value).lower() if isinstance(value, bool) else str(value)
+            for attribute, declared in settings_of(type(self))
+            for value in (getattr(self, attribute),)
+        }
+        return hide_secrets(type(self), found)
+
+    def check(self) -> None:
+        """Raise `InvalidMirror` or `InvalidSetting` for settings that cannot be used."""
+        if not self.source:
+            raise InvalidMirror("a mirror needs the address of its source: --from HOST:PORT")
+        for part in self.source.split(","):
+            parse_address(part.strip(), name="--from")
+        try:
+            compile_regex(self.topics)
+            compile_regex(self.exclude)
+        except InvalidRegex as error:
+            raise InvalidMirror(str(error)) from None
+        if self.rename:
+            try:
+                check_topic_name(self.rename, noun="prefix")
+            except InvalidTopicName as error:
+                raise InvalidMirror(str(error)) from None
+        if self.user and not self.password:
+            raise InvalidMirror(f"there is no password for user {self.user!r} at the source")
+
+    @cached_property
+    def _patterns(self) -> tuple[Any, Any]:
+        return compile_regex(self.topics), compile_regex(self.exclude) if self.exclude else None
+
+    def takes(self, name: str) -> bool:
+        """Whether a topic of the source is mirrored, by its name."""
+        wanted, excluded = self._patterns
+        return wanted.fullmatch(name) is not None and (excluded is None or excluded.fullmatch(name) is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirror:
+    """A declared mirror."""
+
+    mirror_id: UUID
+    name: str
+    overrides: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The settings that were given, by name."""
+    is_wanted: bool = True
+    """Whether it should copy; one that is paused keeps what it has."""
+    created_ms: int = 0
+    version: int = 0
+    """How often it has changed since it was declared."""
+    topic_ids: tuple[UUID, ...] | None = None
+    """The only topics that are mirrored; None for all that the settings name."""
+    cuts: TopicOffsets = field(default_factory=dict)
+    """Up to where each partition is certainly equal on both sides, from the last failover on."""
+    verified: TopicOffsets = field(default_factory=dict)
+    """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
+    sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
+    """Secrets that this node cannot open, by setting; they are not among `overrides`."""
+
+    @property
+    def settings(self) -> MirrorSettings:
+        """Parse its settings."""
+        return MirrorSettings.from_strings(self.overrides)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nodes should be copying."""
+        return self.is_wanted and not self.sealed
+
+    @property
+    def idle_reason(self) -> str:
+        """Why nothing is copied although it should be; empty if nothing prevents it."""
+        return seal_problem(self.sealed)
+
+    def shown_overrides(self) -> dict[str, str]:
+        """Return the settings that were given, without secrets."""
+        return {**hide_secrets(MirrorSettings, self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
+
+    def source_name(self, topic: Topic) -> str:
+        """Return the name that a copy's original has on the source."""
+        return topic.name.removeprefix(self.overrides.get("rename", ""))
+
+
+def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
+    """Raise an error for a mirror that cannot be declared like this; return its settings."""
+    try:
+        check_topic_name(name, noun="mirror")
+    except InvalidTopicName as refused:
+        raise InvalidMirror(str(refused)) from None
+    if len(name) > NAME_LENGTH_MAX:
+        raise InvalidMirror(f"the name of a mirror has at most {NAME_LENGTH_MAX} characters, not {len(name)}")
+    settings = MirrorSettings.from_strings(overrides)
+    settings.check()
+    return settings

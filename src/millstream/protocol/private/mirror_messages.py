@@ -1,0 +1,263 @@
+"""Private requests about mirrors: between clients and nodes, among the nodes of a target, and to a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+from uuid import UUID
+
+import msgspec
+
+from millstream.protocol.private.message import Response
+
+CREATE_KEY: Final = 32120
+ALTER_KEY: Final = 32121
+DELETE_KEY: Final = 32122
+LIST_KEY: Final = 32123
+FAILOVER_KEY: Final = 32124
+REVERSE_KEY: Final = 32125
+SWITCH_KEY: Final = 32126
+CUT_KEY: Final = 32127
+EXPOSE_KEY: Final = 32128
+OFFER_KEY: Final = 32129
+BARRIER_KEY: Final = 32130
+HOLD_KEY: Final = 32131
+ADOPT_KEY: Final = 32132
+
+Offsets = dict[str, dict[int, int]]
+"""An offset of each partition, by topic."""
+
+
+class NewMirror(msgspec.Struct, frozen=True, kw_only=True):
+    """A mirror to declare."""
+
+    name: str
+    settings: dict[str, str] = {}
+    wanted: bool = True
+
+
+class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of a mirror; None keeps a value."""
+
+    name: str
+    settings: dict[str, str | None] = {}
+    wanted: bool | None = None
+
+
+class MirrorName(msgspec.Struct, frozen=True, kw_only=True):
+    """A mirror."""
+
+    name: str
+
+
+class MirrorNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of mirrors; None means all."""
+
+    names: list[str] | None = None
+
+
+class MirrorDescriptions(Response, frozen=True, kw_only=True):
+    """Mirrors, and how those parts of them do that the node runs."""
+
+    mirrors: Sequence[dict[str, Any]] = ()
+
+
+class FailoverRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies to make writable; None means all of the mirror's."""
+
+    name: str
+    topics: list[str] | None = None
+
+
+class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a copy was cut."""
+
+    topic: str
+    partition: int
+    offset: int
+    """Everything below is here; records from here on are those of this cluster."""
+    epoch: int
+    """The epoch in which this cluster writes."""
+    dropped: int = 0
+    """Offsets that had arrived of transactions whose other parts had not."""
+    aborted: int = 0
+    """Transactions that were open, and are aborted."""
+    source_end: int | None = None
+    """The source's high watermark, if it could be asked."""
+
+    @property
+    def missing(self) -> int | None:
+        """How many offsets the source had acknowledged that are not here; None if it could not be asked."""
+        return None if self.source_end is None else max(0, self.source_end - self.offset)
+
+
+class FailoverResponse(Response, frozen=True, kw_only=True):
+    """The copies that are writable now."""
+
+    partitions: Sequence[CutPartition] = ()
+    source_error: str = ""
+    """Why the source could not be asked for what is missing; empty if it could."""
+    waited_ms: int = 0
+
+
+class ReverseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How the old source follows this cluster from now on."""
+
+    name: str
+    address: str = ""
+    """Where the old source reaches this cluster; empty for the addresses of its nodes."""
+    settings: dict[str, str] = {}
+    """How it signs in here, and other settings of the mirror that is declared there."""
+    save_to: str = ""
+    """A topic of the old source for records that only it has; empty drops them."""
+    timeout_ms: int = 60_000
+
+
+class RemovedRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Records that only the old source had, and which it drops."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+
+
+class ReverseResponse(Response, frozen=True, kw_only=True):
+    """What the old source gives up."""
+
+    removed: Sequence[RemovedRange] = ()
+    saved_to: str = ""
+    partitions: Sequence[CutPartition] = ()
+    """After a switch: where this cluster took over."""
+    waited_ms: int = 0
+
+
+class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks the leader of a copy to cut it, and to be ready for writers."""
+
+    mirror: str
+    topic: str
+    partition: int
+    verified: int | None = None
+
+
+class CutResponse(Response, frozen=True, kw_only=True):
+    """The cut of one copy."""
+
+    cut: CutPartition | None = None
+
+
+class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a node whether its copies reach some offsets; then to expose whole transactions up to there."""
+
+    mirror: str
+    offsets: Offsets
+    is_verified: bool = False
+
+
+class ExposeResponse(Response, frozen=True, kw_only=True):
+    """The copies that this node leads, and up to where their replicas have them."""
+
+    reached: Offsets = msgspec.field(default_factory=dict)
+    waiting: bool = False
+    """Whether clients wait at a commit in one of them."""
+
+
+class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A queue, and the number of the last write that the caller has seen."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    sequence: int
+
+
+class OfferRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a node of the source what it has besides records."""
+
+    topics: Sequence[UUID] = ()
+    """Topics whose queues are wanted."""
+    known: Sequence[QueueKeyMessage] = ()
+    """What the caller has; unchanged queues are left out."""
+
+
+class QueueSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The stored state of a queue."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    sequence: int
+    snapshot: bytes
+
+
+class OfferedSubscription(msgspec.Struct, frozen=True, kw_only=True):
+    """A subscription as declared, without secrets."""
+
+    name: str
+    subscription_id: UUID
+    topics: list[str]
+    settings: dict[str, str]
+    starts: dict[str, list[int]]
+    created_ms: int
+
+
+class OfferResponse(Response, frozen=True, kw_only=True):
+    """What a node of the source has."""
+
+    mirrored: Sequence[str] = ()
+    """Topics that are mirrored there from elsewhere, and are therefore not mirrored again."""
+    subscriptions: Sequence[OfferedSubscription] = ()
+    queues: Sequence[QueueSnapshot] = ()
+    has_more: bool = False
+    """Whether queues were left out because the response would be too large."""
+
+
+class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a source for a moment at which no transaction is half committed."""
+
+    topics: list[str]
+
+
+class BarrierResponse(Response, frozen=True, kw_only=True):
+    """The high watermarks of that moment."""
+
+    offsets: Offsets = msgspec.field(default_factory=dict)
+
+
+class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a node of the source to hold back decisions of transactions, or to let them through again."""
+
+    token: str
+    hold_ms: int = 0
+    """0 releases."""
+
+
+class HoldResponse(Response, frozen=True, kw_only=True):
+    """Whether decisions were held back all the time."""
+
+    held: bool = False
+
+
+class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks an old source to follow the cluster that took over from it.
+
+    `fence` ends writing to the topics, while transactions may still end; `follow` makes it follow; `release` lets
+    clients write again, as if nothing had happened.
+    """
+
+    name: str
+    step: Literal["fence", "follow", "release"]
+    settings: dict[str, str] = {}
+    cuts: Offsets = msgspec.field(default_factory=dict)
+    topic_ids: Sequence[UUID] = ()
+    save_to: str = ""
+
+
+class AdoptResponse(Response, frozen=True, kw_only=True):
+    """What was done."""
+
+    ends: Offsets = msgspec.field(default_factory=dict)
+    """After `fence`: where each partition ends."""
+    removed: Sequence[RemovedRange] = ()
+    """After `follow`: what is dropped."""

@@ -1,0 +1,153 @@
+"""The committed offsets of consumer groups, over Kafka's APIs, so that they can be read and set on any Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from millstream.core.errors import GroupNotEmpty, MillstreamError, ProtocolViolation
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.tasks import gather_or_cancel
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+CLASSIC: Final = "classic"
+GROUP_COORDINATOR: Final = 0
+_NO_GENERATION: Final = -1
+_UNKNOWN_MEMBER_ID: Final = 25
+_GROUPS_ASKED_MAX: Final = 100
+"""The number of groups in one request."""
+
+Committed = dict[TopicPartition, int]
+"""The committed offset of each partition."""
+
+
+async def list_groups(client: Client) -> list[tuple[str, str, str]]:
+    """Return the name, state and type of every group, from every node."""
+    from kio.schema.list_groups.v5 import request
+
+    messages: Any = request
+    found: dict[str, tuple[str, str, str]] = {}
+    for node in (await client.metadata([])).nodes:
+        answer = await client.send(node, messages.ListGroupsRequest())
+        if answer.error_code:
+            raise error_from_code(answer.error_code, None, about="the list of groups")
+        for group in answer.groups:
+            found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
+    return sorted(found.values())
+
+
+async def committed_offsets(client: Client, name: str) -> Committed:
+    """Return every offset that a group has committed."""
+    return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+
+
+async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
+    """Return the committed offsets of several groups, with few requests per coordinator.
+
+    A group that could not be read has an error instead.
+    """
+    by_node: dict[NodeId, list[str]] = {}
+    found: dict[str, Committed | MillstreamError] = {}
+    for name, where in (await _coordinators(client, names)).items():
+        if isinstance(where, MillstreamError):
+            found[name] = where
+        else:
+            by_node.setdefault(where, []).append(name)
+    asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
+    for answers in await gather_or_cancel(_offsets_or_errors(client, *one) for one in asked):
+        found.update(answers)
+    return found
+
+
+async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
+    from kio.schema.find_coordinator.v6 import request
+
+    messages: Any = request
+    found: dict[str, NodeId | MillstreamError] = {}
+    for part in _parts(names):
+        asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
+        for one in (await client.send(None, asked)).coordinators:
+            about = f"coordinator of {one.key!r}"
+            refused = error_from_code(one.error_code, one.error_message, about=about) if one.error_code else None
+            found[one.key] = refused or NodeId(one.node_id)
+    return found
+
+
+def _parts(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[at : at + _GROUPS_ASKED_MAX] for at in range(0, len(names), _GROUPS_ASKED_MAX)]
+
+
+async def _offsets_or_errors(
+    client: Client, node: NodeId, names: Sequence[str]
+) -> dict[str, Committed | MillstreamError]:
+    try:
+        answers = await _ask_offsets(client, node, names)
+    except MillstreamError as error:
+        return dict.fromkeys(names, error)
+    found: dict[str, Committed | MillstreamError] = {}
+    for name in names:
+        try:
+            found[name] = _committed(answers, name)
+        except MillstreamError as error:
+            found[name] = error
+    return found
+
+
+async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
+    from kio.schema.offset_fetch.v9 import request
+
+    messages: Any = request
+    groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
+    answer = await client.send(node, messages.OffsetFetchRequest(groups=groups))
+    return {one.group_id: one for one in answer.groups}
+
+
+def _committed(answers: Mapping[str, Any], name: str) -> Committed:
+    answer = answers.get(name)
+    if answer is None:
+        raise ProtocolViolation(f"the response with offsets does not include group {name!r}")
+    if answer.error_code:
+        raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
+    return {
+        TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
+        for topic in answer.topics
+        for one in topic.partitions
+        if one.committed_offset >= 0
+    }
+
+
+async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartition, int]) -> None:
+    """Move a group without members to these offsets."""
+    from kio.schema.offset_commit.v9 import request
+
+    messages: Any = request
+    by_topic: dict[str, list[Any]] = {}
+    for where, offset in offsets.items():
+        wanted = messages.OffsetCommitRequestPartition(
+            partition_index=where.partition, committed_offset=offset, committed_metadata=""
+        )
+        by_topic.setdefault(where.topic, []).append(wanted)
+    topics = tuple(
+        messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
+    )
+    asked = messages.OffsetCommitRequest(
+        group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
+    )
+
+    async def attempt(node: NodeId) -> None:
+        answer = await client.send(node, asked)
+        for topic in answer.topics:
+            for one in topic.partitions:
+                if one.error_code == _UNKNOWN_MEMBER_ID:
+                    raise GroupNotEmpty(busy_sentence(name))
+                if one.error_code:
+                    raise error_from_code(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+
+    await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
+
+
+def busy_sentence(name: str) -> str:
+    """Say what to do about a group that is in use."""
+    return f"group {name!r} has members; stop its consumers first, then try again"
