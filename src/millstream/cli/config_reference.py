@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from millstream.cli.output import print_bytes
 from millstream.core.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
+from millstream.core.mirror import MirrorSettings
 from millstream.core.pipeline import SETTINGS, PipelineSettings
 from millstream.core.setting import Setting, settings_of
 from millstream.core.subscription import SubscriptionSettings
@@ -50,6 +51,14 @@ update`. [pipelines.md](pipelines.md) explains them. A change takes effect with 
 
 """
 
+_MIRRORS = """
+## Mirrors
+
+Give these with `millstream mirror create NAME --from HOST:PORT --set SETTING=VALUE`, change them with `millstream mirror
+update`. [mirroring.md](mirroring.md) explains them. A change takes effect at once.
+
+"""
+
 _MISSING = """
 Kafka settings that Millstream does not support are refused, with the reason:
 
@@ -67,9 +76,10 @@ def reference() -> str:
     """Return the whole page."""
     node = _table(declared for _, declared in Config.declared().values())
     subscriptions = _SUBSCRIPTIONS + _table(SubscriptionSettings.declared().values())
+    mirrors = _MIRRORS + _table(declared for _, declared in settings_of(MirrorSettings))
     missing = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))
     topics = _TOPICS + _table(TopicSettings.declared().values()) + _MISSING + missing
-    return _HEAD + node + topics + subscriptions + _PIPELINES + _pipelines()
+    return _HEAD + node + topics + subscriptions + _PIPELINES + _pipelines() + mirrors
 
 
 def _pipelines() -> str:
