@@ -54,8 +54,8 @@ update`. [pipelines.md](pipelines.md) explains them. A change takes effect with 
 _MIRRORS = """
 ## Mirrors
 
-Give these with `millstream mirror create NAME --from HOST:PORT --set SETTING=VALUE`, change them with `millstream mirror
-update`. [mirroring.md](mirroring.md) explains them. A change takes effect at once.
+Give these with `millstream mirror create NAME --from HOST:PORT --set SETTING=VALUE`, change them with `millstream
+mirror update`. [mirroring.md](mirroring.md) explains them. A change takes effect at once.
 
 """
 
