@@ -1,4 +1,4 @@
-"""Partitions move from nodes 1, 2 and 3 to 2, 3 and 4 while clients write and read: nothing is lost or doubled."""
+"""Partitions move between nodes, by hand and by plans, while clients write and read: nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from confluent_kafka.cimpl import NewTopic
 from kafka.admin import KafkaAdminClient
 from kafka.structs import TopicPartition
 
+from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.replica_bytes import differing_replicas
@@ -120,10 +121,12 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     wait_until(lambda: replicas(admin, topic) == [(target, set(target)) for target in AFTER])
     wait_until(lambda: mover.list_partition_reassignments() == {})
     mover.close()
-    # The node that they left is not needed for them any more, and nothing of them is left on it.
     identity = topic_id(admin, topic)
     wait_until(lambda: not any((cluster[1].data / "partitions" / str(identity)).glob("[0-9]*")))
-    cluster[1].kill()
+    remove_by_a_plan(cluster, admin, topic)
+    # The node that they left is not needed for them any more, and nothing of them is left on it.
+    wait_until(lambda: not any((cluster[4].data / "partitions" / str(identity)).glob("[0-9]*")))
+    cluster[4].kill()
     moved = list(writer.acknowledged)
     wait_until(lambda: all(now > then + 200 for now, then in zip(writer.acknowledged, moved, strict=True)))
     writer.finish()
@@ -132,7 +135,39 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     reader.join(2 * WAIT_S)
     # Nothing is lost, doubled or out of order.
     assert reader.seen == [list(range(count)) for count in writer.acknowledged]
-    for number in (2, 3, 4):
+    for number in (1, 2, 3):
         cluster[number].stop()
-    folders = {number: cluster[number].data for number in (2, 3, 4)}
+    folders = {number: cluster[number].data for number in (1, 2, 3)}
     assert differing_replicas(folders, [identity], len(BEFORE)) == []
+
+
+def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> None:
+    """Plan to remove node 4, and apply that while the controller dies."""
+    millstream = CommandLine(",".join(cluster[number].kafka for number in (1, 2, 3)))
+    assert "node 9" in millstream("cluster", "plan", "drain", 9).err
+    refused = millstream("topic", "replicate", topic, "--to", 5)
+    assert refused.code != 0
+    assert "5 nodes" in refused.err
+    plan = millstream("cluster", "plan", "remove", 4, "--json").document
+    assert {move["topic"] for move in plan["moves"]} >= {topic}
+    assert all(4 in move["from"] and 4 not in move["to"] for move in plan["moves"])
+    assert plan["bytes"] > 0
+    # Nothing moves before it is applied.
+    assert millstream("cluster", "plan", "show", "--json").document["state"] == "proposed"
+    assert replicas(admin, topic) == [(target, set(target)) for target in AFTER]
+    assert millstream("cluster", "apply", plan["plan"], "--throttle", 2_000_000).code == 0
+    assert "is being applied" in millstream("cluster", "plan", "balance").err
+    controller = millstream("cluster", "status", "--json").document["controller"]
+    if controller != 4:
+        cluster[controller].kill()
+        cluster[controller].start()
+    wait_until(
+        lambda: millstream("cluster", "plan", "show", "--json").document.get("state") == "done", patience_s=WAIT_S
+    )
+    shown = millstream("cluster", "plan", "show", "--json").document
+    assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [4])
+    assert all(4 not in now and now_in_sync == set(now) for now, now_in_sync in replicas(admin, topic))
+    # A drained node gets nothing.
+    assert millstream("topic", "create", f"{topic}-later", "--partitions", 6).code == 0
+    assert all(4 not in now for now, _ in replicas(admin, f"{topic}-later"))
+    assert "not drained" in millstream("cluster", "undrain", 1).err

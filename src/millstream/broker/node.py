@@ -502,6 +502,7 @@ class Broker:
             membership=core.membership,
             producer_ids=ProducerIds(core.declarations),
             declared=core.declared,
+            plans=None if core.node is None else core.node.plans,
             knowledge=self._listeners.knowledge,
             secrets=core.secrets,
             budget=budget,

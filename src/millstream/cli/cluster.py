@@ -1,4 +1,4 @@
-"""`millstream cluster`: run a cluster on this machine, show a cluster's status, and rebuild what etcd lost."""
+"""`millstream cluster`: run a cluster on this machine, show one's status, move partitions, rebuild what etcd lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millstream.cli import cluster_plan
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
@@ -84,8 +85,13 @@ Settings = Annotated[
 ]
 
 app = typer.Typer(
-    help="Start a cluster on this machine, show the status of one, and rebuild what etcd lost.", no_args_is_help=True
+    help="Start a cluster on this machine, show the status of one, move its partitions, and rebuild what etcd lost.",
+    no_args_is_help=True,
 )
+app.add_typer(cluster_plan.plan_app, name="plan")
+app.command("apply")(cluster_plan.apply)
+app.command("cancel")(cluster_plan.cancel)
+app.command("undrain")(cluster_plan.undrain)
 
 
 @app.command("up")

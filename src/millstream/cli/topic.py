@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from millstream.cli.cluster_plan import replicate
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -193,6 +194,9 @@ def describe(
         print_json(described)
     else:
         _print_description(described)
+
+
+app.command("replicate")(replicate)
 
 
 @app.command("alter")

@@ -23,6 +23,7 @@ from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announ
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.plans import MoveThrottle, Plans
 from millstream.broker.cluster.registration import NodeDescription, Registration
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
@@ -103,7 +104,9 @@ class ClusterNode:
             settings=ReplicaSettings.of(dependencies.config),
             registration=self._registration_revision,
             may_join=self._may_join,
+            throttle=MoveThrottle(self._id, self.view).pause_after,
         )
+        self.plans = Plans(dependencies.coordination, self.view, dependencies.clock, new_text=self._new_text)
         self._controller: Controller | None = None
         self._registration: Registration | None = None
         self._follows_as = NOT_REGISTERED
@@ -160,6 +163,7 @@ class ClusterNode:
             settings_of=self.topics.settings_of,
             balance_s=self._config.leader_balance_ms / 1000,
             random=dependencies.random,
+            clock=dependencies.clock,
         )
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())

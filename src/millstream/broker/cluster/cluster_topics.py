@@ -252,7 +252,7 @@ class ClusterTopics(Topics):
             return elected
         if state.leader == state.preferred and state.leader in live:
             raise ElectionNotNeeded("the partition is led by its preferred replica")
-        preferred = elect_preferred(state, live.keys() - self._view.leaving)
+        preferred = elect_preferred(state, live.keys() - self._view.avoided)
         if preferred is None:
             raise PreferredUnavailable(f"the preferred replica, node {state.preferred}, is down or not in sync")
         return preferred
@@ -274,7 +274,7 @@ class ClusterTopics(Topics):
 
     def leads_movable_partition(self) -> bool:
         """Whether this node leads a partition that another live node could lead as well."""
-        live = self._view.live.keys() - {self._me} - self._view.leaving
+        live = self._view.live.keys() - {self._me} - self._view.avoided
         return any(
             versioned.state.leader == self._me and not live.isdisjoint(versioned.state.in_sync)
             for versioned in self._view.states.values()

@@ -23,6 +23,7 @@ from millstream.broker.cluster.election import (
     move_from_leaving,
 )
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
+from millstream.broker.cluster.plans import PlanExecution
 from millstream.broker.cluster.reassignment import end_changes, finished
 from millstream.broker.cluster.reconciliation import Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
@@ -30,6 +31,7 @@ from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock
 from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
@@ -149,6 +151,7 @@ class Controller:
         settings_of: Callable[[Topic], TopicSettings],
         balance_s: float,
         random: Random,
+        clock: Clock,
     ) -> None:
         """`registered` returns this process's registration; without one it neither decides nor interferes."""
         self._me = me
@@ -158,12 +161,14 @@ class Controller:
         self._declarations = declarations
         self._settings_of = settings_of
         self._random = random
+        self._clock = clock
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
         self._unbalanced = Balance(balance_s)
         self._balance_timer: asyncio.TimerHandle | None = None
         self._reconciliation: Reconciliation | None = None
+        self._execution: PlanExecution | None = None
         self._term: Term | None = None
         self.elections = 0
         view.listen(self._on_view_change)
@@ -228,9 +233,16 @@ class Controller:
         self._reconciliation = Reconciliation(
             term, self._view, self._declarations, Backoff(self._random), on_placed=self._wake.set
         )
+        self._execution = PlanExecution(term, self._view, self._clock, Backoff(self._random))
         self._dirty = set(self._view.states)
         self._wake.set()
-        await run_until_first((self._watch_place(term), self._keep_leaders(term), self._reconciliation.run()))
+        work = (
+            self._watch_place(term),
+            self._keep_leaders(term),
+            self._reconciliation.run(),
+            self._execution.run(),
+        )
+        await run_until_first(work)
 
     async def _watch_place(self, term: Term) -> None:
         while self._view.controller_revision == term.revision:
@@ -241,13 +253,15 @@ class Controller:
     def _stop_term(self) -> None:
         self._term = None
         self._reconciliation = None
+        self._execution = None
         self._unbalanced.clear()
         self._set_balance_timer()
 
     def _on_view_change(self, change: ViewChange) -> None:
         self._changed.set()
-        if self._term is None or self._reconciliation is None:
+        if self._term is None or self._reconciliation is None or self._execution is None:
             return
+        self._execution.on_view_change(change)
         if change.nodes:
             self._dirty.update(self._view.states)
         self._dirty |= change.partitions
@@ -315,7 +329,7 @@ class Controller:
                 min_in_sync=settings.min_insync_replicas,
                 unclean=settings.unclean_leader_election_enable,
             )
-        return move_from_leaving(elected or state, live, self._view.leaving) or elected
+        return move_from_leaving(elected or state, live, self._view.avoided) or elected
 
     def _topic_settings(self, topic_id: UUID) -> TopicSettings | None:
         topic = self._view.topics.get(topic_id)
@@ -331,7 +345,7 @@ class Controller:
         return UNKNOWN_MINIMUM if settings is None else settings.min_insync_replicas
 
     def _staying(self) -> set[NodeId]:
-        return set(self._view.live) - self._view.leaving
+        return set(self._view.live) - self._view.avoided
 
     def _set_balance_timer(self) -> None:
         if self._balance_timer is not None:

@@ -11,6 +11,9 @@ removed/<topic id>/<index>/<id>      a node that no longer hosts the partition, 
 placements/<topic id>           replicas that a user chose for partitions that do not exist yet, as JSON
 deleted/<topic id>              a topic whose files may be removed, as JSON
 deleted/<topic id>/done/<id>    a node that has no files of it left
+drained/<id>                    a node that gets no new leaders and replicas
+plan                            the last plan of moves that was proposed, without its moves, as JSON
+plan-moves/<plan id>/<number>   some of its moves, as JSON
 settings/<id>, settings/default      what was set for a node while it ran, or for all nodes, as JSON
 pipelines-owner                 the id of the node that runs the pipelines; leased
 catalog-version                 changed after each change of the catalog
@@ -35,6 +38,9 @@ PLACEMENTS = "placements/"
 DELETED = "deleted/"
 DONE = "/done/"
 SETTINGS = "settings/"
+DRAINED = "drained/"
+PLAN = "plan"
+PLAN_MOVES = "plan-moves/"
 PIPELINES_OWNER = "pipelines-owner"
 CATALOG_VERSION = "catalog-version"
 CLUSTER_ID = "cluster-id"
@@ -93,6 +99,16 @@ def deleted_key(topic_id: UUID) -> str:
 def done_key(topic_id: UUID, node: NodeId) -> str:
     """Return where a node reports that it has removed a deleted topic's files."""
     return f"{DELETED}{topic_id}{DONE}{node}"
+
+
+def drained_key(node: NodeId) -> str:
+    """Return where a node is marked as drained."""
+    return f"{DRAINED}{node}"
+
+
+def plan_moves_key(plan_id: str, number: int) -> str:
+    """Return where a piece of a plan's moves is kept."""
+    return f"{PLAN_MOVES}{plan_id}/{number}"
 
 
 def settings_key(scope: str) -> str:

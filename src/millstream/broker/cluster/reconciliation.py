@@ -210,7 +210,9 @@ class Reconciliation:
         load = Load.of(versioned.state for versioned in self._view.states.values())
         by_hand = await self._by_hand(topic.topic_id)
         free = [index for index in missing if index not in by_hand]
-        racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.leaving}
+        racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.avoided}
+        if len(racks) < topic.replication:
+            racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.drained}
         if len(racks) < topic.replication:
             racks = {node_id: node.rack for node_id, node in live.items()}
         placed = place(len(free), topic.replication, racks, load)

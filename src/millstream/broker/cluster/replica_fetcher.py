@@ -51,6 +51,15 @@ class FetchLimits:
     partition_bytes_max: int = 4096 * 1024
 
 
+Throttle = Callable[[PartitionKey, int], float]
+"""Returns for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
+
+
+def no_pause(_key: PartitionKey, _size: int) -> float:
+    """Fetch as fast as possible."""
+    return 0.0
+
+
 class _Followed:
     """One partition that is fetched here."""
 
@@ -103,6 +112,7 @@ class ReplicaFetcher:
         limits: FetchLimits,
         random: Random,
         registration: Callable[[], int],
+        throttle: Throttle = no_pause,
     ) -> None:
         self.leader = leader
         self._me = me
@@ -110,6 +120,7 @@ class ReplicaFetcher:
         self._limits = limits
         self._random = random
         self._registration = registration
+        self._throttle = throttle
         self._backoff = Backoff(random)
         self._followed: dict[PartitionKey, _Followed] = {}
         self._changed: dict[PartitionKey, None] = {}
@@ -164,6 +175,9 @@ class ReplicaFetcher:
         self._report(followed, error)
         pause_s = delay_after(followed.failures, first_s=HOLD_FIRST_S, max_s=HOLD_MAX_S, random=self._random)
         followed.failures += 1
+        self._suspend(key, followed, pause_s)
+
+    def _suspend(self, key: PartitionKey, followed: _Followed, pause_s: float) -> None:
         followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
         self._changed.pop(key, None)
         self._forgotten[key] = None
@@ -350,5 +364,9 @@ class ReplicaFetcher:
             answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
         )
         if answer.records:
-            self._changed[key] = None
+            pause_s = self._throttle(key, len(answer.records))
+            if pause_s > 0:
+                self._suspend(key, followed, pause_s)
+            else:
+                self._changed[key] = None
         return stored

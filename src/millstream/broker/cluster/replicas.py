@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.damage_repair import DamageRepair
-from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher, Throttle, no_pause
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.store import CHANGES_MAX, EXPECTS_MAX, CoordinationStore, Expect, Put
 from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, any_replica
@@ -206,6 +206,7 @@ class Replicas:
         settings: ReplicaSettings | None = None,
         registration: Callable[[], int] = not_registered,
         may_join: MayJoin = any_replica,
+        throttle: Throttle = no_pause,
     ) -> None:
         self._me = me
         self._links = links
@@ -213,6 +214,7 @@ class Replicas:
         self._settings = settings or ReplicaSettings()
         self._registration = registration
         self._may_join = may_join
+        self._throttle = throttle
         self._writer = InSyncWriter(store, self._wanted, Backoff(random))
         self._repair = DamageRepair(me, links, random=random, registration=registration)
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
@@ -337,6 +339,7 @@ class Replicas:
             limits=self._settings.fetch,
             random=self._random,
             registration=self._registration,
+            throttle=self._throttle,
         )
 
     # -- the followers of what is led here ------------------------------------------------------------------

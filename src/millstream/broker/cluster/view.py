@@ -15,6 +15,7 @@ from uuid import UUID
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.plans import PlanHeader, moves_from_json
 from millstream.broker.cluster.reassignment import Reassignment
 from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
 from millstream.broker.cluster.store_values import (
@@ -26,6 +27,7 @@ from millstream.broker.cluster.store_values import (
     topic_from_json,
 )
 from millstream.core.backoff import Backoff
+from millstream.core.cluster_plan import Move
 from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
 from millstream.core.ids import NodeId, PartitionIndex
@@ -51,6 +53,8 @@ class ViewChange:
     """Settings of nodes."""
     controller: bool = False
     catalog: bool = False
+    plan: bool = False
+    """The plan, or the moves of it."""
 
 
 Listener = Callable[[ViewChange], None]
@@ -73,6 +77,11 @@ class ClusterView:
         """The revision of each node's last registration, even if it is gone."""
         self.admitted: dict[NodeId, str] = {}
         self.leaving: set[NodeId] = set()
+        self.drained: set[NodeId] = set()
+        self.plan: PlanHeader | None = None
+        self.plan_revision = 0
+        self.plan_moves: dict[tuple[str, int], tuple[Move, ...]] = {}
+        """The moves of plans, in pieces, each by the plan's id and a number."""
         self.controller: NodeId | None = None
         self.controller_revision = 0
         self.pipelines_owner: NodeId | None = None
@@ -92,6 +101,9 @@ class ClusterView:
             (keys.NODES, self._read_node),
             (keys.ADMITTED, self._read_admitted),
             (keys.LEAVING, self._read_leaving),
+            (keys.DRAINED, self._read_drained),
+            (keys.PLAN_MOVES, self._read_plan_moves),
+            (keys.PLAN, self._read_plan),
             (keys.TOPICS, self._read_topic),
             (keys.DELETED, self._read_deleted),
             (keys.REASSIGNMENTS, self._read_reassignment),
@@ -115,6 +127,11 @@ class ClusterView:
         """Whether a node runs and was admitted in its current incarnation."""
         registered = self.nodes.get(node)
         return registered is not None and self.admitted.get(node) == registered.incarnation
+
+    @property
+    def avoided(self) -> set[NodeId]:
+        """Nodes that should lead nothing: they are about to stop, or drained."""
+        return self.leaving | self.drained
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` after each batch of changes, in the order of these calls."""
@@ -239,6 +256,27 @@ class ClusterView:
         else:
             self.leaving.add(node)
         change.nodes.add(node)
+
+    def _read_drained(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        node = NodeId(int(rest))
+        if value is None:
+            self.drained.discard(node)
+        else:
+            self.drained.add(node)
+        change.nodes.add(node)
+
+    def _read_plan(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:
+        self.plan = None if value is None else PlanHeader.from_json(value)
+        self.plan_revision = 0 if value is None else revision
+        change.plan = True
+
+    def _read_plan_moves(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        plan_id, _, number = rest.rpartition("/")
+        if value is None:
+            self.plan_moves.pop((plan_id, int(number)), None)
+        else:
+            self.plan_moves[plan_id, int(number)] = moves_from_json(value)
+        change.plan = True
 
     def _read_topic(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
         topic_id = UUID(rest)

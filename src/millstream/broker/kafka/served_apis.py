@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.leader_appender import LeaderAppender
 from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.plans import Plans
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
@@ -89,6 +90,7 @@ from millstream.broker.kafka.apis.pipeline_apis import (
     PipelineList,
     RuleChange,
 )
+from millstream.broker.kafka.apis.plan_apis import NodeUndrain, PlanApply, PlanCancel, PlanDescribe, PlanPropose
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
 from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
@@ -171,6 +173,8 @@ class ApiDependencies:
     unready_reasons: Callable[[], Iterable[str]]
     node: NodeState
     supervise: Supervise
+    plans: Plans | None = None
+    """Plans of moves between nodes; None on a node without others."""
     knowledge: Knowledge | None = None
     """How clients authenticate; None without authentication."""
     damage: Callable[[], Damaged] = tuple
@@ -421,6 +425,11 @@ class ServedApis:
             warnings=parts.warnings,
         )
         yield self.node_status
+        yield PlanPropose(parts.plans)
+        yield PlanApply(parts.plans)
+        yield PlanCancel(parts.plans)
+        yield PlanDescribe(parts.plans)
+        yield NodeUndrain(parts.plans)
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)

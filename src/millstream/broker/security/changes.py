@@ -140,6 +140,20 @@ def _token_revoked(request: Any, response: Any, _users: Users) -> Iterator[Chang
         yield Change(activity=DELETE, kind="token", name=request.token_id)
 
 
+def _plan_changed(activity: Activity) -> Callable[[Any, Any, Users], Iterator[Change]]:
+    def changes(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            data = {"kind": response.kind, "subject": response.subject, "state": response.state}
+            yield Change(activity=activity, kind="plan", name=response.plan_id, data=data)
+
+    return changes
+
+
+def _node_undrained(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if response.error == 0:
+        yield Change(activity=UPDATE, kind="node", name=str(request.node), data={"drained": False})
+
+
 def _groups_deleted(_request: Any, response: Any, _users: Users) -> Iterator[Change]:
     for group in _done(response.results):
         yield _change(group, DELETE, "group", group.group_id)
@@ -231,10 +245,14 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "MirrorCreate": _of_one("mirror", CREATE),
     "MirrorDelete": _of_one("mirror", DELETE),
     "MirrorFailover": _of_one("mirror", UPDATE),
+    "NodeUndrain": _node_undrained,
     "OffsetDelete": _offsets_changed,
     "PipelineAlter": _of_one("pipeline", UPDATE),
     "PipelineCreate": _of_one("pipeline", CREATE),
     "PipelineDelete": _of_one("pipeline", DELETE),
+    "PlanApply": _plan_changed(UPDATE),
+    "PlanCancel": _plan_changed(UPDATE),
+    "PlanPropose": _plan_changed(CREATE),
     "RuleChange": _of_one("pipeline", UPDATE),
     "SchemaConfigure": _of_one("schema settings", UPDATE, name="subject"),
     "SchemaDelete": _of_one("schema", DELETE, name="subject"),
@@ -258,18 +276,10 @@ CHANGES_NOTHING: Final = frozenset(
         *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
-        *(
-            "MessageTracing",
-            "Metadata",
-            "NodeStatus",
-            "OffsetFetch",
-            "OffsetForLeaderEpoch",
-            "PipelineList",
-            "SaslAuthenticate",
-        ),
+        *("MessageTracing", "Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList"),
         *("MirrorList", "MirrorOffer"),
-        *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
-        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
+        *("PlanDescribe", "SaslAuthenticate", "SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList"),
+        *("SchemaLookup", "SchemaSettings", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),

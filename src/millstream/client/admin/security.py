@@ -16,7 +16,7 @@ from millstream.core.credential import (
     hash_password,
 )
 from millstream.core.errors import NotFound
-from millstream.protocol.private.message import Nothing, Response, decode, encode
+from millstream.protocol.private.message import Nothing, Response, decode_response, encode
 from millstream.protocol.private.secret_messages import SECRETS_KEY, SecretsRequest, SecretsResponse
 from millstream.protocol.private.token_messages import (
     CREATE_KEY,
@@ -121,10 +121,7 @@ async def revoke_token(client: Client, token_id: str) -> None:
 
 
 async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -> _Answer:
-    answer = decode(await client.private(None, key, encode(request)), kind)
-    if answer.error:
-        raise error_from_code(answer.error, answer.message, about="API tokens")
-    return answer
+    return decode_response(await client.private(None, key, encode(request)), kind)
 
 
 async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:
@@ -202,7 +199,4 @@ def _filter_fields(selected: AclFilter) -> dict[str, Any]:
 
 async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:
     """Return the secrets in the catalog, without their values; with `reseal`, seal them with the newest key first."""
-    answer = decode(await client.private(None, SECRETS_KEY, encode(SecretsRequest(reseal=reseal))), SecretsResponse)
-    if answer.error:
-        raise error_from_code(answer.error, answer.message, about="the secrets of the catalog")
-    return answer
+    return await _ask(client, SECRETS_KEY, SecretsRequest(reseal=reseal), SecretsResponse)

@@ -31,6 +31,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     message: str | None = None
 
 
+R = TypeVar("R", bound=Response)
+
+
 def decode(body: bytes | memoryview, kind: type[T]) -> T:
     """Decode a message from another process, or raise `ProtocolViolation`."""
     try:
@@ -43,6 +46,14 @@ def decode(body: bytes | memoryview, kind: type[T]) -> T:
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
+
+
+def decode_response(body: bytes | memoryview, kind: type[R]) -> R:
+    """Decode a response; raise the error in it."""
+    response = decode(body, kind)
+    if response.error:
+        raise error_from_code(response.error, response.message)
+    return response
 
 
 def decode_document(body: bytes | memoryview) -> dict[str, Any]:

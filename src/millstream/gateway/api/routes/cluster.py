@@ -1,15 +1,27 @@
-"""The cluster and its connected clients."""
+"""The cluster, plans of moves between its nodes, and its connected clients."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from millstream.client.admin.clients import list_clients
+from millstream.client.admin.cluster_plans import (
+    apply_plan,
+    cancel_plan,
+    compute_plan,
+    current_plan,
+    describe_plan,
+    describe_progress,
+    propose_plan,
+    undrain,
+)
 from millstream.client.admin.cluster_status import cluster_status
+from millstream.core.cluster_plan import BALANCE, THROTTLE_BYTES
+from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
 
@@ -90,6 +102,100 @@ class ClientList(msgspec.Struct, frozen=True):
     left_out: int
 
 
+class PlanToCompute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to plan: to drain or remove a node, or to balance all of them."""
+
+    kind: Literal["drain", "remove", "balance"]
+    node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    throttle_bytes_per_s: Annotated[int, Meta(ge=1024, le=2**62)] = THROTTLE_BYTES
+
+
+class ComputedMove(msgspec.Struct, frozen=True):
+    """A partition, its replicas, and those that it is to have."""
+
+    topic: str
+    partition: int
+    before: list[int] = msgspec.field(name="from")
+    target: list[int] = msgspec.field(name="to")
+    bytes: int
+
+
+class ComputedPlan(msgspec.Struct, frozen=True):
+    """A plan that waits to be applied; `plan` is null if there is nothing to move."""
+
+    plan: str | None
+    kind: str
+    subject: str
+    moves: list[ComputedMove]
+    bytes: int
+    throttle_bytes_per_s: int
+    seconds: float
+    staying: list[str]
+    risks: list[str]
+
+
+class MovingPartition(msgspec.Struct, frozen=True):
+    """A partition that moves now."""
+
+    topic: str
+    partition: int
+    before: list[int] = msgspec.field(name="from")
+    target: list[int] = msgspec.field(name="to")
+
+
+class PlanProgress(msgspec.Struct, frozen=True):
+    """The last plan and how far it is, and the drained nodes."""
+
+    plan: str | None
+    kind: str | None
+    subject: str
+    state: str | None
+    throttle_bytes_per_s: int
+    moves: int
+    moved: int
+    moving: int
+    waiting: int
+    overtaken: int
+    bytes: int
+    moved_bytes: int
+    partitions_moving: list[MovingPartition]
+    created_ms: int
+    finished_ms: int | None
+    drained: list[int]
+
+
+class PlanToApply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which plan, by default the last one, and how fast."""
+
+    plan: Annotated[str, Meta(max_length=64)] = ""
+    throttle_bytes_per_s: Annotated[int, Meta(ge=1024, le=2**62)] | None = None
+
+
+class PlanToCancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which plan, by default the last one."""
+
+    plan: Annotated[str, Meta(max_length=64)] = ""
+
+
+class PlanState(msgspec.Struct, frozen=True):
+    """A plan and its state."""
+
+    plan: str
+    state: str
+
+
+class NodeToUndrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The node that may get leaders and replicas again."""
+
+    node: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class Undrained(msgspec.Struct, frozen=True):
+    """A node that is no longer drained."""
+
+    node: int
+
+
 async def status(services: Services, request: Request[NoFields, NoFields]) -> ClusterDescription:
     """Describe the cluster as its nodes report it."""
     return msgspec.convert((await cluster_status(services.client)).described(), ClusterDescription)
@@ -102,7 +208,45 @@ async def clients(services: Services, request: Request[Measuring, NoFields]) -> 
     return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.left_out)
 
 
+async def show_plan(services: Services, request: Request[NoFields, NoFields]) -> PlanProgress:
+    """Show the last plan."""
+    return msgspec.convert(describe_progress(await current_plan(services.client)), PlanProgress)
+
+
+async def make_plan(services: Services, request: Request[NoFields, PlanToCompute]) -> ComputedPlan:
+    """Compute a plan, and keep it for `apply`."""
+    body = request.body
+    if body.kind != BALANCE and body.node is None:
+        raise InvalidRequest(f"to {body.kind} a node, name it in `node`")
+    plan = await compute_plan(services.client, body.kind, node=body.node)
+    plan_id = None
+    if plan.moves or body.kind != BALANCE:
+        plan_id = (await propose_plan(services.client, plan, throttle_bytes=body.throttle_bytes_per_s)).plan_id
+    document = describe_plan(plan, plan_id=plan_id, throttle_bytes=body.throttle_bytes_per_s)
+    return msgspec.convert(document, ComputedPlan)
+
+
+async def run_plan(services: Services, request: Request[NoFields, PlanToApply]) -> PlanState:
+    """Let the cluster carry out a plan."""
+    body = request.body
+    applied = await apply_plan(services.client, body.plan, throttle_bytes=body.throttle_bytes_per_s)
+    return PlanState(applied.plan_id, applied.state)
+
+
+async def stop_plan(services: Services, request: Request[NoFields, PlanToCancel]) -> PlanState:
+    """Stop a plan."""
+    cancelled = await cancel_plan(services.client, request.body.plan)
+    return PlanState(cancelled.plan_id, cancelled.state)
+
+
+async def undrain_node(services: Services, request: Request[NoFields, NodeToUndrain]) -> Undrained:
+    """Let a node get leaders and replicas again."""
+    await undrain(services.client, request.body.node)
+    return Undrained(request.body.node)
+
+
 _SHARED: Final[dict[str, Any]] = {"tag": "cluster", "method": "GET", "body": NoFields}
+_CHANGE: Final[dict[str, Any]] = {"tag": "cluster", "method": "POST", "query": NoFields}
 
 ROUTES: Final = (
     Route(
@@ -115,5 +259,45 @@ ROUTES: Final = (
     ),
     Route(
         path="/clients", summary="List connected clients", handle=clients, query=Measuring, answer=ClientList, **_SHARED
+    ),
+    Route(
+        path="/cluster/plan",
+        summary="Show the last plan of moves, and how far it is",
+        handle=show_plan,
+        query=NoFields,
+        answer=PlanProgress,
+        **_SHARED,
+    ),
+    Route(
+        path="/cluster/plan",
+        summary="Compute a plan to drain or remove a node, or to balance all of them",
+        handle=make_plan,
+        body=PlanToCompute,
+        answer=ComputedPlan,
+        **_CHANGE,
+    ),
+    Route(
+        path="/cluster/plan/apply",
+        summary="Carry out a plan",
+        handle=run_plan,
+        body=PlanToApply,
+        answer=PlanState,
+        **_CHANGE,
+    ),
+    Route(
+        path="/cluster/plan/cancel",
+        summary="Stop a plan",
+        handle=stop_plan,
+        body=PlanToCancel,
+        answer=PlanState,
+        **_CHANGE,
+    ),
+    Route(
+        path="/cluster/undrain",
+        summary="Let a drained node get leaders and replicas again",
+        handle=undrain_node,
+        body=NodeToUndrain,
+        answer=Undrained,
+        **_CHANGE,
     ),
 )

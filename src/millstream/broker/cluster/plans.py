@@ -1,0 +1,396 @@
+"""Plans of a cluster: proposed by an operator, carried out by the controller, a few moves at a time.
+
+The coordination store holds one plan: its header under `plan`, its moves in pieces under `plan-moves/`. What became of
+a move is never stored. It follows from the partition's own state, so a plan survives the death of any node, and the
+next controller continues where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.reassignment import Reassignment, begin_changes, end_changes, narrowed
+from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.term import Term
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock
+from millstream.core.cluster_plan import DRAIN, REMOVE, Move
+from millstream.core.errors import Conflict, CorruptState, InvalidRequest, NotFound, RequestTimedOut, StoreUnavailable
+from millstream.core.ids import NodeId, PartitionIndex
+
+if TYPE_CHECKING:
+    from millstream.broker.cluster.view import ClusterView, ViewChange
+
+_logger = logging.getLogger(__name__)
+
+PROPOSED: Final = "proposed"
+RUNNING: Final = "running"
+CANCELLING: Final = "cancelling"
+CANCELLED: Final = "cancelled"
+DONE: Final = "done"
+
+WAITING: Final = "waiting"
+MOVING: Final = "moving"
+MOVED: Final = "moved"
+OVERTAKEN: Final = "overtaken"
+"""The partition was changed otherwise since the plan was computed; its move is skipped."""
+
+MOVES_MAX: Final = 100_000
+_MOVES_PER_KEY: Final = 500
+_AT_ONCE_PER_RECEIVER: Final = 4
+"""Partitions that one node fetches for a plan at the same time."""
+
+_AGREEMENT_S: Final = 30.0
+_TAIL_BYTES: Final = 256 * 1024
+"""A fetch that brings less is near the end of the log, and is not delayed: the move must be able to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanHeader:
+    """A plan without its moves."""
+
+    plan_id: str
+    kind: str
+    subject: str
+    state: str
+    throttle_bytes: int
+    """How many bytes per second each node may fetch for it."""
+    moves: int
+    created_ms: int
+    finished_ms: int = 0
+
+    def to_json(self) -> str:
+        """Encode it for the coordination store."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanHeader:
+        """Decode it."""
+        try:
+            content = json.loads(text)
+            return cls(
+                plan_id=str(content["plan_id"]),
+                kind=str(content["kind"]),
+                subject=str(content["subject"]),
+                state=str(content["state"]),
+                throttle_bytes=int(content["throttle_bytes"]),
+                moves=int(content["moves"]),
+                created_ms=int(content["created_ms"]),
+                finished_ms=int(content["finished_ms"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptState(f"a plan cannot be read ({error!r}): {text[:200]!r}") from error
+
+    @property
+    def drains(self) -> NodeId | None:
+        """The node that gets no new leaders and replicas from when the plan is applied."""
+        return NodeId(int(self.subject)) if self.kind in (DRAIN, REMOVE) else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the controller works on it."""
+        return self.state in (RUNNING, CANCELLING)
+
+
+def moves_to_json(moves: Sequence[Move]) -> str:
+    """Encode one piece of a plan's moves for the coordination store."""
+    content = [[str(one.topic_id), one.index, one.before, one.target, one.size_bytes, one.topic] for one in moves]
+    return json.dumps(content, separators=(",", ":"))
+
+
+def moves_from_json(text: str) -> tuple[Move, ...]:
+    """Decode one piece of a plan's moves."""
+    try:
+        return tuple(
+            Move(
+                topic=str(topic),
+                topic_id=UUID(topic_id),
+                index=PartitionIndex(int(index)),
+                before=tuple(NodeId(int(node)) for node in before),
+                target=tuple(NodeId(int(node)) for node in target),
+                size_bytes=int(size),
+            )
+            for topic_id, index, before, target, size, topic in json.loads(text)
+        )
+    except (ValueError, TypeError) as error:
+        raise CorruptState(f"the moves of a plan cannot be read ({error!r}): {text[:200]!r}") from error
+
+
+def state_of(move: Move, view: ClusterView) -> str:
+    """Return what became of a move, according to the partition's own state."""
+    key = (move.topic_id, move.index)
+    versioned, under_way = view.states.get(key), view.reassignments.get(key)
+    if versioned is None:
+        return OVERTAKEN
+    if under_way is not None:
+        return MOVING if under_way.target == move.target else OVERTAKEN
+    if versioned.state.replicas == move.target:
+        return MOVED
+    return WAITING if versioned.state.replicas == move.before else OVERTAKEN
+
+
+class Plans:
+    """The requests of operators about plans, answered by any node."""
+
+    def __init__(
+        self, store: CoordinationStore, view: ClusterView, clock: Clock, *, new_text: Callable[[], str]
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._clock = clock
+        self._new_text = new_text
+
+    @property
+    def current(self) -> PlanHeader | None:
+        """The last plan, whatever its state."""
+        return self._view.plan
+
+    @property
+    def drained(self) -> frozenset[NodeId]:
+        """The nodes that get no new leaders and replicas."""
+        return frozenset(self._view.drained)
+
+    def moves(self) -> list[tuple[Move, str]]:
+        """Return the moves of the current plan, each with what became of it."""
+        return [(move, state_of(move, self._view)) for move in planned_moves(self._view)]
+
+    async def propose(self, kind: str, subject: str, moves: Sequence[Move], throttle_bytes: int) -> PlanHeader:
+        """Store a plan in place of the last one, for review; nothing moves yet."""
+        last, last_revision = self._view.plan, self._view.plan_revision
+        if last is not None and last.is_open:
+            raise Conflict(
+                f"plan {last.plan_id} is being applied; wait for it, or end it with: millstream cluster cancel"
+            )
+        self._check(moves, throttle_bytes)
+        header = PlanHeader(
+            plan_id=self._new_text()[:8],
+            kind=kind,
+            subject=subject,
+            state=PROPOSED,
+            throttle_bytes=throttle_bytes,
+            moves=len(moves),
+            created_ms=self._clock.now_ms(),
+        )
+        if header.drains is not None and header.drains not in self._view.registrations:
+            raise NotFound(f"the cluster has no node {header.drains}")
+        # The moves come first, under the plan's own name, so that a header is never read with those of another plan.
+        for number, at in enumerate(range(0, len(moves), _MOVES_PER_KEY)):
+            piece = moves_to_json(moves[at : at + _MOVES_PER_KEY])
+            await self._store.change([Put(keys.plan_moves_key(header.plan_id, number), piece)])
+        await self._change([Put(keys.PLAN, header.to_json())], "the plan", expect_revision=last_revision)
+        for plan_id, number in tuple(self._view.plan_moves):
+            if plan_id != header.plan_id:
+                await self._store.change([Delete(keys.plan_moves_key(plan_id, number))])
+        return header
+
+    async def apply(self, plan_id: str, throttle_bytes: int | None = None) -> PlanHeader:
+        """Let the controller carry out a proposed plan; one that is running may only change its speed."""
+        header = self._named(plan_id)
+        if header.state not in (PROPOSED, RUNNING):
+            raise Conflict(
+                f"plan {header.plan_id} is {header.state}; compute another one with: millstream cluster plan"
+            )
+        if throttle_bytes is not None:
+            _check_throttle(throttle_bytes)
+            header = replace(header, throttle_bytes=throttle_bytes)
+        running = replace(header, state=RUNNING)
+        changes: list[Change] = [Put(keys.PLAN, running.to_json())]
+        if running.drains is not None:
+            changes.append(Put(keys.drained_key(running.drains), ""))
+        await self._change(changes, f"plan {running.plan_id}", expect_revision=self._view.plan_revision)
+        return running
+
+    async def cancel(self, plan_id: str) -> PlanHeader:
+        """Stop a plan: moves under way go back, and a node that it drains may get leaders and replicas again."""
+        header = self._named(plan_id)
+        if header.state in (DONE, CANCELLED):
+            raise Conflict(f"plan {header.plan_id} is {header.state} already")
+        cancelled = replace(header, state=CANCELLED if header.state == PROPOSED else CANCELLING)
+        changes: list[Change] = [Put(keys.PLAN, cancelled.to_json())]
+        if cancelled.drains is not None:
+            changes.append(Delete(keys.drained_key(cancelled.drains)))
+        await self._change(changes, f"plan {cancelled.plan_id}", expect_revision=self._view.plan_revision)
+        return cancelled
+
+    async def undrain(self, node: NodeId) -> None:
+        """Let a node get leaders and replicas again."""
+        if node not in self._view.drained:
+            raise NotFound(f"node {node} is not drained")
+        plan = self._view.plan
+        if plan is not None and plan.drains == node and plan.is_open:
+            raise Conflict(f"plan {plan.plan_id} drains node {node} now; end it with: millstream cluster cancel")
+        await self._change([Delete(keys.drained_key(node))], f"node {node}")
+
+    def _named(self, plan_id: str) -> PlanHeader:
+        header = self._view.plan
+        if header is None:
+            raise NotFound("there is no plan; compute one with: millstream cluster plan drain|remove|balance")
+        if plan_id not in ("", header.plan_id):
+            raise NotFound(f"there is no plan {plan_id[:64]!r}; the last one is {header.plan_id}")
+        return header
+
+    def _check(self, moves: Sequence[Move], throttle_bytes: int) -> None:
+        if len(moves) > MOVES_MAX:
+            raise InvalidRequest(f"a plan has at most {MOVES_MAX} moves, not {len(moves)}")
+        _check_throttle(throttle_bytes)
+        seen: set[PartitionKey] = set()
+        for move in moves:
+            key, where = (move.topic_id, move.index), f"{move.topic}-{move.index}"
+            versioned = self._view.states.get(key)
+            if versioned is None:
+                raise NotFound(f"there is no partition {where}")
+            if key in seen or not move.target or len(set(move.target)) != len(move.target):
+                raise InvalidRequest(f"the move of {where} is not valid: each partition once, each node once")
+            seen.add(key)
+            if versioned.state.replicas != move.before or key in self._view.reassignments:
+                raise Conflict(f"{where} was moved since the plan was computed; compute it again")
+            unknown = [node for node in move.target if node not in self._view.live and node not in move.before]
+            if unknown:
+                raise InvalidRequest(f"{where} cannot move to node {unknown[0]}, which is not running")
+
+    async def _change(self, changes: Sequence[Change], what: str, *, expect_revision: int | None = None) -> None:
+        """Change the store, and wait until this node sees it."""
+        expect = () if expect_revision is None else (Expect(keys.PLAN, expect_revision),)
+        revision = await self._store.change(changes, expect)
+        if revision is None:
+            raise Conflict(f"{what} was changed by somebody else at the same time; look at it again")
+        await self._view.until(lambda: self._view.revision >= revision, _AGREEMENT_S, what=what)
+
+
+def planned_moves(view: ClusterView) -> list[Move]:
+    """Return the moves of the current plan."""
+    if view.plan is None:
+        return []
+    pieces = sorted(number for plan_id, number in view.plan_moves if plan_id == view.plan.plan_id)
+    return [move for number in pieces for move in view.plan_moves[view.plan.plan_id, number]]
+
+
+def _check_throttle(throttle_bytes: int) -> None:
+    if throttle_bytes < 1024:
+        raise InvalidRequest(f"the throttle is at least 1024 bytes per second, not {throttle_bytes}")
+
+
+class PlanExecution:
+    """Carries out the plan, for the duration of one term of the controller."""
+
+    def __init__(self, term: Term, view: ClusterView, clock: Clock, backoff: Backoff) -> None:
+        self._term = term
+        self._view = view
+        self._clock = clock
+        self._backoff = backoff
+        self._wake = asyncio.Event()
+        self._wake.set()
+
+    def on_view_change(self, change: ViewChange) -> None:
+        """Look at the plan again if the change may concern it."""
+        plan = self._view.plan
+        if change.plan or (plan is not None and plan.is_open and (change.moved or change.partitions or change.nodes)):
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Work on the plan whenever there is something to do; runs forever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._caught_up()
+                plan = self._view.plan
+                if plan is not None and plan.state == RUNNING:
+                    await self._advance(plan)
+                elif plan is not None and plan.state == CANCELLING:
+                    await self._go_back(plan)
+                self._backoff.reset()
+            except (StoreUnavailable, RequestTimedOut) as error:
+                _logger.warning("the plan waits for the store", extra={"error": str(error)})
+                self._wake.set()
+                await self._backoff.pause()
+
+    async def _caught_up(self) -> None:
+        last = self._term.last_revision
+        await self._view.until(lambda: self._view.revision >= last, _AGREEMENT_S, what="the changes of the controller")
+
+    async def _advance(self, plan: PlanHeader) -> None:
+        moves = planned_moves(self._view)
+        states = [state_of(move, self._view) for move in moves]
+        receiving = Counter(
+            node for move, state in zip(moves, states, strict=True) if state == MOVING for node in move.receivers
+        )
+        for move in _startable(moves, states, receiving, self._view):
+            await self._begin(move)
+        if all(state in (MOVED, OVERTAKEN) for state in states):
+            await self._end(plan, DONE)
+
+    async def _begin(self, move: Move) -> None:
+        key = (move.topic_id, move.index)
+        versioned = self._view.states.get(key)
+        if versioned is None or state_of(move, self._view) != WAITING:
+            return
+        reassignment = Reassignment(target=move.target, before=move.before)
+        removed = self._view.removed.get(key, ())
+        changes = begin_changes(key, versioned.state, reassignment, removed)
+        if not await self._term.change(changes, [Expect(keys.partition_key(key), versioned.revision)]):
+            # The in-sync set changed meanwhile; the view shows it, and wakes this task.
+            return
+        _logger.info("a planned move begins", extra={"partition": f"{move.topic}-{move.index}", "to": str(move.target)})
+
+    async def _go_back(self, plan: PlanHeader) -> None:
+        for move in planned_moves(self._view):
+            key = (move.topic_id, move.index)
+            versioned = self._view.states.get(key)
+            if versioned is None or state_of(move, self._view) != MOVING:
+                continue
+            back = narrowed(versioned.state, move.before, self._view.live)
+            if back is None:
+                # None of the replicas before can lead now: the move stays, and ends or is taken back later.
+                return
+            await self._term.change(
+                end_changes(key, versioned.state, back), [Expect(keys.partition_key(key), versioned.revision)]
+            )
+        if not any(state_of(move, self._view) == MOVING for move in planned_moves(self._view)):
+            await self._end(plan, CANCELLED)
+
+    async def _end(self, plan: PlanHeader, state: str) -> None:
+        ended = replace(plan, state=state, finished_ms=self._clock.now_ms())
+        if await self._term.change([Put(keys.PLAN, ended.to_json())], [Expect(keys.PLAN, self._view.plan_revision)]):
+            _logger.info("plan ended", extra={"plan": plan.plan_id, "state": state})
+
+
+def _startable(
+    moves: Iterable[Move], states: Iterable[str], receiving: Counter[NodeId], view: ClusterView
+) -> Iterable[Move]:
+    """Yield the moves that may begin now; those whose receivers are away or busy wait."""
+    for move, state in zip(moves, states, strict=True):
+        receivers = move.receivers
+        if state != WAITING or any(
+            receiving[node] >= _AT_ONCE_PER_RECEIVER or not view.is_live(node) for node in receivers
+        ):
+            continue
+        receiving.update(receivers)
+        yield move
+
+
+class MoveThrottle:
+    """Limits how fast this node fetches what a plan moves here."""
+
+    def __init__(self, me: NodeId, view: ClusterView) -> None:
+        self._me = me
+        self._view = view
+        self._free_at = 0.0
+
+    def pause_after(self, key: PartitionKey, size: int) -> float:
+        """Return for how many seconds a partition is not fetched, after a fetch that brought this many bytes."""
+        plan, move = self._view.plan, self._view.reassignments.get(key)
+        if plan is None or plan.state != RUNNING or move is None or self._me in move.before or size < _TAIL_BYTES:
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(now, self._free_at) + size / plan.throttle_bytes
+        return self._free_at - now

@@ -1,0 +1,142 @@
+"""Private requests about plans of a cluster and drained nodes."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from typing import TypeVar
+
+from millstream.broker.cluster.plans import PlanHeader, Plans
+from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.core.errors import InvalidRequest
+from millstream.core.ids import NodeId
+from millstream.protocol.private.message import Nothing, Response
+from millstream.protocol.private.plan_messages import (
+    APPLY_KEY,
+    CANCEL_KEY,
+    DESCRIBE_KEY,
+    PROPOSE_KEY,
+    UNDRAIN_KEY,
+    ApplyPlanRequest,
+    CancelPlanRequest,
+    PlannedMove,
+    PlanResponse,
+    ProposePlanRequest,
+    UndrainRequest,
+)
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
+    operation = Operation.ALTER
+
+    def __init__(self, plans: Plans | None) -> None:
+        self._plans = plans
+
+    @property
+    def plans(self) -> Plans:
+        """The plans of the cluster, or raise `InvalidRequest` on a node without one."""
+        if self._plans is None:
+            raise InvalidRequest("this node is not part of a cluster: there are no other nodes to move partitions to")
+        return self._plans
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """ALTER on the cluster to change something, else DESCRIBE."""
+        return [(self.operation, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
+    """Stores a plan for review.
+
+        {"kind": "drain", "subject": "2", "moves": [{"topic": "orders", "topic_id": "…", "partition": 0,
+        "before": [1, 2], "target": [1, 3], "size_bytes": 1048576}], "throttle_bytes": 33554432}
+        answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "proposed", …}
+
+    It replaces the last plan, which must have ended. A partition that was moved since is INVALID_REQUEST.
+    """
+
+    key = PROPOSE_KEY
+
+    async def handle(self, request: ProposePlanRequest) -> PlanResponse:
+        """Check the moves against the cluster, and store them."""
+        moves = [one.move() for one in request.moves]
+        header = await self.plans.propose(request.kind, request.subject, moves, request.throttle_bytes)
+        return _described(header)
+
+
+class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
+    """Lets the controller carry out a plan, or changes the speed of a running one.
+
+    {"plan_id": "1f0c2a3b", "throttle_bytes": null}
+    answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "running", …}
+    """
+
+    key = APPLY_KEY
+
+    async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
+        """Begin."""
+        return _described(await self.plans.apply(request.plan_id, request.throttle_bytes))
+
+
+class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
+    """Stops a plan: moves under way go back, completed ones stay.
+
+    {"plan_id": "1f0c2a3b"}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "state": "cancelling", …}
+    """
+
+    key = CANCEL_KEY
+
+    async def handle(self, request: CancelPlanRequest) -> PlanResponse:
+        """Begin to stop it."""
+        return _described(await self.plans.cancel(request.plan_id))
+
+
+class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
+    """Returns the last plan, what became of each move, and the drained nodes.
+
+    {}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
+    "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
+    "moves": [{…, "state": "moving"}], "drained": [2]}
+    """
+
+    key = DESCRIBE_KEY
+    operation = Operation.DESCRIBE
+
+    async def handle(self, request: Nothing) -> PlanResponse:
+        """Describe it as this node sees it."""
+        plans = self.plans
+        header, drained = plans.current, sorted(plans.drained)
+        if header is None:
+            return PlanResponse(drained=drained)
+        return _described(header, [PlannedMove.of(move, state) for move, state in plans.moves()], drained)
+
+
+class NodeUndrain(_PlanApi[UndrainRequest, Response]):
+    """Lets a drained node get leaders and replicas again.
+
+    {"node": 2}     answer: {"error": 0, "message": null}
+    """
+
+    key = UNDRAIN_KEY
+
+    async def handle(self, request: UndrainRequest) -> Response:
+        """Remove the mark."""
+        await self.plans.undrain(NodeId(request.node))
+        return Response()
+
+
+def _described(header: PlanHeader, moves: Sequence[PlannedMove] = (), drained: Sequence[int] = ()) -> PlanResponse:
+    return PlanResponse(
+        plan_id=header.plan_id,
+        kind=header.kind,
+        subject=header.subject,
+        state=header.state,
+        throttle_bytes=header.throttle_bytes,
+        created_ms=header.created_ms,
+        finished_ms=header.finished_ms,
+        moves=moves,
+        drained=drained,
+    )

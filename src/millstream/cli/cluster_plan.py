@@ -1,0 +1,302 @@
+"""`millstream cluster plan`, `apply`, `cancel` and `undrain`, and `millstream topic replicate`: move partitions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from millstream.cli.connection import ask
+from millstream.cli.exit_code import CommandFailed
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_table, sized
+
+if TYPE_CHECKING:
+    from millstream.core.cluster_plan import Plan
+    from millstream.protocol.private.plan_messages import PlanResponse
+    from millstream.protocol.wire.client import Client
+
+ROWS_MAX = 50
+POLL_S = 1.0
+
+NodeNumber = Annotated[int, typer.Argument(metavar="NODE", min=0, help="The id of the node.", show_default=False)]
+PlanId = Annotated[
+    str, typer.Argument(metavar="[PLAN]", help="The id of the plan. Default: the last one.", show_default=False)
+]
+Throttle = Annotated[
+    int | None,
+    typer.Option(
+        "--throttle",
+        metavar="BYTES",
+        min=1024,
+        help="How many bytes per second each node may fetch for the moves. Default: 33554432 (32 MiB).",
+        show_default=False,
+    ),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when the plan has ended; Ctrl-C leaves it running.")]
+
+plan_app = typer.Typer(
+    help="Compute which partitions to move, review it, and follow it. Nothing moves before `millstream cluster apply`.",
+    no_args_is_help=True,
+)
+
+
+@plan_app.command("drain")
+def drain(
+    node: NodeNumber,
+    throttle: Throttle = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Plan to move everything away from a node, which then gets no leaders and replicas until `undrain`.
+
+    A partition without another place stays, and is named; its leadership moves if another replica is in sync.
+    """
+    _plan("drain", node, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+@plan_app.command("remove")
+def remove(
+    node: NodeNumber,
+    throttle: Throttle = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Plan to move everything away from a node that leaves for good, or is lost.
+
+    Refused if a partition has no other place. When the plan has ended, stop the node.
+    """
+    _plan("remove", node, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+@plan_app.command("balance")
+def balance(
+    throttle: Throttle = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Plan to even out bytes, write rates and leaders over the nodes, and to keep replicas in separate racks."""
+    _plan("balance", None, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+
+
+@plan_app.command("show")
+def show(
+    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+) -> None:
+    """Show the last plan, how far it is, and the drained nodes."""
+    from millstream.client.admin.cluster_plans import current_plan
+
+    _print_progress(ask(brokers, timeout, current_plan), as_json=as_json)
+
+
+def apply(
+    plan: PlanId = "",
+    throttle: Throttle = None,
+    wait: Wait = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Carry out a plan. The cluster does so by itself; `millstream cluster plan show` follows it.
+
+    Every step is safe by itself, and any node may die meanwhile. Applied again while it runs, it changes the throttle.
+    """
+    from millstream.client.admin.cluster_plans import apply_plan
+
+    async def question(client: Client) -> PlanResponse:
+        applied = await apply_plan(client, plan, throttle_bytes=throttle)
+        return await _until_ended(client, applied.plan_id) if wait else applied
+
+    ended = ask(brokers, timeout, question)
+    if wait:
+        _print_progress(ended, as_json=as_json)
+        return
+    document = {"plan": ended.plan_id, "state": ended.state, "throttle_bytes_per_s": ended.throttle_bytes}
+    text = f"Plan {ended.plan_id} runs. Follow it with: millstream cluster plan show"
+    print_answer(document, text, as_json=as_json)
+
+
+def cancel(
+    plan: PlanId = "",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Stop a plan: moves under way go back, completed ones stay, and a node that it drains is no longer drained."""
+    from millstream.client.admin.cluster_plans import cancel_plan
+
+    cancelled = ask(brokers, timeout, lambda client: cancel_plan(client, plan))
+    document = {"plan": cancelled.plan_id, "state": cancelled.state}
+    print_answer(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=as_json)
+
+
+def undrain(
+    node: NodeNumber,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Let a drained node get leaders and replicas again; `cluster plan balance` then gives it a share."""
+    from millstream.client.admin import cluster_plans
+
+    ask(brokers, timeout, lambda client: cluster_plans.undrain(client, node))
+    print_answer({"node": node, "drained": False}, f"Node {node} may get leaders and replicas again.", as_json=as_json)
+
+
+def replicate(
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATTERN",
+            help="The topics, such as orders or 'shop-*'; '*' includes internal ones.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[int, typer.Option("--to", metavar="NUMBER", min=1, help="How many replicas.", show_default=False)],
+    throttle: Throttle = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the moves without starting them.")] = False,
+    wait: Wait = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Change the number of replicas of topics, in the background.
+
+    It is a plan of the cluster: `millstream cluster plan show` follows it, `millstream cluster cancel` stops it.
+    """
+    from millstream.client.admin.cluster_plans import apply_plan, compute_replication, current_plan, propose_plan
+
+    async def question(client: Client) -> tuple[Plan, PlanResponse | None]:
+        plan = await compute_replication(client, pattern, to)
+        if dry_run or not plan.moves:
+            return plan, None
+        proposed = await propose_plan(client, plan, throttle_bytes=_throttle(throttle))
+        await apply_plan(client, proposed.plan_id)
+        return plan, await (_until_ended(client, proposed.plan_id) if wait else current_plan(client))
+
+    plan, applied = ask(brokers, timeout, question)
+    if applied is not None and wait:
+        _print_progress(applied, as_json=as_json)
+    else:
+        _print_plan(
+            plan, "" if applied is None else applied.plan_id, _throttle(throttle), as_json=as_json, applied=not dry_run
+        )
+
+
+async def _until_ended(client: Client, plan_id: str) -> PlanResponse:
+    from millstream.client.admin.cluster_plans import current_plan
+    from millstream.core.errors import MillstreamError
+
+    failures = 0
+    while True:
+        try:
+            current = await current_plan(client)
+            failures = 0
+        except MillstreamError:
+            # The node that answered may be the one that is restarted; the plan goes on.
+            failures += 1
+            if failures > 30:
+                raise
+        else:
+            if current.plan_id != plan_id or current.state not in ("running", "cancelling"):
+                return current
+        await asyncio.sleep(POLL_S)
+
+
+def _plan(kind: str, node: int | None, throttle: int | None, *, as_json: bool, brokers: str, timeout: float) -> None:
+    from millstream.client.admin.cluster_plans import compute_plan, propose_plan
+
+    async def question(client: Client) -> tuple[Plan, str]:
+        plan = await compute_plan(client, kind, node=node)
+        if not plan.moves and kind == "balance":
+            return plan, ""
+        return plan, (await propose_plan(client, plan, throttle_bytes=_throttle(throttle))).plan_id
+
+    plan, plan_id = ask(brokers, timeout, question)
+    _print_plan(plan, plan_id, _throttle(throttle), as_json=as_json, applied=False)
+
+
+def _throttle(given: int | None) -> int:
+    from millstream.core.cluster_plan import THROTTLE_BYTES
+
+    return THROTTLE_BYTES if given is None else given
+
+
+def _print_plan(plan: Plan, plan_id: str, throttle: int, *, as_json: bool, applied: bool) -> None:
+    from millstream.client.admin.cluster_plans import describe_plan
+
+    document = describe_plan(plan, plan_id=plan_id or None, throttle_bytes=throttle)
+    if as_json:
+        print_json(document)
+        return
+    what = f"{plan.kind} {'node ' if plan.kind in ('drain', 'remove') else ''}{plan.subject}".strip()
+    print_line(
+        f"{what}: {counted(len(plan.moves), 'move')}, {sized(plan.moved_bytes)}, "
+        f"about {_lasting(document['seconds'])} at {sized(throttle)}/s"
+    )
+    if plan.moves:
+        print_line()
+        rows = [
+            [move["topic"], move["partition"], _nodes(move["from"]), _nodes(move["to"]), sized(move["bytes"])]
+            for move in document["moves"][:ROWS_MAX]
+        ]
+        print_table(("topic", "partition", "replicas now", "replicas then", "to send"), rows)
+        if len(plan.moves) > ROWS_MAX:
+            print_line(f"... and {counted(len(plan.moves) - ROWS_MAX, 'move')} more; --json lists all.")
+    for text in plan.staying[:ROWS_MAX]:
+        print_line(f"stays: {text}")
+    for text in plan.risks:
+        print_line(f"at risk: {text}")
+    print_line()
+    if not plan_id:
+        print_line("There is nothing to move." if not plan.moves else "Nothing was started.")
+    elif applied:
+        print_line(f"Plan {plan_id} runs. Follow it with: millstream cluster plan show")
+    else:
+        print_line(f"Apply it with: millstream cluster apply {plan_id}")
+
+
+def _print_progress(current: PlanResponse, *, as_json: bool) -> None:
+    from millstream.client.admin.cluster_plans import describe_progress
+
+    document = describe_progress(current)
+    if as_json:
+        print_json(document)
+    else:
+        _print_state(document)
+    if document["state"] == "done" and document["overtaken"]:
+        raise CommandFailed(
+            f"{counted(document['overtaken'], 'partition')} changed otherwise meanwhile and "
+            f"{'was' if document['overtaken'] == 1 else 'were'} left alone; compute another plan"
+        )
+
+
+def _print_state(document: dict[str, Any]) -> None:
+    if document["plan"] is None:
+        print_line("There is no plan.")
+    else:
+        print_line(
+            f"Plan {document['plan']} ({document['kind']} {document['subject']}): {document['state']}, "
+            f"{document['moved']} of {counted(document['moves'], 'move')} done, "
+            f"{sized(document['moved_bytes'])} of {sized(document['bytes'])}"
+        )
+        for one in document["partitions_moving"][:ROWS_MAX]:
+            print_line(f"  moving {one['topic']}-{one['partition']} from {_nodes(one['from'])} to {_nodes(one['to'])}")
+    if document["drained"]:
+        print_line(
+            f"Drained: {', '.join(map(str, document['drained']))}. To use one again: millstream cluster undrain NODE"
+        )
+
+
+def _nodes(nodes: list[int]) -> str:
+    return ",".join(map(str, nodes)) or "-"
+
+
+def _lasting(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

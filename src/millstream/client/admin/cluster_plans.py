@@ -1,0 +1,240 @@
+"""Plans of a cluster: measure its load, compute a plan, and let the cluster carry it out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from millstream.core.cluster_plan import (
+    BALANCE,
+    DRAIN,
+    REMOVE,
+    THROTTLE_BYTES,
+    ClusterLoad,
+    NodeLoad,
+    PartitionLoad,
+    Plan,
+    plan_balance,
+    plan_drain,
+    plan_remove,
+    plan_replicate,
+)
+from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopic
+from millstream.core.ids import NodeId
+from millstream.protocol.private.message import Nothing, Response, decode_response, encode
+from millstream.protocol.private.plan_messages import (
+    APPLY_KEY,
+    CANCEL_KEY,
+    DESCRIBE_KEY,
+    PROPOSE_KEY,
+    UNDRAIN_KEY,
+    ApplyPlanRequest,
+    CancelPlanRequest,
+    PlannedMove,
+    PlanResponse,
+    ProposePlanRequest,
+    UndrainRequest,
+)
+
+if TYPE_CHECKING:
+    from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+
+RATE_INTERVAL_S = 1.0
+"""How long write rates are measured."""
+
+R = TypeVar("R", bound=Response)
+
+
+@dataclass(frozen=True, slots=True)
+class _Disk:
+    """What a node reports about its disk."""
+
+    sizes: Mapping[tuple[str, int], int]
+    total_bytes: int
+    free_bytes: int
+
+
+async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -> ClusterLoad:
+    """Ask every node how much it holds, twice, so that the difference shows what is written."""
+    metadata = await client.metadata()
+    drained = set((await current_plan(client)).drained)
+    first = await _disks(client, metadata)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.sleep(interval_s)
+    disks = await _disks(client, metadata)
+    elapsed_s = max(loop.time() - began, 1e-3)
+    known = {
+        *metadata.nodes,
+        *(node for topic in metadata.topics.values() for one in topic.partitions.values() for node in one.replicas),
+    }
+    partitions = []
+    for topic in metadata.topics.values():
+        for one in topic.partitions.values():
+            place = (topic.name, int(one.partition))
+            size = max((disks[node].sizes.get(place, 0) for node in one.replicas if node in disks), default=0)
+            grown = [
+                disks[node].sizes.get(place, 0) - first[node].sizes.get(place, 0)
+                for node in (one.leader_id,)
+                if node in disks and node in first
+            ]
+            partitions.append(
+                PartitionLoad(
+                    topic=topic.name,
+                    topic_id=topic.topic_id,
+                    index=one.partition,
+                    replicas=one.replicas,
+                    in_sync=one.in_sync,
+                    size_bytes=size,
+                    bytes_per_s=max(0, *grown, 0) / elapsed_s,
+                )
+            )
+    nodes = {}
+    for node_id in sorted(known):
+        live, disk = metadata.nodes.get(node_id), disks.get(node_id)
+        nodes[node_id] = NodeLoad(
+            node_id=node_id,
+            rack=None if live is None else live.rack,
+            is_live=live is not None,
+            is_drained=node_id in drained,
+            disk_bytes=0 if disk is None else disk.total_bytes,
+            disk_free_bytes=0 if disk is None else disk.free_bytes,
+        )
+    return ClusterLoad(nodes=nodes, partitions=partitions)
+
+
+async def _disks(client: Client, metadata: ClusterMetadata) -> dict[NodeId, _Disk]:
+    nodes = sorted(metadata.nodes)
+    answers = await asyncio.gather(*(_disk(client, node) for node in nodes))
+    return {node: answer for node, answer in zip(nodes, answers, strict=True) if answer is not None}
+
+
+async def _disk(client: Client, node: NodeId) -> _Disk | None:
+    from kio.schema.describe_log_dirs.v4 import request
+
+    messages: Any = request
+    try:
+        answer = await client.send(node, messages.DescribeLogDirsRequest(topics=None))
+    except MillstreamError:
+        # A node that has just died: the plan is computed without its sizes.
+        return None
+    sizes: Counter[tuple[str, int]] = Counter()
+    total = free = 0
+    for result in answer.results:
+        if result.error_code:
+            continue
+        total, free = total + max(0, result.total_bytes), free + max(0, result.usable_bytes)
+        for topic in result.topics:
+            for one in topic.partitions:
+                sizes[topic.name, one.partition_index] += one.partition_size
+    return _Disk(sizes, total, free)
+
+
+async def compute_plan(client: Client, kind: str, *, node: int | None = None) -> Plan:
+    """Compute a plan to drain or remove a node, or to balance all of them."""
+    load = await measure_load(client)
+    if kind == BALANCE:
+        return plan_balance(load)
+    planners: dict[str, Callable[[ClusterLoad, NodeId], Plan]] = {DRAIN: plan_drain, REMOVE: plan_remove}
+    if kind not in planners or node is None:
+        raise InvalidRequest(f"a plan drains or removes a node, or balances all of them; {kind!r} is none of these")
+    return planners[kind](load, NodeId(node))
+
+
+async def compute_replication(client: Client, pattern: str, to: int) -> Plan:
+    """Compute a plan to give every topic that matches a pattern this many replicas."""
+    load = await measure_load(client, interval_s=0)
+    topics = {one.topic for one in load.partitions if fnmatchcase(one.topic, pattern)}
+    if not topics:
+        raise UnknownTopic(f"no topic matches {pattern!r}; see `millstream topic list`")
+    return plan_replicate(load, topics, to)
+
+
+async def propose_plan(client: Client, plan: Plan, *, throttle_bytes: int = THROTTLE_BYTES) -> PlanResponse:
+    """Store a plan in the cluster, for review."""
+    moves = [PlannedMove.of(move) for move in plan.moves]
+    request = ProposePlanRequest(kind=plan.kind, subject=plan.subject, moves=moves, throttle_bytes=throttle_bytes)
+    return await _ask(client, PROPOSE_KEY, request, PlanResponse)
+
+
+async def apply_plan(client: Client, plan_id: str = "", *, throttle_bytes: int | None = None) -> PlanResponse:
+    """Let the cluster carry out a plan; it returns when that has begun."""
+    return await _ask(client, APPLY_KEY, ApplyPlanRequest(plan_id=plan_id, throttle_bytes=throttle_bytes), PlanResponse)
+
+
+async def cancel_plan(client: Client, plan_id: str = "") -> PlanResponse:
+    """Stop a plan."""
+    return await _ask(client, CANCEL_KEY, CancelPlanRequest(plan_id=plan_id), PlanResponse)
+
+
+async def current_plan(client: Client) -> PlanResponse:
+    """Return the last plan with its progress, and the drained nodes."""
+    return await _ask(client, DESCRIBE_KEY, Nothing(), PlanResponse)
+
+
+async def undrain(client: Client, node: int) -> None:
+    """Let a node get leaders and replicas again."""
+    await _ask(client, UNDRAIN_KEY, UndrainRequest(node=node), Response)
+
+
+def describe_plan(plan: Plan, *, plan_id: str | None, throttle_bytes: int) -> dict[str, Any]:
+    """Return a computed plan as a document."""
+    return {
+        "plan": plan_id,
+        "kind": plan.kind,
+        "subject": plan.subject,
+        "moves": [
+            {
+                "topic": move.topic,
+                "partition": move.index,
+                "from": list(move.before),
+                "to": list(move.target),
+                "bytes": move.moved_bytes,
+            }
+            for move in plan.moves
+        ],
+        "bytes": plan.moved_bytes,
+        "throttle_bytes_per_s": throttle_bytes,
+        "seconds": round(plan.seconds(throttle_bytes), 1),
+        "staying": list(plan.staying),
+        "risks": list(plan.risks),
+    }
+
+
+def describe_progress(current: PlanResponse) -> dict[str, Any]:
+    """Return the last plan of a cluster, and how far it is, as a document."""
+    states = Counter(move.state for move in current.moves)
+    sizes: Counter[str] = Counter()
+    for one in current.moves:
+        sizes[one.state] += one.move().moved_bytes
+    return {
+        "plan": current.plan_id or None,
+        "kind": current.kind or None,
+        "subject": current.subject,
+        "state": current.state or None,
+        "throttle_bytes_per_s": current.throttle_bytes,
+        "moves": len(current.moves),
+        "moved": states["moved"],
+        "moving": states["moving"],
+        "waiting": states["waiting"],
+        "overtaken": states["overtaken"],
+        "bytes": sum(sizes.values()),
+        "moved_bytes": sizes["moved"],
+        "partitions_moving": [
+            {"topic": one.topic, "partition": one.partition, "from": list(one.before), "to": list(one.target)}
+            for one in current.moves
+            if one.state == "moving"
+        ],
+        "created_ms": current.created_ms,
+        "finished_ms": current.finished_ms or None,
+        "drained": list(current.drained),
+    }
+
+
+async def _ask(client: Client, key: int, request: object, kind: type[R]) -> R:
+    return decode_response(await client.private(None, key, encode(request)), kind)

@@ -1,0 +1,440 @@
+"""Plans: which partitions move where, and what that costs. Pure functions from the load of a cluster to moves.
+
+A plan never leaves a partition with fewer replicas or in fewer racks than before, except where it says so: a partition
+that cannot move is named with the reason. Moves that only change the preferred leader cost no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import UUID
+
+from millstream.core.errors import InvalidRequest, NotFound
+from millstream.core.ids import NodeId, PartitionIndex
+
+DRAIN: Final = "drain"
+REMOVE: Final = "remove"
+BALANCE: Final = "balance"
+REPLICATE: Final = "replicate"
+
+THROTTLE_BYTES: Final = 32 * 1024 * 1024
+"""How many bytes per second a node fetches for moves, unless the user says otherwise."""
+
+FULL: Final = 0.9
+"""A disk that a plan fills beyond this share is named as a risk."""
+
+_STEPS_MAX: Final = 2000
+_CANDIDATES_MAX: Final = 256
+"""Replicas that are tried in one step of balancing, so that ten thousand partitions are planned in seconds."""
+
+_GAIN_MIN: Final = 1e-4
+"""Balancing ends when the best step improves the imbalance by less than this share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    """A node, as far as a plan has to know it."""
+
+    node_id: NodeId
+    rack: str | None = None
+    is_live: bool = True
+    is_drained: bool = False
+    """New leaders and replicas are kept away from it."""
+    disk_bytes: int = 0
+    """The size of its disk; 0 if it is not known."""
+    disk_free_bytes: int = 0
+
+    @property
+    def domain(self) -> str | tuple[NodeId]:
+        """What fails together with this node: its rack, otherwise the node alone."""
+        return self.rack or (self.node_id,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionLoad:
+    """A partition, where it is, and how much it holds and takes."""
+
+    topic: str
+    topic_id: UUID
+    index: PartitionIndex
+    replicas: tuple[NodeId, ...]
+    in_sync: tuple[NodeId, ...]
+    size_bytes: int = 0
+    bytes_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLoad:
+    """Everything that a plan is computed from."""
+
+    nodes: Mapping[NodeId, NodeLoad]
+    partitions: Sequence[PartitionLoad]
+
+    def require(self, node: NodeId) -> NodeLoad:
+        """Return a node of the cluster, or raise `NotFound`."""
+        found = self.nodes.get(node)
+        if found is None:
+            known = ", ".join(map(str, sorted(self.nodes)))
+            raise NotFound(f"the cluster has no node {node}; its nodes are {known}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One partition, and the replicas that it is to have; the preferred leader first."""
+
+    topic: str
+    topic_id: UUID
+    index: PartitionIndex
+    before: tuple[NodeId, ...]
+    target: tuple[NodeId, ...]
+    size_bytes: int
+
+    @property
+    def receivers(self) -> tuple[NodeId, ...]:
+        """The nodes that have to fetch the partition."""
+        return tuple(node for node in self.target if node not in self.before)
+
+    @property
+    def moved_bytes(self) -> int:
+        """How much is sent over the network."""
+        return self.size_bytes * len(self.receivers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Moves, and what an operator should know before applying them."""
+
+    kind: str
+    subject: str
+    """The node or the topics that it is about."""
+    moves: tuple[Move, ...]
+    staying: tuple[str, ...] = ()
+    """Partitions that cannot move, each with the reason."""
+    risks: tuple[str, ...] = ()
+
+    @property
+    def moved_bytes(self) -> int:
+        """How much all moves send over the network."""
+        return sum(move.moved_bytes for move in self.moves)
+
+    def seconds(self, throttle_bytes: int) -> float:
+        """Return how long the busiest receiver needs, if each may fetch this many bytes per second."""
+        received: Counter[NodeId] = Counter()
+        for move in self.moves:
+            for node in move.receivers:
+                received[node] += move.size_bytes
+        return max(received.values(), default=0) / max(1, throttle_bytes)
+
+
+@dataclass(slots=True)
+class _Weights:
+    """What each node carries while a plan is computed."""
+
+    size: Counter[NodeId] = field(default_factory=Counter)
+    rate: dict[NodeId, float] = field(default_factory=dict)
+    replicas: Counter[NodeId] = field(default_factory=Counter)
+    leaders: Counter[NodeId] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, load: ClusterLoad) -> _Weights:
+        weights = cls(rate=dict.fromkeys(load.nodes, 0.0))
+        for partition in load.partitions:
+            weights.leaders[partition.replicas[0]] += 1
+            for node in partition.replicas:
+                weights.add(node, partition, 1)
+        return weights
+
+    def add(self, node: NodeId, partition: PartitionLoad, sign: int) -> None:
+        self.size[node] += sign * partition.size_bytes
+        self.rate[node] = self.rate.get(node, 0.0) + sign * partition.bytes_per_s
+        self.replicas[node] += sign
+
+    def replace(self, partition: PartitionLoad, before: tuple[NodeId, ...], target: tuple[NodeId, ...]) -> None:
+        """Count a partition as moved."""
+        for node in set(before) - set(target):
+            self.add(node, partition, -1)
+        for node in set(target) - set(before):
+            self.add(node, partition, 1)
+        self.leaders[before[0]] -= 1
+        self.leaders[target[0]] += 1
+
+
+def plan_drain(load: ClusterLoad, node: NodeId) -> Plan:
+    """Move every replica of a node elsewhere, as far as there is another place."""
+    return _vacate(load, node, DRAIN)
+
+
+def plan_remove(load: ClusterLoad, node: NodeId) -> Plan:
+    """Move every replica of a node elsewhere, so that it can leave for good; raise if one cannot move."""
+    plan = _vacate(load, node, REMOVE)
+    if plan.staying:
+        more = f" and {len(plan.staying) - 1} more" if len(plan.staying) > 1 else ""
+        raise InvalidRequest(
+            f"node {node} cannot be removed: {plan.staying[0]}{more}; add a node first, or lower the number of "
+            "replicas with: millstream topic replicate PATTERN --to N"
+        )
+    return plan
+
+
+def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
+    load.require(node)
+    weights = _Weights.of(load)
+    takers = _takers(load, without=node)
+    moves, staying = [], []
+    for partition in sorted(load.partitions, key=lambda one: -one.size_bytes):
+        if node not in partition.replicas:
+            continue
+        rest = [one for one in partition.replicas if one != node]
+        taker = _best_taker(takers, rest, load, weights)
+        if taker is None:
+            staying.append(f"{partition} has no other place: {_too_few(len(partition.replicas), len(takers))}")
+            continue
+        target = tuple(taker if one == node else one for one in partition.replicas)
+        if partition.replicas[0] == node:
+            target = _led_by_least(target, load, weights)
+        weights.replace(partition, partition.replicas, target)
+        moves.append(_move(partition, target))
+    risks = [*_risks(load, moves), *_risks_of_staying(load, node, staying)]
+    return Plan(kind=kind, subject=str(node), moves=tuple(moves), staying=tuple(staying), risks=tuple(risks))
+
+
+def _too_few(replicas: int, takers: int) -> str:
+    return f"{replicas} {'replicas need' if replicas > 1 else 'replica needs'} as many nodes, and {takers} can take one"
+
+
+def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
+    """Give each partition of some topics this many replicas; new ones go where there is most room."""
+    if to < 1:
+        raise InvalidRequest("a topic has at least one replica")
+    weights = _Weights.of(load)
+    takers = _takers(load)
+    domains = {load.nodes[node].domain for node in takers}
+    if to > len(domains):
+        raise InvalidRequest(
+            f"{to} replicas need {to} nodes that fail independently, and this cluster has {len(domains)} now"
+        )
+    moves = []
+    for partition in load.partitions:
+        if partition.topic not in topics or len(partition.replicas) == to:
+            continue
+        target = list(partition.replicas)
+        while len(target) > to:
+            target.remove(_dispensable(target, partition, load, weights))
+        while len(target) < to:
+            taker = _best_taker(takers, target, load, weights)
+            if taker is None:
+                break
+            target.append(taker)
+        weights.replace(partition, partition.replicas, tuple(target))
+        moves.append(_move(partition, tuple(target)))
+    risks = _risks(load, moves)
+    if to == 1 and moves:
+        risks.append("one replica has no copy: what its disk loses is lost")
+    return Plan(kind=REPLICATE, subject=f"{', '.join(sorted(topics))} to {to}", moves=tuple(moves), risks=tuple(risks))
+
+
+def _dispensable(target: Sequence[NodeId], partition: PartitionLoad, load: ClusterLoad, weights: _Weights) -> NodeId:
+    """Return the replica to give up: one that is dead or not in sync, else the one on the fullest node."""
+    used = Counter(_domain(load, node) for node in target)
+
+    def cost(node: NodeId) -> tuple[bool, bool, bool, int, NodeId]:
+        known = load.nodes.get(node)
+        return (
+            known is None or not known.is_live,
+            node not in partition.in_sync,
+            used[_domain(load, node)] > 1,
+            weights.size[node],
+            node,
+        )
+
+    # The preferred leader stays if any other can go.
+    return max(target[1:] or target, key=cost)
+
+
+def plan_balance(load: ClusterLoad) -> Plan:
+    """Even out bytes, write rates, replicas and leaders; no partition ends up in fewer racks than before."""
+    weights = _Weights.of(load)
+    takers = _takers(load)
+    targets = {id(partition): partition.replicas for partition in load.partitions}
+    if len(takers) > 1:
+        _separate_racks(load, takers, weights, targets)
+        _spread_replicas(load, takers, weights, targets)
+        _spread_leaders(load, takers, weights, targets)
+    moves = [
+        _move(partition, targets[id(partition)])
+        for partition in load.partitions
+        if targets[id(partition)] != partition.replicas
+    ]
+    return Plan(kind=BALANCE, subject="", moves=tuple(moves), risks=tuple(_risks(load, moves)))
+
+
+_Targets = dict[int, tuple[NodeId, ...]]
+"""The replicas of each partition, by the identity of its load."""
+
+
+def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
+    """Move replicas that share a rack although another rack has none."""
+    for partition in load.partitions:
+        replicas = targets[id(partition)]
+        for node in reversed(replicas):
+            rest = [one for one in replicas if one != node]
+            used = {_domain(load, one) for one in rest}
+            taker = _best_taker(takers, rest, load, weights)
+            if _domain(load, node) in used and taker is not None and _domain(load, taker) not in used:
+                target = tuple(taker if one == node else one for one in replicas)
+                weights.replace(partition, replicas, target)
+                targets[id(partition)] = target
+                break
+
+
+def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
+    """Move replicas, one by one, from the most loaded node to where they even out the load most."""
+    hosted: dict[NodeId, list[PartitionLoad]] = {node: [] for node in takers}
+    for partition in load.partitions:
+        for node in targets[id(partition)]:
+            if node in hosted:
+                hosted[node].append(partition)
+    total_size = sum(weights.size[node] for node in takers) or 1
+    total_rate = sum(weights.rate[node] for node in takers) or 1.0
+    total_count = sum(weights.replicas[node] for node in takers) or 1
+    # The number of replicas matters least: it decides only between loads that are otherwise even.
+    scales = ((1.0, total_size), (1.0, total_rate), (0.05, total_count))
+
+    def shares(node: NodeId, size: float = 0, rate: float = 0.0, count: int = 0) -> float:
+        loads = (weights.size[node] + size, weights.rate[node] + rate, weights.replicas[node] + count)
+        return sum(scale * (one / total) ** 2 for (scale, total), one in zip(scales, loads, strict=True))
+
+    for _ in range(_STEPS_MAX):
+        source = max(takers, key=lambda node: (shares(node), node))
+        best: tuple[float, PartitionLoad, NodeId] | None = None
+        imbalance = sum(map(shares, takers))
+        for partition in _sampled(hosted[source]):
+            size, rate = partition.size_bytes, partition.bytes_per_s
+            replicas = targets[id(partition)]
+            rest = [one for one in replicas if one != source]
+            racks = len({_domain(load, one) for one in replicas})
+            saved = shares(source) - shares(source, -size, -rate, -1)
+            for node in takers:
+                if node in replicas or len({_domain(load, one) for one in (*rest, node)}) < racks:
+                    continue
+                gain = saved - (shares(node, size, rate, 1) - shares(node))
+                if gain > _GAIN_MIN * imbalance and (best is None or gain > best[0]):
+                    best = gain, partition, node
+        if best is None:
+            return
+        _, partition, node = best
+        before = targets[id(partition)]
+        target = tuple(node if one == source else one for one in before)
+        weights.replace(partition, before, target)
+        targets[id(partition)] = target
+        hosted[source].remove(partition)
+        hosted[node].append(partition)
+
+
+def _sampled(partitions: Sequence[PartitionLoad]) -> Sequence[PartitionLoad]:
+    if len(partitions) <= _CANDIDATES_MAX:
+        return partitions
+    ordered = sorted(partitions, key=lambda one: (one.size_bytes, one.bytes_per_s, one.topic, one.index))
+    return ordered[:: len(ordered) // _CANDIDATES_MAX + 1]
+
+
+def _spread_leaders(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
+    """Change the preferred leader where another replica's node leads at least two partitions fewer."""
+    for partition in load.partitions:
+        replicas = targets[id(partition)]
+        others = [node for node in replicas[1:] if node in takers]
+        if not others:
+            continue
+        least = min(others, key=lambda node: (weights.leaders[node], node))
+        if replicas[0] not in takers or weights.leaders[replicas[0]] - weights.leaders[least] >= 2:
+            target = (least, *(node for node in replicas if node != least))
+            weights.replace(partition, replicas, target)
+            targets[id(partition)] = target
+
+
+def _takers(load: ClusterLoad, *, without: NodeId | None = None) -> list[NodeId]:
+    """Return the nodes that may get replicas."""
+    return sorted(
+        node.node_id for node in load.nodes.values() if node.is_live and not node.is_drained and node.node_id != without
+    )
+
+
+def _best_taker(
+    takers: Iterable[NodeId], rest: Collection[NodeId], load: ClusterLoad, weights: _Weights
+) -> NodeId | None:
+    """Return the node for one more replica: in a rack without one if there is such a rack, then the least loaded."""
+    used = Counter(_domain(load, node) for node in rest)
+    free = [node for node in takers if node not in rest]
+    return min(
+        free,
+        key=lambda node: (used[_domain(load, node)], weights.size[node], weights.replicas[node], node),
+        default=None,
+    )
+
+
+def _domain(load: ClusterLoad, node: NodeId) -> str | tuple[NodeId]:
+    known = load.nodes.get(node)
+    return (node,) if known is None else known.domain
+
+
+def _led_by_least(target: tuple[NodeId, ...], load: ClusterLoad, weights: _Weights) -> tuple[NodeId, ...]:
+    candidates = [node for node in target if node in load.nodes and not load.nodes[node].is_drained]
+    leader = min(candidates or target, key=lambda node: (weights.leaders[node], target.index(node)))
+    return (leader, *(node for node in target if node != leader))
+
+
+def _move(partition: PartitionLoad, target: tuple[NodeId, ...]) -> Move:
+    return Move(
+        topic=partition.topic,
+        topic_id=partition.topic_id,
+        index=partition.index,
+        before=partition.replicas,
+        target=target,
+        size_bytes=partition.size_bytes,
+    )
+
+
+def _risks(load: ClusterLoad, moves: Sequence[Move]) -> list[str]:
+    risks = []
+    moving = {(move.topic_id, move.index) for move in moves if move.receivers}
+    exposed = [one for one in load.partitions if (one.topic_id, one.index) in moving and len(one.in_sync) < 2]
+    if exposed:
+        risks.append(
+            f"{_counted(len(exposed), 'partition')} {'have' if len(exposed) > 1 else 'has'} a single replica in sync "
+            f"until the move is done: {_named(exposed)}"
+        )
+    away = sorted(node.node_id for node in load.nodes.values() if not node.is_live)
+    if away:
+        risks.append(f"not running: {'nodes' if len(away) > 1 else 'node'} {', '.join(map(str, away))}")
+    received: Counter[NodeId] = Counter()
+    for move in moves:
+        for node_id in move.receivers:
+            received[node_id] += move.size_bytes
+    for node_id, size in sorted(received.items()):
+        node = load.nodes[node_id]
+        used = node.disk_bytes - node.disk_free_bytes + size
+        if node.disk_bytes and used > FULL * node.disk_bytes:
+            risks.append(f"the disk of node {node_id} would be {round(100 * used / node.disk_bytes)} % full")
+    return risks
+
+
+def _risks_of_staying(load: ClusterLoad, node: NodeId, staying: Sequence[str]) -> list[str]:
+    if not staying:
+        return []
+    return [f"{_counted(len(staying), 'partition')} will lack a replica while node {node} is down"]
+
+
+def _named(partitions: Sequence[PartitionLoad], most: int = 5) -> str:
+    more = f" and {len(partitions) - most} more" if len(partitions) > most else ""
+    return ", ".join(map(str, partitions[:most])) + more
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,194 @@
+"""Plans: what they may never do, from random clusters, and what they are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.core.cluster_plan import (
+    ClusterLoad,
+    NodeLoad,
+    PartitionLoad,
+    Plan,
+    plan_balance,
+    plan_drain,
+    plan_remove,
+    plan_replicate,
+)
+from millstream.core.errors import InvalidRequest, NotFound
+from millstream.core.ids import NodeId, PartitionIndex
+
+TOPIC = UUID(int=7)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> ClusterLoad:
+    racks = draw(st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=7))
+    nodes = {
+        NodeId(number): NodeLoad(
+            node_id=NodeId(number),
+            rack=rack,
+            is_live=draw(st.integers(0, 9)) > 0,
+            is_drained=draw(st.integers(0, 9)) == 0,
+        )
+        for number, rack in enumerate(racks, 1)
+    }
+    partitions = []
+    for index in range(draw(st.integers(0, 25))):
+        replicas = tuple(draw(st.permutations(sorted(nodes))))[: draw(st.integers(1, min(3, len(nodes))))]
+        partitions.append(
+            PartitionLoad(
+                topic="orders",
+                topic_id=TOPIC,
+                index=PartitionIndex(index),
+                replicas=replicas,
+                in_sync=tuple(node for node in replicas if nodes[node].is_live),
+                size_bytes=draw(st.integers(0, 1 << 34)),
+                bytes_per_s=draw(st.integers(0, 1 << 20)),
+            )
+        )
+    return ClusterLoad(nodes=nodes, partitions=partitions)
+
+
+def check(load: ClusterLoad, plan: Plan) -> None:
+    """What holds for every plan: legal moves, none twice, and no partition in fewer racks than before."""
+    by_index = {one.index: one for one in load.partitions}
+    assert len({move.index for move in plan.moves}) == len(plan.moves)
+    for move in plan.moves:
+        assert move.before == by_index[move.index].replicas
+        assert move.target != move.before
+        assert len(set(move.target)) == len(move.target) > 0
+        for node in move.receivers:
+            assert load.nodes[node].is_live
+            assert not load.nodes[node].is_drained
+        if len(move.target) >= len(move.before) and plan.kind == "balance":
+            assert racks_of(load, move.target) >= racks_of(load, move.before)
+
+
+def racks_of(load: ClusterLoad, replicas: tuple[NodeId, ...]) -> int:
+    return len({load.nodes[node].domain for node in replicas})
+
+
+def replicas_after(load: ClusterLoad, plan: Plan) -> dict[PartitionIndex, tuple[NodeId, ...]]:
+    return {one.index: one.replicas for one in load.partitions} | {move.index: move.target for move in plan.moves}
+
+
+@given(loads(), st.integers(1, 7))
+def test_a_drained_node_keeps_only_what_has_no_other_place(load: ClusterLoad, number: int) -> None:
+    node = NodeId(number)
+    if node not in load.nodes:
+        with pytest.raises(NotFound, match=f"no node {number}"):
+            plan_drain(load, node)
+        return
+    plan = plan_drain(load, node)
+    check(load, plan)
+    after = replicas_after(load, plan)
+    left = [index for index, replicas in after.items() if node in replicas]
+    assert len(left) == len(plan.staying)
+    takers = {one.node_id for one in load.nodes.values() if one.is_live and not one.is_drained} - {node}
+    assert all(takers <= set(after[index]) for index in left)
+    assert all(len(after[one.index]) == len(one.replicas) for one in load.partitions)
+    if plan.staying:
+        with pytest.raises(InvalidRequest, match="cannot be removed"):
+            plan_remove(load, node)
+    else:
+        assert plan_remove(load, node).moves == plan.moves
+
+
+def spread(load: ClusterLoad, replicas: dict[PartitionIndex, tuple[NodeId, ...]]) -> float:
+    """How uneven bytes and rates are: what balancing is to reduce."""
+    takers = [one.node_id for one in load.nodes.values() if one.is_live and not one.is_drained]
+    size: Counter[NodeId] = Counter()
+    rate: Counter[NodeId] = Counter()
+    for one in load.partitions:
+        for node in replicas[one.index]:
+            size[node] += one.size_bytes
+            rate[node] += int(one.bytes_per_s)
+    totals = sum(size[node] for node in takers) or 1, sum(rate[node] for node in takers) or 1
+    return sum((size[node] / totals[0]) ** 2 + (rate[node] / totals[1]) ** 2 for node in takers)
+
+
+@given(loads())
+def test_balancing_evens_out_and_is_then_done(load: ClusterLoad) -> None:
+    plan = plan_balance(load)
+    check(load, plan)
+    after = replicas_after(load, plan)
+    assert all(len(after[one.index]) == len(one.replicas) for one in load.partitions)
+    if all(one.rack is None for one in load.nodes.values()):
+        assert spread(load, after) <= spread(load, replicas_after(load, plan_nothing())) + 0.06
+
+
+def plan_nothing() -> Plan:
+    return Plan(kind="balance", subject="", moves=())
+
+
+@given(loads(), st.integers(1, 4))
+def test_replication_is_raised_and_lowered(load: ClusterLoad, to: int) -> None:
+    domains = {one.domain for one in load.nodes.values() if one.is_live and not one.is_drained}
+    if to > len(domains):
+        with pytest.raises(InvalidRequest, match="fail independently"):
+            plan_replicate(load, {"orders"}, to)
+        return
+    plan = plan_replicate(load, {"orders"}, to)
+    check(load, plan)
+    assert {len(replicas) for replicas in replicas_after(load, plan).values()} <= {to}
+    for move in plan.moves:
+        # The leader stays where it is.
+        assert move.target[0] == move.before[0] or len(move.before) == 1 or move.before[0] not in move.target
+    assert plan_replicate(load, {"others"}, to).moves == ()
+
+
+def even(nodes: int, partitions: int, replicas: int, *, size: int = 1000) -> ClusterLoad:
+    """A cluster whose first nodes hold everything."""
+    return ClusterLoad(
+        nodes={NodeId(number): NodeLoad(node_id=NodeId(number)) for number in range(1, nodes + 1)},
+        partitions=[
+            PartitionLoad(
+                topic="orders",
+                topic_id=TOPIC,
+                index=PartitionIndex(index),
+                replicas=tuple(map(NodeId, range(1, replicas + 1))),
+                in_sync=tuple(map(NodeId, range(1, replicas + 1))),
+                size_bytes=size,
+                bytes_per_s=10.0,
+            )
+            for index in range(partitions)
+        ],
+    )
+
+
+def test_a_new_node_gets_its_share_of_bytes_and_leaders() -> None:
+    load = even(4, 40, 3)
+    after = replicas_after(load, plan_balance(load))
+    held = Counter(node for replicas in after.values() for node in replicas)
+    led = Counter(replicas[0] for replicas in after.values())
+    assert max(held.values()) - min(held.values()) <= 2
+    assert len(held) == 4
+    assert max(led.values()) - min(led.values()) <= 1
+    assert len(led) == 4
+
+
+def test_a_balanced_cluster_is_left_alone() -> None:
+    load = even(3, 30, 3)
+    plan = plan_balance(load)
+    # Only the preferred leaders differ, and that costs nothing.
+    assert plan.moved_bytes == 0
+    assert plan.seconds(1) == 0
+
+
+def test_the_estimate_is_that_of_the_busiest_receiver() -> None:
+    plan = plan_drain(even(3, 4, 1), NodeId(1))
+    assert plan.moved_bytes == 4000
+    assert plan.seconds(100) == 20.0
+    assert "single replica in sync" in plan.risks[0]
+
+
+def test_a_full_disk_is_a_risk() -> None:
+    load = even(2, 1, 1, size=95)
+    nodes = {**load.nodes, NodeId(2): NodeLoad(node_id=NodeId(2), disk_bytes=100, disk_free_bytes=98)}
+    plan = plan_drain(ClusterLoad(nodes=nodes, partitions=load.partitions), NodeId(1))
+    assert "the disk of node 2 would be 97 % full" in plan.risks

@@ -1,0 +1,141 @@
+"""Plans in the coordination store: proposed, applied by whichever node is the controller, cancelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.broker.cluster.plans import MoveThrottle, Plans
+from millstream.core.cluster_plan import Move
+from millstream.core.errors import Conflict, InvalidRequest, NotFound
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import Topic
+from millstream_testing.node_group import GroupNode, NodeGroup
+
+
+def move(node: GroupNode, topic: Topic, index: int, *target: int) -> Move:
+    state = node.topics.states_of(topic)[index]
+    assert state is not None
+    return Move(
+        topic=topic.name,
+        topic_id=topic.topic_id,
+        index=PartitionIndex(index),
+        before=state.replicas,
+        target=tuple(map(NodeId, target)),
+        size_bytes=1000,
+    )
+
+
+def away_from(node: GroupNode, topic: Topic, index: int) -> Move:
+    """A move of one replica to a node that has none."""
+    state = node.topics.states_of(topic)[index]
+    assert state is not None
+    other = next(number for number in (1, 2, 3) if number not in state.replicas)
+    return move(node, topic, index, other, *state.replicas[1:])
+
+
+def state_of(plans: Plans) -> str | None:
+    return None if plans.current is None else plans.current.state
+
+
+async def test_a_plan_is_carried_out_by_the_next_controller(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=2, replication=3)
+        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+        orders = [move(group[1], topic, 0, 3, 2, 1), move(group[1], topic, 1, 3, 1, 2)]
+        proposed = await group[1].cluster.plans.propose("balance", "", orders, 1 << 20)
+        assert proposed.state == "proposed"
+        with pytest.raises(NotFound, match="the last one is"):
+            await group[2].cluster.plans.apply("nonsense")
+        controller = group[1].view.controller
+        assert controller is not None
+        await group[controller].kill()
+        rest = [node for number, node in group.nodes.items() if number != controller]
+        await group.until(lambda: proposed.plan_id in {one.plan_id for one in [rest[0].cluster.plans.current] if one})
+        await rest[0].cluster.plans.apply(proposed.plan_id)
+        await group.until(lambda: state_of(rest[1].cluster.plans) == "done")
+        replicas = [state.replicas for state in rest[0].topics.states_of(topic) if state is not None]
+        assert replicas == [(3, 2, 1), (3, 1, 2)]
+        assert [state for _, state in rest[0].cluster.plans.moves()] == ["moved", "moved"]
+        with pytest.raises(Conflict, match="is done"):
+            await rest[0].cluster.plans.apply(proposed.plan_id)
+
+
+async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+        before = group[1].topics.states_of(topic)[0]
+        assert before is not None
+        leaving = before.replicas[0]
+        plans = group[2].cluster.plans
+        # Nothing replicates here, so the move stays under way until it is cancelled.
+        await plans.propose("drain", str(leaving), [away_from(group[1], topic, 0)], 1 << 20)
+        await plans.apply("")
+        await group.until(lambda: [state for _, state in plans.moves()] == ["moving"])
+        assert plans.drained == {leaving}
+        # Leaderships leave at once, as far as another replica is in sync.
+        await group.until(
+            lambda: all(one is not None and one.leader != leaving for one in group[1].topics.states_of(topic))
+        )
+        for wrong in (plans.propose("balance", "", [], 1 << 20), plans.undrain(leaving)):
+            with pytest.raises(Conflict, match="millstream cluster cancel"):
+                await wrong
+        await plans.cancel("")
+        await group.until(lambda: state_of(plans) == "cancelled")
+        after = group[1].topics.states_of(topic)[0]
+        assert after is not None
+        assert after.replicas == before.replicas
+        assert plans.drained == frozenset()
+        assert group[1].view.reassignments == {}
+
+
+async def test_moves_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        plans = group[1].cluster.plans
+        valid = away_from(group[1], topic, 0)
+        elsewhere = Move(**{**_fields(valid), "target": (NodeId(9),)})
+        stale = Move(**{**_fields(valid), "before": (NodeId(3),)})
+        nowhere = Move(**{**_fields(valid), "target": ()})
+        unknown = Move(**{**_fields(valid), "index": PartitionIndex(4)})
+        for wrong, error, text in (
+            ([elsewhere], InvalidRequest, "node 9, which is not running"),
+            ([stale], Conflict, "compute it again"),
+            ([nowhere], InvalidRequest, "not valid"),
+            ([valid, valid], InvalidRequest, "each partition once"),
+            ([unknown], NotFound, "no partition orders-4"),
+        ):
+            with pytest.raises(error, match=text):
+                await plans.propose("balance", "", wrong, 1 << 20)
+        with pytest.raises(InvalidRequest, match="at least 1024"):
+            await plans.propose("balance", "", [valid], 10)
+        with pytest.raises(NotFound, match="no node 9"):
+            await plans.propose("drain", "9", [], 1 << 20)
+        with pytest.raises(NotFound, match="there is no plan"):
+            await plans.cancel("")
+
+
+async def test_only_what_is_moved_here_is_throttled(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=1, replication=2)
+        await group.until(lambda: all(node.topics.get("orders") == topic for node in group.nodes.values()))
+        wanted = away_from(group[1], topic, 0)
+        key = (topic.topic_id, PartitionIndex(0))
+        plans = group[1].cluster.plans
+        await plans.propose("balance", "", [wanted], 1 << 20)
+        receiver = MoveThrottle(wanted.receivers[0], group[1].view)
+        assert receiver.pause_after(key, 1 << 20) == 0.0
+        await plans.apply("")
+        await group.until(lambda: key in group[1].view.reassignments)
+        assert 0.9 < receiver.pause_after(key, 1 << 20) <= 1.0
+        # Together, the partitions of a node keep to the limit; the end of a log is not delayed.
+        assert 1.9 < receiver.pause_after(key, 1 << 20) <= 2.0
+        assert receiver.pause_after(key, 1000) == 0.0
+        assert MoveThrottle(wanted.before[0], group[1].view).pause_after(key, 1 << 20) == 0.0
+
+
+def _fields(one: Move) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__slots__}
