@@ -29,7 +29,7 @@ class Publisher:
 
 
 async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> Exception:
-    async def no_status(_client: Client) -> Any:
+    async def no_status(_client: Client, _node: object = None) -> Any:
         if status is None:
             raise BrokerUnreachable("away")
         return status

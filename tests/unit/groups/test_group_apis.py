@@ -31,6 +31,7 @@ from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.sync_group import SyncGroup
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.net.reply import Promise
+from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
@@ -454,7 +455,7 @@ async def test_an_offset_commit_needs_read_on_the_group_and_on_each_topic(broker
             Acl(resource_type=kind, resource_name=name, principal="User:alice", operation=Operation.READ)
             for kind, name in readable
         ]
-        state = cast("SecurityState", SimpleNamespace(snapshot=AclSnapshot(rules)))
+        state = cast("SecurityState", SimpleNamespace(snapshot=AclSnapshot(rules), audit=AuditTrail()))
         client = dataclasses.replace(CLIENT, rights=Rights(state, "User:alice", CLIENT.host))
         response = await asking.ask(broker.commit, request, client=client)
         return [topic.partitions[0].error_code for topic in response.topics]
