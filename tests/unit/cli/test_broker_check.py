@@ -24,7 +24,7 @@ async def gateway() -> AsyncIterator[str]:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
     await server.wait_closed()
 
