@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
@@ -108,9 +108,9 @@ def caught_up(berlin: CommandLine, name: str, topic: str, paris: CommandLine) ->
 
 
 def mirrored(paris: CommandLine, berlin: CommandLine, topic: str, *flags: str) -> str:
-    """Mirror one topic from paris to berlin; return the mirror's name."""
+    """Mirror topics with a prefix from paris to berlin; return the mirror's name."""
     name = f"m-{topic}"
-    made = berlin("mirror", "create", name, "--from", paris.brokers, "--topics", topic, *flags)
+    made = berlin("mirror", "create", name, "--from", paris.brokers, "--topics", f"{topic}.*", *flags)
     assert made.code == 0, made.err
     return name
 
@@ -141,3 +141,81 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
     epochs = {one["epoch"] for one in report["partitions"]}
     assert min(epochs) > 0
     assert berlin("mirror", "delete", name).code == 0
+
+
+def transact(brokers: str, name: str, topics: list[str], values: list[str], *, ends: bool = True) -> Producer:
+    """Publish to all topics in one transaction."""
+    producer = Producer({"bootstrap.servers": brokers, "transactional.id": name})
+    producer.init_transactions(PATIENCE_S)
+    producer.begin_transaction()
+    for value in values:
+        for topic in topics:
+            producer.produce(topic, value)
+    producer.flush(PATIENCE_S)
+    if ends:
+        producer.commit_transaction(PATIENCE_S)
+    return producer
+
+
+def test_state_comes_along_and_the_way_back_names_what_it_drops(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    other = f"{topic}-other"
+    for name in (topic, other):
+        paris("topic", "create", name)
+    made = paris(
+        "subscription", "create", f"{topic}-workers", "--topic", topic, "--set", "share.auto.offset.reset=earliest"
+    )
+    assert made.code == 0, made.err
+    transact(paris.brokers, f"{topic}-t1", [topic, other], ["a", "b"])
+    mirror = mirrored(paris, berlin, topic, "--exclude", ".*-saved")
+    transact(paris.brokers, f"{topic}-t2", [topic, other], ["c"])
+    hanging = transact(paris.brokers, f"{topic}-t3", [topic, other], ["open"], ends=False)
+
+    group = Consumer({"bootstrap.servers": paris.brokers, "group.id": f"{topic}-group", "enable.auto.commit": False})
+    group.commit(offsets=[TopicPartition(topic, 0, 2)], asynchronous=False)
+    group.close()
+    taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
+    assert taken.code == 0, taken.err
+
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    wait_for(lambda: caught_up(berlin, mirror, other, paris), what="the other copy has caught up")
+    assert [value for _, _, value in read(berlin.brokers, topic, 3)] == ["a", "b", "c"]
+
+    def offsets() -> list[Any]:
+        found = berlin("group", "describe", f"{topic}-group", "--json")
+        return found.document["offsets"] if found.code == 0 else []
+
+    wait_for(lambda: [one["committed"] for one in offsets()] == [2], what="the group's offset is here")
+    wait_for(
+        lambda: berlin("mirror", "describe", mirror, "--json").document["queues"] > 0, what="the queue's state is here"
+    )
+    refused = berlin("subscription", "pull", f"{topic}-workers", "-n", "1", "--json")
+    assert mirror in refused.err
+
+    report = berlin("mirror", "failover", mirror, "--json").document
+    assert {one["aborted"] for one in report["partitions"]} == {1}
+    publish(berlin.brokers, topic, ["d"])
+    assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
+
+    # Paris did not notice, and has records that nobody else has.
+    hanging.abort_transaction(PATIENCE_S)
+    publish(paris.brokers, topic, ["lost-1", "lost-2"])
+    reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
+    assert reversed_.code == 0, reversed_.err
+    assert {one["topic"] for one in reversed_.document["removed"]} >= {topic}
+    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
+    assert {value for _, _, value in read(paris.brokers, f"{topic}-saved", 2)} >= {"lost-1", "lost-2"}
+
+    # And back, as planned.
+    publish(berlin.brokers, topic, ["e"])
+    switched = paris("mirror", "switch", mirror, "--json")
+    assert switched.code == 0, switched.err
+    assert switched.document["removed"] == []
+    publish(paris.brokers, topic, ["f"])
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="berlin follows paris again")
+    values = ["a", "b", "c", "d", "e", "f"]
+    assert [value for _, _, value in read(berlin.brokers, topic, len(values))] == values
+    berlin("mirror", "failover", mirror)
+    assert berlin("mirror", "delete", mirror).code == 0

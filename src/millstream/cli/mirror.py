@@ -36,7 +36,7 @@ from millstream.cli.output import (
 
 if TYPE_CHECKING:
     from millstream.client.admin.mirrors import MirrorClient
-    from millstream.protocol.private.mirror_messages import CutPartition
+    from millstream.protocol.private.mirror_messages import CutPartition, RemovedRange, ReverseRequest
 
 app = typer.Typer(help="Copy topics from another cluster, take over from it, and come back.", no_args_is_help=True)
 
@@ -264,6 +264,119 @@ def failover(
     _print_cuts(report.partitions)
     if report.source_error:
         print_note(f"What the source had acknowledged and is not here is unknown: {one_line(report.source_error)}")
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT[,...]",
+        help="Where the other cluster reaches this one; by default at the addresses of its nodes.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("reverse")
+def reverse(
+    name: Name,
+    address: Address = "",
+    save_to: Annotated[
+        str,
+        typer.Option(
+            "--save-to",
+            metavar="TOPIC",
+            help="Keep records that only the old source has in this topic of it.",
+            show_default=False,
+        ),
+    ] = "",
+    source_user: SourceUser = "",
+    source_password_file: SourcePassword = None,
+    source_token_file: SourceToken = None,
+    source_mechanism: SourceMechanism = "",
+    source_tls: SourceTls = False,
+    source_tls_ca: SourceCa = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+) -> None:
+    """After a failover: let the old source follow this cluster. It drops what only it has.
+
+    The --source options say how it signs in here.
+    """
+    ask_person(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
+    credentials = _credentials(
+        source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
+    )
+    request = _reversal(name, address, save_to, credentials, timeout)
+    report = _ask(brokers, timeout, lambda mirrors: mirrors.reverse(request))
+    removed = [_removed_document(one) for one in report.removed]
+    if as_json:
+        print_json({"mirror": name, "removed": removed, "saved_to": report.saved_to, "waited_ms": report.waited_ms})
+        return
+    print_line(f"The old source follows this cluster; mirror {name} is declared there now.")
+    _print_removed(removed, report.saved_to)
+
+
+@app.command("switch")
+def switch(
+    name: Name,
+    address: Address = "",
+    source_user: SourceUser = "",
+    source_password_file: SourcePassword = None,
+    source_token_file: SourceToken = None,
+    source_mechanism: SourceMechanism = "",
+    source_tls: SourceTls = False,
+    source_tls_ca: SourceCa = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+) -> None:
+    """Turn a mirror around without losing anything: the source stops taking writers, is drained, and follows.
+
+    The --source options say how it signs in here.
+    """
+    ask_person(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
+    credentials = _credentials(
+        source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
+    )
+    request = _reversal(name, address, "", credentials, timeout)
+    report = _ask(brokers, timeout + 10, lambda mirrors: mirrors.switch(request))
+    removed = [_removed_document(one) for one in report.removed]
+    if as_json:
+        cuts = [_cut_document(cut) for cut in report.partitions]
+        print_json({"mirror": name, "removed": removed, "partitions": cuts, "waited_ms": report.waited_ms})
+        return
+    print_line(f"This cluster takes writers, after {report.waited_ms / 1000:.1f} s; the old source follows it.")
+    _print_cuts(report.partitions)
+    _print_removed(removed, "")
+
+
+def _reversal(name: str, address: str, save_to: str, credentials: dict[str, str], timeout_s: float) -> ReverseRequest:
+    from millstream.protocol.private.mirror_messages import ReverseRequest
+
+    return ReverseRequest(
+        name=name,
+        address=address,
+        settings={key: text for key, text in credentials.items() if text},
+        save_to=save_to,
+        timeout_ms=int(timeout_s * 900),
+    )
+
+
+def _removed_document(one: RemovedRange) -> dict[str, Any]:
+    return {"topic": one.topic, "partition": one.partition, "start": one.start, "end": one.end}
+
+
+def _print_removed(removed: list[dict[str, Any]], saved_to: str) -> None:
+    if not removed:
+        print_line("It had nothing that is not here.")
+        return
+    print_line(f"It drops these offsets{f', saved to its topic {saved_to}' if saved_to else ''}:")
+    keys = ("topic", "partition", "start", "end")
+    print_table(keys, [[one[key] for key in keys] for one in removed])
 
 
 def _cut_document(cut: CutPartition) -> dict[str, Any]:

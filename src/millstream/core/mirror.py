@@ -164,8 +164,6 @@ class Mirror:
     created_ms: int = 0
     version: int = 0
     """How often it has changed since it was declared."""
-    topic_ids: tuple[UUID, ...] | None = None
-    """The only topics that are mirrored; None for all that the settings name."""
     cuts: TopicOffsets = field(default_factory=dict)
     """Up to where each partition is certainly equal on both sides, from the last failover on."""
     verified: TopicOffsets = field(default_factory=dict)

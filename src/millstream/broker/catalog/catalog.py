@@ -946,7 +946,6 @@ def _mirror(row: Any) -> Mirror:
         is_wanted=row.is_wanted,
         created_ms=row.created_ms,
         version=row.version,
-        topic_ids=None if row.topic_ids is None else tuple(map(UUID, row.topic_ids)),
         cuts=_offsets(row.cuts),
         verified=_offsets(row.verified),
     )
@@ -956,7 +955,6 @@ def _mirror_row(mirror: Mirror) -> dict[str, Any]:
     return {
         "is_wanted": mirror.is_wanted,
         "version": mirror.version,
-        "topic_ids": None if mirror.topic_ids is None else list(map(str, mirror.topic_ids)),
         "cuts": _offsets_row(mirror.cuts),
         "verified": _offsets_row(mirror.verified),
     }

@@ -130,7 +130,6 @@ mirrors = Table(
     Column("is_wanted", Boolean, nullable=False),
     Column("created_ms", BigInteger, nullable=False),
     Column("version", BigInteger, nullable=False),
-    Column("topic_ids", JSON, nullable=True),
     Column("cuts", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
 )

@@ -139,12 +139,14 @@ class Subscriptions:
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
         owner: Owner | None = None,
+        subscription_id: UUID | None = None,
     ) -> Subscription:
         """Declare a subscription durably; `starts` says where its queues begin, for existing partitions.
 
-        The defaults for new subscriptions are written into it, unless it has no topics, as a share group.
+        The defaults for new subscriptions are written into it, unless it has no topics, as a share group. One of a
+        mirror has the id that it has on the source.
         """
-        subscription_id = self._new_id()
+        subscription_id = subscription_id or self._new_id()
         settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
         # In a thread, since the language of filters is loaded when the first one is read.
         await asyncio.to_thread(self._check, name, topics, settings)

@@ -69,13 +69,19 @@ from millstream.broker.kafka.apis.list_partition_reassignments import ListPartit
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.metadata import Metadata
 from millstream.broker.kafka.apis.mirror_apis import (
+    MirrorAdopt,
     MirrorAlter,
+    MirrorBarrier,
     MirrorCreate,
     MirrorCut,
     MirrorDelete,
+    MirrorExpose,
     MirrorFailover,
+    MirrorHold,
     MirrorList,
     MirrorOffer,
+    MirrorReverse,
+    MirrorSwitch,
 )
 from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
@@ -217,7 +223,13 @@ class ServedApis:
         self.pipeline_board = PipelineBoard(parts.declared.pipelines.all)
         """How the pipelines do that this node runs."""
         self._mirrors = MirrorService(
-            parts.topics, parts.membership, parts.declared.mirrors, parts.clock, parts.supervise
+            parts.topics,
+            parts.membership,
+            parts.declared.mirrors,
+            self._subscriptions,
+            self._transactions.coordinator,
+            parts.clock,
+            parts.supervise,
         )
         self._landed = LandedBoard(parts.declared.pipelines, parts.topics)
         self._schema_rules = SchemaRules(parts.declared.schemas)
@@ -394,6 +406,12 @@ class ServedApis:
         yield MirrorFailover(mirrors)
         yield MirrorCut(mirrors)
         yield MirrorOffer(mirrors)
+        yield MirrorExpose(mirrors)
+        yield MirrorBarrier(mirrors)
+        yield MirrorHold(mirrors)
+        yield MirrorReverse(mirrors)
+        yield MirrorSwitch(mirrors)
+        yield MirrorAdopt(mirrors)
 
     def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         parts = self._parts

@@ -24,7 +24,7 @@ from millstream.broker.push_board import PushBoard
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
-from millstream.broker.subscriptions.state_store import QueueImage
+from millstream.broker.subscriptions.state_store import QueueImage, QueueWrite
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -35,7 +35,7 @@ from millstream.core.errors import (
     PolicyViolation,
     UnknownSubscription,
 )
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.metric import Metric, gauge
 from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
@@ -301,6 +301,11 @@ class SubscriptionService:
         """Whether a subscription, its topics and the queues are known here, so that nothing has to be looked up."""
         declared = self.declared.get(name)
         return self._engine is not None and declared is not None and bool(declared.topics)
+
+    async def write_state(self, key: QueueKey, leader_epoch: Epoch, snapshot: bytes) -> None:
+        """Replace the stored state of a queue that is not open anywhere: that of a copy."""
+        stored = await self._store.load(key, leader_epoch)
+        await self._store.write(QueueWrite(key, leader_epoch, stored.sequence + 1, snapshot))
 
     @property
     def loaded(self) -> Engine | None:

@@ -126,16 +126,12 @@ class Copier:
         self._gates = gates
         """Whether the source can say which transactions have ended everywhere."""
         self._cut_of = cut_of
-        """Up to where a partition may be truncated, if its history differs from the source's."""
+        """Where a partition may be truncated, because it was the source's own before; None if it may not."""
         self.copies: dict[CopyKey, Copy] = {}
         self._lines: dict[tuple[NodeId, int], asyncio.Task[None]] = {}
         self._members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
         self._changed = asyncio.Event()
         self._next_slot_s = 0.0
-        self.on_appended: Callable[[], None] = lambda: None
-        """Called when copies have grown."""
-        self.on_commit: Callable[[], None] = lambda: None
-        """Called when a commit marker has arrived that is not verified."""
         self.bytes_copied = 0
 
     def follow(self, copies: Iterable[Copy]) -> None:
@@ -213,8 +209,6 @@ class Copier:
         if copy.checked_epoch == partition.leader_epoch:
             return
         cut = self._cut_of(partition)
-        if cut is not None and log.end_offset > cut:
-            await partition.cut_mirrored(Offset(cut))
         while log.end_offset > log.start_offset:
             found = await self._source.end_of_epoch(copy.source, log.latest_epoch)
             if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
@@ -227,9 +221,7 @@ class Copier:
                     "created anew. Delete the copy to fetch it again, or fail over to keep it"
                 )
             await partition.cut_mirrored(point)
-        copy.commits = array("q")
-        if self._gates:
-            copy.commits = _commits_from(partition, max(copy.verified, log.start_offset))
+        copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
         partition.expose(copy.exposed)
         copy.checked_epoch = partition.leader_epoch
 
@@ -339,7 +331,6 @@ class Copier:
                 await stored
             except MillstreamError as error:
                 self._hold(copy, error)
-        self.on_appended()
 
     async def _take_one(self, copy: Copy, answer: FetchAnswer | MillstreamError) -> asyncio.Future[None] | None:
         partition, log = copy.partition, copy.partition.log
@@ -374,12 +365,9 @@ class Copier:
             return None
         records = answer.records[headers[0].position : headers[-1].end_position]
         if self._gates:
-            before = len(copy.commits)
             for header in headers:
                 if header.is_control and _is_commit(answer.records, header):
                     copy.commits.append(header.base_offset)
-            if len(copy.commits) > before:
-                self.on_commit()
         copy.bytes_copied += len(records)
         return partition.append_mirrored(records, exposed=copy.exposed)
 
@@ -392,9 +380,10 @@ def _is_commit(records: memoryview, header: BatchHeader) -> bool:
     return marker is not None and marker.commit
 
 
-def _commits_from(partition: Partition, offset: int) -> array[int]:
-    """Find the commit markers of a log from an offset on; only a restart needs that."""
+def commits_from(partition: Partition, offset: int) -> array[int]:
+    """Find the commit markers of a log from an offset on, for what was not seen while it arrived."""
     log, found = partition.log, array("q")
+    offset = max(offset, log.start_offset)
     if all(producer.marker_offset < offset for producer in log.producers):
         return found
     while offset < log.end_offset and len(found) < MARKERS_MAX:

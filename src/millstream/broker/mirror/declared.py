@@ -59,15 +59,7 @@ class Mirrors:
         return found
 
     @finishing
-    async def create(
-        self,
-        name: str,
-        overrides: Mapping[str, str],
-        *,
-        is_wanted: bool = True,
-        topic_ids: tuple[UUID, ...] | None = None,
-        cuts: TopicOffsets | None = None,
-    ) -> Mirror:
+    async def create(self, name: str, overrides: Mapping[str, str], *, is_wanted: bool = True) -> Mirror:
         """Declare a mirror durably."""
         check_mirror(name, overrides)
         async with self._changing:
@@ -81,8 +73,6 @@ class Mirrors:
                 overrides=dict(overrides),
                 is_wanted=is_wanted,
                 created_ms=self._clock.now_ms(),
-                topic_ids=topic_ids,
-                cuts=cuts or {},
             )
             await self._declarations.add_mirror(made)
             self._by_name[name] = made
@@ -122,11 +112,15 @@ class Mirrors:
         return stored
 
     async def note_verified(self, mirror: Mirror, verified: TopicOffsets) -> None:
-        """Record durably up to where transactions have arrived as a whole."""
+        """Record durably up to where transactions have arrived as a whole; not once the mirror is stopped."""
+
+        def noted(now: Mirror) -> Mirror:
+            if not now.is_wanted:
+                raise InvalidMirror(f"mirror {now.name!r} is paused")
+            return dataclasses.replace(now, verified=verified)
+
         async with self._changing:
-            stored = await self._declarations.note_mirror(
-                mirror.mirror_id, lambda now: dataclasses.replace(now, verified=verified)
-            )
+            stored = await self._declarations.note_mirror(mirror.mirror_id, noted)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
 

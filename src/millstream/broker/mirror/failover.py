@@ -1,4 +1,8 @@
-"""The changes of direction of a mirror: failover, reverse and switch."""
+"""The changes of direction of a mirror: failover, reverse and switch.
+
+The cluster that holds the copies is in charge: it cuts them, lets clients write them, and asks the old source to follow
+(`adopt`). Each step may be repeated. A mirror is always declared on the side that follows.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,46 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from millstream.broker.mirror.service import MirrorService, merged_offsets
 from millstream.broker.mirror.source import Source
-from millstream.core.errors import InvalidMirror, MillstreamError
-from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import Mirror
+from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition
-from millstream.protocol.private.mirror_messages import CutPartition, FailoverRequest, FailoverResponse
+from millstream.protocol.private.mirror_messages import (
+    ADOPT_KEY,
+    OFFER_KEY,
+    AdoptRequest,
+    AdoptResponse,
+    CutPartition,
+    FailoverRequest,
+    FailoverResponse,
+    OfferRequest,
+    OfferResponse,
+    Offsets,
+    RemovedRange,
+    ReverseRequest,
+    ReverseResponse,
+)
+from millstream.protocol.records.batch import iterate_whole_headers
+from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 
 _logger = logging.getLogger(__name__)
 
+Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to say what is missing."""
 AT_ONCE: Final = 32
+DRAIN_LOOK_S: Final = 0.1
+SAVED_AT_ONCE: Final = 500
+ORIGINAL_HEADER: Final = "millstream-original"
+"""A header of saved records: topic, partition and offset that they had."""
 
 
 async def fail_over(service: MirrorService, request: FailoverRequest) -> FailoverResponse:
@@ -30,12 +57,14 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     topics = chosen_topics(service, mirror, request.topics)
-    if request.topics is None:
-        # No further topics are to appear meanwhile.
-        mirror = await service.mirrors.want(mirror.name, is_wanted=False)
+    was_wanted = mirror.is_wanted
+    # Nothing is verified from here on, so every copy is cut at the same moment.
+    mirror = await service.mirrors.want(mirror.name, is_wanted=False)
     ends, source_error = await _source_ends(mirror, topics)
     cuts = await cut_topics(service, mirror, topics)
     await make_writable(service, topics)
+    if request.topics is not None and was_wanted:
+        await service.mirrors.want(mirror.name, is_wanted=True)
     waited_ms = int((service.clock.monotonic() - started) * 1000)
     _logger.info("copies are writable", extra={"mirror": mirror.name, "topics": len(topics), "took_ms": waited_ms})
     partitions = [
@@ -62,6 +91,8 @@ def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str
     if not copied:
         of = "" if patterns is None else f" that match {', '.join(patterns)}"
         raise InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
+    if any(topic.is_draining for topic in copied):
+        raise InvalidMirror(f"a switch of mirror {mirror.name!r} is under way on the other side; wait for its end")
     return copied
 
 
@@ -71,12 +102,11 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
 
     async def cut(where: TopicPartition) -> CutPartition:
         async with turn:
-            return await service.cut_everywhere(mirror.name, where)
+            return await service.cut_everywhere(mirror, where)
 
-    places = [
-        TopicPartition(topic.name, PartitionIndex(index)) for topic in topics for index in range(topic.partitions)
-    ]
-    cuts = await gather_or_cancel(cut(where) for where in places)
+    cuts = await gather_or_cancel(
+        cut(TopicPartition(topic.name, PartitionIndex(index))) for topic in topics for index in range(topic.partitions)
+    )
     found: dict[str, dict[int, int]] = {}
     for one in cuts:
         found.setdefault(one.topic, {})[one.partition] = one.offset
@@ -110,3 +140,189 @@ async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[To
     except MillstreamError as error:
         return {}, str(error)
     return {originals[where]: end for where, end in ends.items()}, ""
+
+
+# -- the way back -------------------------------------------------------------------------------------------------
+
+
+async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
+    """Let the old source follow this cluster, after a failover."""
+    started = service.clock.monotonic()
+    mirror = await service.mirrors.find(request.name)
+    _check_reversible(mirror)
+    if service.copied_topics(mirror.name):
+        raise InvalidMirror(
+            f"mirror {mirror.name!r} still copies from its source; turn it around with `millstream mirror switch "
+            f"{mirror.name}`, or fail over first"
+        )
+    if not mirror.cuts:
+        raise InvalidMirror(f"nothing of mirror {mirror.name!r} was failed over, so there is nothing to reverse")
+    async with Source(mirror.settings, name=mirror.name) as source:
+        adopted = await source.ask(
+            None, ADOPT_KEY, _adoption(service, mirror, request, step="follow"), AdoptResponse, waits=True
+        )
+    await service.mirrors.delete(mirror.name)
+    return ReverseResponse(
+        removed=adopted.removed,
+        saved_to=request.save_to if adopted.removed else "",
+        waited_ms=int((service.clock.monotonic() - started) * 1000),
+    )
+
+
+async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
+    """Turn a mirror around without losing anything: end writing on the source, drain it, take over."""
+    started = service.clock.monotonic()
+    mirror = await service.mirrors.find(request.name)
+    _check_reversible(mirror)
+    topics = chosen_topics(service, mirror, None)
+    run = service.run_of(mirror.name)
+    if not mirror.is_due or run is None:
+        raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
+    deadline = started + request.timeout_ms / 1000
+    async with Source(mirror.settings, name=mirror.name) as source:
+        fence = _adoption(service, mirror, request, step="fence")
+        try:
+            fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
+            await _drain(service, fenced.ends, deadline)
+            if run.follower is None:
+                raise RequestTimedOut("the mirror lost its connection to the source")
+            await run.follower.sync_all()
+        except BaseException:
+            # Nothing has changed hands yet.
+            release = msgspec.structs.replace(fence, step="release")
+            await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
+            raise
+        mirror = await service.mirrors.want(mirror.name, is_wanted=False)
+        cuts = await cut_topics(service, mirror, topics)
+        await make_writable(service, topics)
+        mirror = await service.mirrors.find(mirror.name)
+        follow = _adoption(service, mirror, request, step="follow")
+        adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
+    await service.mirrors.delete(mirror.name)
+    return ReverseResponse(
+        removed=adopted.removed,
+        partitions=cuts,
+        waited_ms=int((service.clock.monotonic() - started) * 1000),
+    )
+
+
+def _check_reversible(mirror: Mirror) -> None:
+    if mirror.settings.rename:
+        raise InvalidMirror(
+            f"the copies of mirror {mirror.name!r} have other names than their originals, so they cannot change roles"
+        )
+
+
+def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *, step: Step) -> AdoptRequest:
+    """Return the request by which the source of a mirror becomes its target."""
+    topics = [topic for topic in service.topics.all() if topic.name in mirror.cuts or topic.mirror == mirror.name]
+    kept = {name: text for name, text in mirror.overrides.items() if name not in (SOURCE, *CREDENTIALS)}
+    settings = {**kept, **request.settings, SOURCE: request.address or service.membership.addresses()}
+    return AdoptRequest(
+        name=mirror.name,
+        step=step,
+        settings=settings,
+        cuts={topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
+        topic_ids=[topic.topic_id for topic in topics],
+        save_to=request.save_to,
+    )
+
+
+async def _drain(service: MirrorService, ends: Offsets, deadline: float) -> None:
+    """Wait until clients can read everything that the source has."""
+    wanted = {
+        TopicPartition(topic, PartitionIndex(index)): end
+        for topic, offsets in ends.items()
+        for index, end in offsets.items()
+    }
+    while True:
+        exposed = await service.exposed_offsets(wanted)
+        behind = [where for where, end in wanted.items() if exposed.get(where, Offset(-1)) < end]
+        if not behind:
+            return
+        if service.clock.monotonic() > deadline:
+            raise RequestTimedOut(f"{behind[0]} did not catch up in time, so the source keeps its role")
+        await asyncio.sleep(DRAIN_LOOK_S)
+
+
+# -- as the old source --------------------------------------------------------------------------------------------
+
+
+async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
+    """As an old source: follow the cluster that took over, in the steps that it asks for."""
+    wanted = set(request.topic_ids)
+    topics = [
+        topic for topic in service.topics.all() if topic.topic_id in wanted and topic.mirror in ("", request.name)
+    ]
+    if not topics:
+        raise InvalidMirror("none of these topics exists here with the same id, so there is nothing to follow")
+    declared = service.mirrors.get(request.name)
+    if request.step == "release":
+        for topic in topics:
+            if topic.is_draining:
+                await service.topics.set_mirror(topic.name, "")
+        if declared is not None:
+            await service.mirrors.delete(request.name)
+        return AdoptResponse()
+    if declared is None:
+        await service.mirrors.create(request.name, request.settings, is_wanted=False)
+    elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
+        raise InvalidMirror(f"the old source has another mirror {request.name!r}; delete that one first")
+    for topic in topics:
+        await service.topics.set_mirror(topic.name, request.name, is_draining=request.step == "fence")
+    names = [topic.name for topic in topics]
+    if request.step == "fence":
+        return AdoptResponse(ends=await service.barrier(names))
+    return await _follow(service, request, topics)
+
+
+async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
+    """Give up what only this cluster has, and begin to copy."""
+    ends = await service.high_watermarks([topic.name for topic in topics])
+    removed = [
+        RemovedRange(topic=topic, partition=index, start=cut, end=ends[topic][index])
+        for topic, offsets in request.cuts.items()
+        for index, cut in offsets.items()
+        if ends.get(topic, {}).get(index, 0) > cut
+    ]
+    if request.save_to:
+        for one in removed:
+            await _save(service, one, request.save_to)
+    await _cut_queues(service, request, topics)
+    await service.mirrors.change(
+        request.name,
+        lambda now: dataclasses.replace(now, cuts=request.cuts, overrides=dict(request.settings), is_wanted=True),
+    )
+    _logger.info("this cluster follows another", extra={"mirror": request.name, "ranges_removed": len(removed)})
+    return AdoptResponse(removed=removed)
+
+
+async def _save(service: MirrorService, removed: RemovedRange, target: str) -> None:
+    """Publish records that are about to be dropped to a topic of this cluster."""
+    client, offset = service.client(), removed.start
+    while offset < removed.end:
+        answer = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
+        kept: list[NewRecord] = []
+        for header in iterate_whole_headers(answer.records):
+            if not header.is_control and header.record_count:
+                for record in decode_batch(answer.records, header):
+                    if offset <= record.offset < removed.end:
+                        original = f"{removed.topic}/{removed.partition}/{record.offset}".encode()
+                        headers = (*record.headers, (ORIGINAL_HEADER, original))
+                        kept.append(NewRecord(record.key, record.value, headers, record.timestamp_ms))
+            offset = max(offset, header.next_offset)
+        for at in range(0, len(kept), SAVED_AT_ONCE):
+            await client.produce(target, 0, encode_batch(kept[at : at + SAVED_AT_ONCE]))
+        if not answer.records:
+            break
+
+
+async def _cut_queues(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> None:
+    """Cut the stored states of queues where the records are cut, so that none refers to another record."""
+    by_id = {topic.topic_id: topic for topic in topics}
+    asked = OfferRequest(topics=list(by_id))
+    offers = [await service.offer(asked)]
+    offers += [await service.ask_node(node, OFFER_KEY, asked, OfferResponse) for node in service.others]
+    for offer in offers:
+        for queue in offer.queues:
+            await service.cut_queue(queue, by_id, request.cuts)

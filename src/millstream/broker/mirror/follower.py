@@ -7,25 +7,58 @@ the controller for a moment do no harm.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
+from uuid import UUID
 
 from millstream.broker.mirror.copier import Copier
 from millstream.broker.mirror.source import Source
-from millstream.core.errors import MillstreamError, TopicExists
-from millstream.core.topic import INTERNAL_TOPICS, TopicSettings
-from millstream.protocol.private.mirror_messages import OFFER_KEY, OfferRequest, OfferResponse
+from millstream.core.errors import (
+    AuthenticationFailed,
+    BrokerUnreachable,
+    GroupNotEmpty,
+    MillstreamError,
+    RequestTimedOut,
+    SubscriptionExists,
+    TopicExists,
+)
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.setting import HIDDEN
+from millstream.core.subscription import QueueKey
+from millstream.core.tasks import gather_or_cancel, run_until_first
+from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings
+from millstream.protocol.private.mirror_messages import (
+    BARRIER_KEY,
+    EXPOSE_KEY,
+    OFFER_KEY,
+    BarrierRequest,
+    BarrierResponse,
+    ExposeRequest,
+    ExposeResponse,
+    OfferedSubscription,
+    OfferRequest,
+    OfferResponse,
+    QueueKeyMessage,
+    QueueSnapshot,
+)
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.group_offsets import commit_offsets, committed_by_group, list_groups
 from millstream.protocol.wire.topic_configs import topic_configs
 
 if TYPE_CHECKING:
     from millstream.broker.mirror.service import MirrorRun
 
-_logger = logging.getLogger(__name__)
+Vector = Mapping[str, Mapping[int, int]]
+"""An offset of each partition, by topic."""
 
 TOPICS_S: Final = 1.0
 """How often the source is asked for its topics."""
+GROUPS_S: Final = 1.0
+QUEUES_S: Final = 0.5
+TRANSACTIONS_S: Final = 0.2
+"""How often the source is asked for a barrier, while clients wait at a commit."""
+ARRIVAL_S: Final = 30.0
+ARRIVAL_LOOK_S: Final = 0.02
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
 
@@ -40,15 +73,51 @@ class Follower:
         self._copier = copier
         self._settings = run.settings
         self._configs_at = 0.0
+        self._committed: dict[str, dict[TopicPartition, int]] = {}
+        """The offsets of groups on the source, as of the last look."""
+        self._applicable: dict[str, dict[TopicPartition, int]] = {}
+        """Those that may be applied: all transactions that committed them are readable here."""
+        self._waiting_at: set[tuple[str, int]] = set()
+        """The copies at which clients wait at a commit."""
+        self._queues: dict[QueueKey, int] = {}
+        """The last write of each queue whose state is applied here as a whole."""
+        self._cut_at: dict[QueueKey, tuple[int, int]] = {}
+        """Where the state of other queues was cut, and the write it was of."""
         self._absent: dict[str, int] = {}
         """Copies whose original is gone, and how often in a row it was not found."""
 
     async def run(self) -> None:
         """Run until cancelled or until the source cannot be reached."""
+        work = [self._loop(self._sync_topics, TOPICS_S)]
+        if self._settings.groups:
+            work.append(self._loop(self._sync_groups, GROUPS_S))
+        if self._source.is_millstream:
+            work.append(self._loop(self._sync_transactions, TRANSACTIONS_S))
+            if self._settings.subscriptions and not self._settings.rename:
+                work.append(self._loop(self._sync_subscriptions, QUEUES_S))
+        await run_until_first(work)
+
+    async def _loop(self, work: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        """Do one thing again and again, while this node is the owner."""
+        what = f"{work.__name__.removeprefix('_sync_')} cannot be mirrored now"
         while True:
             if self._service.is_owner:
-                await self._sync_topics()
-            await asyncio.sleep(TOPICS_S)
+                try:
+                    await work()
+                    self._run.notes.pop(what, None)
+                except (BrokerUnreachable, AuthenticationFailed):
+                    raise
+                except MillstreamError as error:
+                    self._run.notes[what] = f"{what}: {error}"
+            await asyncio.sleep(pause_s)
+
+    async def sync_all(self) -> None:
+        """Carry over everything besides records once more, for a planned switch."""
+        if self._settings.groups:
+            await self._sync_groups()
+            await self._apply_groups(self._committed)
+        if self._source.is_millstream and self._settings.subscriptions and not self._settings.rename:
+            await self._sync_subscriptions()
 
     # -- topics ---------------------------------------------------------------------------------------------
 
@@ -78,9 +147,6 @@ class Follower:
 
     def _is_wanted(self, topic: TopicMetadata) -> bool:
         if topic.is_internal or topic.name in INTERNAL_TOPICS:
-            return False
-        only = self._run.mirror.topic_ids
-        if only is not None and topic.topic_id not in only:
             return False
         return self._settings.takes(topic.name)
 
@@ -149,3 +215,204 @@ class Follower:
                 self._run.notes[f"topic {name}"] = f"topic {name!r} is gone from the source; its copy stays"
             elif self._absent[name] >= 3:
                 await self._service.topics.delete(copy.name)
+
+    # -- transactions ---------------------------------------------------------------------------------------
+
+    async def _sync_transactions(self) -> None:
+        """Let clients read on where every mirrored partition of the committed transactions has arrived.
+
+        The source names the high watermarks of a moment at which no transaction was half committed. Once all copies
+        reach them, whatever is committed below has arrived as a whole. That is recorded before clients see it, so that
+        a failover cuts every copy at the same moment.
+        """
+        if not await self._waiting():
+            self._applicable = self._committed
+            return
+        committed = self._committed
+        name = self._run.mirror.name
+        prefix = self._settings.rename
+        copied = [topic.name.removeprefix(prefix) for topic in self._service.copied_topics(name)]
+        barrier = await self._source.ask(None, BARRIER_KEY, BarrierRequest(topics=copied), BarrierResponse, waits=True)
+        offsets = {prefix + topic: found for topic, found in barrier.offsets.items()}
+        deadline = self._service.clock.monotonic() + ARRIVAL_S
+        while missing := _missing(offsets, await self._reached(offsets, is_verified=False)):
+            if self._service.clock.monotonic() > deadline:
+                raise RequestTimedOut(f"clients wait at a commit because {missing} has not arrived")
+            await asyncio.sleep(ARRIVAL_LOOK_S)
+        mirror = self._service.mirrors.get(name)
+        if mirror is None:
+            return
+        waiting = {
+            *self._waiting_at,
+            *((topic, index) for topic in mirror.verified for index in mirror.verified[topic]),
+        }
+        verified: dict[str, dict[int, int]] = {}
+        for topic, index in waiting:
+            if index in offsets.get(topic, {}):
+                verified.setdefault(topic, {})[index] = offsets[topic][index]
+        await self._service.mirrors.note_verified(mirror, verified)
+        await self._reached(offsets, is_verified=True)
+        # Offsets from before the barrier: what they were committed for is below it.
+        self._applicable = committed
+
+    async def _waiting(self) -> bool:
+        await self._reached({}, is_verified=False)
+        return bool(self._waiting_at)
+
+    async def _reached(
+        self, offsets: Mapping[str, Mapping[int, int]], *, is_verified: bool
+    ) -> dict[str, dict[int, int]]:
+        """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets."""
+        request = ExposeRequest(
+            mirror=self._run.mirror.name,
+            offsets={topic: dict(found) for topic, found in offsets.items()},
+            is_verified=is_verified,
+        )
+        answers = [self._service.expose(request)]
+        answers += await gather_or_cancel(
+            self._service.ask_node(node, EXPOSE_KEY, request, ExposeResponse) for node in self._service.others
+        )
+        self._waiting_at = {(topic, index) for answer in answers for topic, index in answer.waiting}
+        reached: dict[str, dict[int, int]] = {}
+        for answer in answers:
+            for topic, found in answer.reached.items():
+                reached.setdefault(topic, {}).update(found)
+        return reached
+
+    # -- groups ---------------------------------------------------------------------------------------------
+
+    async def _sync_groups(self) -> None:
+        """Carry over the committed offsets of groups, never beyond what clients can read here."""
+        prefix = self._settings.rename
+        names = [name for name, _, kind in await list_groups(self._source.client) if kind != "share"]
+        copied = {topic.name: topic.partitions for topic in self._service.copied_topics(self._run.mirror.name)}
+        found: dict[str, dict[TopicPartition, int]] = {}
+        for group, committed in (await committed_by_group(self._source.client, names)).items():
+            if isinstance(committed, MillstreamError):
+                continue
+            ours = {
+                TopicPartition(prefix + where.topic, where.partition): offset
+                for where, offset in committed.items()
+                if where.partition < copied.get(prefix + where.topic, 0)
+            }
+            if ours:
+                found[group] = ours
+        self._committed = found
+        if not self._source.is_millstream:
+            self._applicable = found
+        await self._apply_groups(self._applicable)
+
+    async def _apply_groups(self, groups: Mapping[str, Mapping[TopicPartition, int]]) -> None:
+        wanted = {where for offsets in groups.values() for where in offsets}
+        exposed = await self._service.exposed_offsets(wanted)
+        for group, offsets in groups.items():
+            known = self._run.groups.get(group, {})
+            changed = {
+                where: min(offset, exposed[where])
+                for where, offset in offsets.items()
+                if where in exposed and known.get(where) != min(offset, exposed[where])
+            }
+            if not changed:
+                continue
+            key = f"group {group}"
+            try:
+                await commit_offsets(self._service.client(), group, changed)
+            except GroupNotEmpty:
+                self._run.notes[key] = f"group {group!r} has members here, so its offsets are not mirrored"
+                continue
+            except MillstreamError as error:
+                self._run.notes[key] = f"group {group!r}: {error}"
+                continue
+            self._run.notes.pop(key, None)
+            self._run.groups[group] = {**known, **changed}
+
+    # -- subscriptions --------------------------------------------------------------------------------------
+
+    async def _sync_subscriptions(self) -> None:
+        """Carry over subscriptions and the state of each of their messages, never beyond what is readable here."""
+        topics = {topic.topic_id: topic for topic in self._service.copied_topics(self._run.mirror.name)}
+        if not topics:
+            return
+        for node in (await self._source.metadata([])).nodes:
+            has_more = True
+            while has_more:
+                known = [
+                    QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
+                    for key, sequence in self._queues.items()
+                ]
+                request = OfferRequest(topics=list(topics), known=known)
+                offer = await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
+                for subscription in offer.subscriptions:
+                    await self._sync_subscription(subscription)
+                applied = await self._apply_queues(offer.queues, topics)
+                has_more = offer.has_more and applied > 0
+        self._run.queues = len(self._queues)
+
+    async def _sync_subscription(self, offered: OfferedSubscription) -> None:
+        declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"
+        known = declared.get(offered.name)
+        try:
+            if known is None:
+                await declared.create(
+                    offered.name,
+                    offered.topics,
+                    offered.settings,
+                    starts={topic: tuple(offsets) for topic, offsets in offered.starts.items()},
+                    subscription_id=offered.subscription_id,
+                )
+            elif known.subscription_id != offered.subscription_id:
+                raise SubscriptionExists(f"another subscription {offered.name!r} exists here")
+            else:
+                shown = known.shown_overrides()
+                changes: dict[str, str | None] = {
+                    **{name: None for name in shown if name not in offered.settings and shown[name] != HIDDEN},
+                    **{name: text for name, text in offered.settings.items() if shown.get(name) != text},
+                }
+                if changes or known.topics != tuple(offered.topics):
+                    await declared.alter(offered.name, changes, topics=offered.topics)
+            self._run.notes.pop(key, None)
+        except MillstreamError as error:
+            self._run.notes[key] = f"subscription {offered.name!r}: {error}"
+
+    async def _apply_queues(self, queues: Sequence[QueueSnapshot], topics: Mapping[UUID, Topic]) -> int:
+        """Store states of queues, cut at what is readable here; return how many are complete."""
+        places = {
+            TopicPartition(topics[topic_id].name, PartitionIndex(one.partition)): one
+            for one in queues
+            if (topic_id := UUID(bytes=one.topic_id)) in topics
+        }
+        exposed = await self._service.exposed_offsets(places)
+        applied = 0
+        for one in queues:
+            topic = topics.get(UUID(bytes=one.topic_id))
+            where = None if topic is None else TopicPartition(topic.name, PartitionIndex(one.partition))
+            if topic is None or where is None or where not in exposed:
+                continue
+            key = QueueKey(UUID(bytes=one.subscription_id), topic.topic_id, where.partition)
+            state = self._service.topics.state_of(topic, where.partition)
+            now = self._service.topics.get(topic.name)
+            if state is None or now is None or now.mirror != self._run.mirror.name or now.is_draining:
+                continue
+            # Not loaded earlier: a mirror without queues needs none of it.
+            from millstream.broker.subscriptions.snapshot import cut_snapshot
+
+            snapshot, is_cut = await asyncio.to_thread(cut_snapshot, one.snapshot, exposed[where])
+            if self._cut_at.get(key) == (one.sequence, exposed[where]):
+                continue
+            await self._service.subscriptions.write_state(key, Epoch(state.leader_epoch), snapshot)
+            if is_cut:
+                self._cut_at[key] = one.sequence, exposed[where]
+            else:
+                self._cut_at.pop(key, None)
+                self._queues[key] = one.sequence
+                applied += 1
+        return applied
+
+
+def _missing(wanted: Vector, reached: Vector) -> TopicPartition | None:
+    """Return a partition that does not reach its offset; those that nobody leads now do not either."""
+    for topic, offsets in wanted.items():
+        for index, offset in offsets.items():
+            if offset > reached.get(topic, {}).get(index, 0):
+                return TopicPartition(topic, PartitionIndex(index))
+    return None

@@ -8,32 +8,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from uuid import UUID
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
-from millstream.broker.mirror.copier import Copier, Copy, CopyKey
+from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import InvalidMirror, MillstreamError, NotLeader
+from millstream.core.errors import (
+    CoordinatorUnavailable,
+    InvalidMirror,
+    MillstreamError,
+    NotLeader,
+    RequestTimedOut,
+)
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
 from millstream.core.mirror import Mirror, TopicOffsets
-from millstream.core.tasks import Supervise, run_until_first
+from millstream.core.setting import HIDDEN
+from millstream.core.subscription import QueueKey
+from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
-from millstream.protocol.private.mirror_messages import CUT_KEY, CutPartition, CutRequest, CutResponse
+from millstream.protocol.private.mirror_messages import (
+    CUT_KEY,
+    HOLD_KEY,
+    CutPartition,
+    CutRequest,
+    CutResponse,
+    ExposeRequest,
+    ExposeResponse,
+    HoldRequest,
+    HoldResponse,
+    OfferedSubscription,
+    OfferRequest,
+    OfferResponse,
+    QueueSnapshot,
+)
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
+if TYPE_CHECKING:
+    from millstream.broker.kafka.subscription_service import SubscriptionService
+    from millstream.broker.mirror.follower import Follower
+    from millstream.broker.transactions.coordinator import TransactionCoordinator
+
 _logger = logging.getLogger(__name__)
 
+HOLD_S: Final = 2.0
+"""How long the decisions of transactions are held back for a barrier, at most."""
+HOLDS_MAX: Final = 100
+OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 REFRESH_S: Final = 1.0
 """How often a node looks which copies it leads."""
 EPOCH_STEP: Final = 1000
@@ -49,6 +82,7 @@ class MirrorRun:
         self.settings = mirror.settings
         self.service = service
         self.copier: Copier | None = None
+        self.follower: Follower | None = None
         self.source: Source | None = None
         self.error = ""
         self.notes: dict[str, str] = {}
@@ -81,7 +115,7 @@ class MirrorRun:
                     )
                     self.error = ""
                     backoff.reset()
-                    follower = Follower(self, source, self.copier)
+                    follower = self.follower = Follower(self, source, self.copier)
                     await run_until_first([self.copier.run(), self._refresh(self.copier), follower.run()])
             except MillstreamError as error:
                 if self.error != str(error):
@@ -90,7 +124,7 @@ class MirrorRun:
                     )
                 self.error = str(error)
             finally:
-                self.source = self.copier = None
+                self.source = self.copier = self.follower = None
             await backoff.pause()
 
     def _cut_of(self, partition: Partition) -> int | None:
@@ -173,12 +207,18 @@ class MirrorService:
         topics: Topics,
         membership: Membership,
         mirrors: Mirrors,
+        subscriptions: SubscriptionService,
+        transactions: TransactionCoordinator,
         clock: Clock,
         supervise: Supervise,
     ) -> None:
         self.topics = topics
         self.membership = membership
         self.mirrors = mirrors
+        self.subscriptions = subscriptions
+        self._transactions = transactions
+        self._held: dict[str, asyncio.Task[None]] = {}
+        """What holds back the decisions of transactions here, by token."""
         self.clock = clock
         self.cutting: set[CopyKey] = set()
         """Copies that are being made writable; nothing is copied to them any more."""
@@ -207,6 +247,8 @@ class MirrorService:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        for holding in list(self._held.values()):
+            holding.cancel()
         if self._client is not None:
             await self._client.close()
         await self.peers.close()
@@ -231,7 +273,8 @@ class MirrorService:
             verified = mirror.verified.get(topic.name, {})
             for partition in self.topics.partitions_of(topic):
                 if partition.index in verified:
-                    partition.expose(Offset(max(verified[partition.index], partition.log_start)))
+                    commits = commits_from(partition, verified[partition.index])
+                    partition.expose(Offset(commits[0]) if commits else None)
 
     async def _run(self) -> None:
         try:
@@ -284,7 +327,7 @@ class MirrorService:
     async def cut(self, request: CutRequest) -> CutPartition:
         """Cut a copy that this node leads where its transactions are whole, and lead it in a later epoch.
 
-        May be repeated: nothing is cut twice.
+        `verified` is where they were known to be whole when the mirror was stopped: the same moment for all copies.
         """
         partition = self.topics.partition(request.topic, request.partition)
         topic = partition.topic
@@ -294,11 +337,13 @@ class MirrorService:
         self.cutting.add(key)
         try:
             run = self._runs.get(request.mirror)
-            copy = None if run is None or run.copier is None else run.copier.drop(key)
+            if run is not None and run.copier is not None:
+                run.copier.drop(key)
             log = partition.log
             limit = partition.exposed
-            if copy is not None:
-                limit = copy.exposed
+            if request.verified is not None:
+                commits = commits_from(partition, request.verified)
+                limit = Offset(commits[0]) if commits else None
             end = log.end_offset
             if limit is not None and limit < end:
                 await partition.cut_mirrored(limit)
@@ -339,13 +384,194 @@ class MirrorService:
 
         return await self.client().call_leader(where.topic, where.partition, attempt)
 
-    async def cut_everywhere(self, mirror: str, where: TopicPartition) -> CutPartition:
+    async def cut_everywhere(self, mirror: Mirror, where: TopicPartition) -> CutPartition:
         """Let the leader of a copy cut it."""
-        asked = CutRequest(mirror=mirror, topic=where.topic, partition=where.partition)
+        asked = CutRequest(
+            mirror=mirror.name,
+            topic=where.topic,
+            partition=where.partition,
+            verified=mirror.verified.get(where.topic, {}).get(where.partition),
+        )
         answer = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
         if answer.cut is None:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
         return answer.cut
+
+    async def ask_node(self, node: NodeId, key: int, request: Any, kind: type[R]) -> R:
+        """Send a request to another node of this cluster."""
+        answer = decode(await self.peers.send_private(node, key, encode(request)), kind)
+        if answer.error:
+            raise error_from_code(answer.error, answer.message, about=f"node {node}")
+        return answer
+
+    @property
+    def others(self) -> list[NodeId]:
+        """Every other live node."""
+        me = self.membership.me.node_id
+        return [node.node_id for node in self.membership.nodes() if node.node_id != me]
+
+    # -- transactions ---------------------------------------------------------------------------------------
+
+    def expose(self, request: ExposeRequest) -> ExposeResponse:
+        """Say how far this node's copies are, and where clients wait; expose them up to verified offsets."""
+        run = self._runs.get(request.mirror)
+        reached: dict[str, dict[int, int]] = {}
+        waiting: list[tuple[str, int]] = []
+        for copy in [] if run is None else run.copies():
+            topic, index = copy.partition.topic.name, copy.partition.index
+            if request.is_verified:
+                copy.verify(request.offsets.get(topic, {}).get(index, 0))
+            reached.setdefault(topic, {})[index] = copy.partition.replicated_offset
+            if copy.commits:
+                waiting.append((topic, index))
+        return ExposeResponse(reached=reached, waiting=waiting)
+
+    async def barrier(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
+        """As a source: return the high watermarks of a moment at which no transaction is half committed.
+
+        Decisions of all coordinators are held back for that moment; records and offsets are not.
+        """
+        token = uuid.uuid4().hex
+        others = self.others
+        try:
+            async with asyncio.timeout(HOLD_S), self._transactions.held():
+                hold = HoldRequest(token=token, hold_ms=int(HOLD_S * 1000))
+                await gather_or_cancel(self.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others)
+                offsets = await self.high_watermarks(topics)
+                release = HoldRequest(token=token)
+                held = await gather_or_cancel(self.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others)
+        except TimeoutError:
+            raise RequestTimedOut("transactions take long to end; no barrier was possible") from None
+        if not all(one.held for one in held):
+            raise RequestTimedOut("a node did not hold back transactions long enough")
+        return offsets
+
+    async def hold(self, request: HoldRequest) -> bool:
+        """Hold back decisions here for a while, or let them through again; return whether they were held."""
+        if not request.hold_ms:
+            holding = self._held.pop(request.token, None)
+            if holding is None or holding.done():
+                return False
+            holding.cancel()
+            await asyncio.wait([holding])
+            return True
+        ready = asyncio.Event()
+
+        async def keep() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(request.hold_ms / 1000), self._transactions.held():
+                    ready.set()
+                    await asyncio.Event().wait()
+            self._held.pop(request.token, None)
+
+        if len(self._held) >= HOLDS_MAX:
+            raise CoordinatorUnavailable("too many mirrors ask for a barrier at once")
+        holding = self._held[request.token] = asyncio.get_running_loop().create_task(keep())
+        is_ready = asyncio.ensure_future(ready.wait())
+        await asyncio.wait([holding, is_ready], return_when=asyncio.FIRST_COMPLETED)
+        is_ready.cancel()
+        return ready.is_set()
+
+    async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
+        """Return up to where clients may read topics of this cluster."""
+        found: dict[str, dict[int, int]] = {}
+        elsewhere: list[TopicPartition] = []
+        for name in topics:
+            topic = self.topics.get(name)
+            for index in range(0 if topic is None else topic.partitions):
+                where = TopicPartition(name, PartitionIndex(index))
+                try:
+                    partition = self.topics.partition(name, index)
+                except MillstreamError:
+                    elsewhere.append(where)
+                    continue
+                if partition.is_leader:
+                    found.setdefault(name, {})[index] = partition.high_watermark
+                else:
+                    elsewhere.append(where)
+        if elsewhere:
+            for where, one in (await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))).items():
+                if isinstance(one, MillstreamError):
+                    raise one
+                found.setdefault(where.topic, {})[where.partition] = one.offset
+        return found
+
+    async def exposed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return up to where clients may read copies; those that cannot be asked are missing."""
+        found: dict[TopicPartition, int] = {}
+        elsewhere: list[TopicPartition] = []
+        for where in partitions:
+            try:
+                partition = self.topics.partition(where.topic, where.partition)
+            except MillstreamError:
+                elsewhere.append(where)
+                continue
+            if partition.is_leader:
+                found[where] = partition.high_watermark
+            else:
+                elsewhere.append(where)
+        if elsewhere:
+            listed = await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))
+            found.update({where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)})
+        return found
+
+    # -- what a source has besides records ------------------------------------------------------------------
+
+    async def offer(self, request: OfferRequest) -> OfferResponse:
+        """As a source: return the declared subscriptions, and the states of queues that this node stores."""
+        mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
+        if not request.topics:
+            return OfferResponse(mirrored=mirrored)
+        wanted = set(request.topics)
+        names = {topic.name for topic in self.topics.all() if topic.topic_id in wanted}
+        known = {
+            QueueKey(UUID(bytes=one.subscription_id), UUID(bytes=one.topic_id), PartitionIndex(one.partition)): (
+                one.sequence
+            )
+            for one in request.known
+        }
+        subscriptions = [
+            OfferedSubscription(
+                name=one.name,
+                subscription_id=one.subscription_id,
+                topics=list(one.topics),
+                settings={key: text for key, text in one.shown_overrides().items() if text != HIDDEN},
+                starts={topic: list(offsets) for topic, offsets in one.starts.items()},
+                created_ms=one.created_ms,
+            )
+            for one in self.subscriptions.declared.all()
+            if names & set(one.topics)
+        ]
+        queues: list[QueueSnapshot] = []
+        size, has_more = 0, False
+        for key, loaded in self.subscriptions.states.changed(
+            lambda key, sequence: key.topic_id in wanted and known.get(key) != sequence
+        ):
+            if size > OFFER_BYTES_MAX:
+                has_more = True
+                break
+            if loaded.snapshot is None:
+                continue
+            content = await asyncio.to_thread(loaded.snapshot) if loaded.is_large else loaded.snapshot()
+            size += len(content)
+            queues.append(
+                QueueSnapshot(key.subscription_id.bytes, key.topic_id.bytes, key.partition, loaded.sequence, content)
+            )
+        return OfferResponse(mirrored=mirrored, subscriptions=subscriptions, queues=queues, has_more=has_more)
+
+    async def cut_queue(self, queue: QueueSnapshot, topics: Mapping[UUID, Topic], cuts: TopicOffsets) -> None:
+        """Cut the stored state of a queue of a topic that is not open any more."""
+        from millstream.broker.subscriptions.snapshot import cut_snapshot
+
+        topic = topics.get(UUID(bytes=queue.topic_id))
+        cut = None if topic is None else cuts.get(topic.name, {}).get(queue.partition)
+        state = None if topic is None else self.topics.state_of(topic, queue.partition)
+        if topic is None or cut is None or state is None:
+            return
+        snapshot, is_cut = await asyncio.to_thread(cut_snapshot, queue.snapshot, cut)
+        if is_cut:
+            key = QueueKey(UUID(bytes=queue.subscription_id), topic.topic_id, PartitionIndex(queue.partition))
+            await self.subscriptions.write_state(key, Epoch(state.leader_epoch), snapshot)
 
     def metrics(self) -> Iterable[Metric]:
         """Yield the lag, the traffic and the errors of mirrors."""
@@ -401,8 +627,3 @@ def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[
         known: dict[int, int] = merged.setdefault(topic, {})
         known.update(offsets)
     return merged
-
-
-def without_topics(offsets: TopicOffsets, topics: Mapping[str, object]) -> dict[str, dict[int, int]]:
-    """Return offsets by topic and partition without those of some topics."""
-    return {topic: dict(found) for topic, found in offsets.items() if topic not in topics}

@@ -372,6 +372,12 @@ class Partition(Replica):
         self._sync_or_advance()
         return self.stored()
 
+    @property
+    def replicated_offset(self) -> Offset:
+        """Up to where every replica that counts has the log, whether clients may read it or not."""
+        own = self.promised_offset
+        return own if self._in_sync is None else Offset(max(self._in_sync.acknowledged(own), self.high_watermark))
+
     def raise_own_epoch(self, epoch: Epoch) -> None:
         """Lead in a later epoch, without others to agree with."""
         self.leader_epoch = Epoch(max(self.leader_epoch, epoch))

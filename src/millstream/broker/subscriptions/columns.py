@@ -107,6 +107,14 @@ class Columns:
         del self.holders[:count]
         del self.first_delivered[:count]
 
+    def drop_from(self, index: int) -> None:
+        """Remove the last messages, from an index on."""
+        del self.states[index:]
+        del self.attempts[index:]
+        del self.dues[index:]
+        del self.holders[index:]
+        del self.first_delivered[index:]
+
     def keep(self, kept: npt.NDArray[np.bool_]) -> None:
         """Remove every message that is not marked."""
         self.states = bytearray(np.frombuffer(self.states, np.uint8)[kept].tobytes())
@@ -334,11 +342,15 @@ class Stragglers(Columns):
             self._compact()
 
     def _compact(self) -> None:
-        kept = np.frombuffer(self.states, np.uint8) != DONE
+        self.keep_marked(np.frombuffer(self.states, np.uint8) != DONE)
+
+    def keep_marked(self, kept: npt.NDArray[np.bool_]) -> None:
+        """Remove every message that is not marked, finished or not."""
         self.offsets = array("q", np.frombuffer(self.offsets, np.int64)[kept].tobytes())
         self.keys = array("q", np.frombuffer(self.keys, np.int64)[kept].tobytes())
         self.keep(kept)
-        self.front = self.finished_count = 0
+        self.finished_count = self.states.count(DONE)
+        self.front = self.first_unfinished(0)
 
     def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
         """Find the first consecutive messages that are in a state and in the same attempt."""

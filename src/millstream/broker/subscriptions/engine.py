@@ -28,6 +28,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     MillstreamError,
+    MirroredTopic,
     NotLeader,
     PartitionClosed,
     RequestTimedOut,
@@ -204,6 +205,8 @@ class Engine:
         dependencies = self._dependencies
         if self._closed or not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
+        if partition.topic.mirror:
+            raise _mirrored(partition)
         epoch = Epoch(partition.leader_epoch)
         stored = await dependencies.store.load(key, epoch)
         if stored.snapshot is None and not subscription.topics:
@@ -217,6 +220,8 @@ class Engine:
         declared = self._still_declared(subscription)
         if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
             raise NotLeader(f"{partition.log.partition} is no longer led by this node")
+        if partition.topic.mirror:
+            raise _mirrored(partition)
         if initial is not None:
             queue.begin(initial, now_ms=now_ms)
         elif queue.fold.window.end > partition.log.end_offset:
@@ -335,8 +340,12 @@ class Engine:
             self._dependencies.topics.on_leadership_change(topic, lambda _index, led: self._partition_led(topic, led))
 
     def _partition_led(self, topic: str, led: Partition | None) -> None:
-        """Open the queues of a partition that this node leads from now on."""
+        """Open the queues of a partition that this node leads from now on; those of a copy are its source's."""
         if led is None or self._closed:
+            return
+        if led.topic.mirror:
+            reason = _mirrored(led)
+            self._close_all(lambda key: key.topic_id == led.topic.topic_id and key.partition == led.index, reason)
             return
         for subscription in self._dependencies.subscriptions.all():
             if topic in subscription.topics:
@@ -357,6 +366,8 @@ class Engine:
 
     def _open_partition(self, subscription: Subscription, partition: Partition) -> None:
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+        if partition.topic.mirror:
+            return
         if partition.is_leader and key not in self._open and (key, partition) not in self._retrying:
             self._retrying.add((key, partition))
             self._spawn(self._open_with_retry(subscription, partition, key))
@@ -409,6 +420,14 @@ class Engine:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("a background task of the subscriptions failed", exc_info=error)
+
+
+def _mirrored(partition: Partition) -> MirroredTopic:
+    mirror = partition.topic.mirror
+    return MirroredTopic(
+        f"topic {partition.topic.name!r} is a copy of mirror {mirror!r}; its messages are delivered at the source, and "
+        f"here after `millstream mirror failover {mirror}`"
+    )
 
 
 async def _wait_settled(partition: Partition) -> None:

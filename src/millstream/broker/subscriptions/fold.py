@@ -232,6 +232,29 @@ class Fold:
                     found += [_waiting(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
         return found
 
+    def cut_after(self, end: int) -> bool:
+        """Forget every message from an offset on, as if it had never been scanned; return whether there was one.
+
+        The counters of events stay: they are about the past.
+        """
+        if self.window.end <= end and (not len(self.stragglers) or self.stragglers.offsets[-1] < end):
+            return False
+        for columns, start, stop in self.parts(end, max(self.window.end, end + 1) - 1):
+            for first, last in columns.uniform_runs(start, stop):
+                if columns.states[first] != DONE:
+                    self._leave_state(columns, first, last - first)
+        kept = [offset < end for offset in self.stragglers.offsets]
+        if not all(kept):
+            self.stragglers.keep_marked(np.array(kept, np.bool_))
+        if self.window.start >= end:
+            self.window = Window(end)
+        else:
+            self.window.drop_from(end - self.window.base)
+        for table in (self.plans, self.revived):
+            for offset in [offset for offset in table if offset >= end]:
+                del table[offset]
+        return True
+
     # -- one event each --------------------------------------------------------------------------------------
 
     def _require_parts(self, delta: Delta) -> list[Part]:

@@ -121,6 +121,12 @@ def read_snapshot(data: bytes) -> Fold:
         raise CorruptState(f"the columns of a snapshot are inconsistent: {error}") from error
 
 
+def cut_snapshot(data: bytes, end: int) -> tuple[bytes, bool]:
+    """Return a snapshot without the messages from an offset on, and whether it held any."""
+    fold = read_snapshot(data)
+    return (write_snapshot(fold), True) if fold.cut_after(end) else (data, False)
+
+
 def _renumbered(interned: InternTable, texts_in_use: list[str]) -> npt.NDArray[np.uint32]:
     """Map the numbers in use to consecutive numbers for the snapshot."""
     numbers = np.zeros(len(interned.texts) + 1, np.uint32)

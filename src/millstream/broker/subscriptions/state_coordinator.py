@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
-from millstream.broker.subscriptions.state_shard import StateShard, WriteResult
+from millstream.broker.subscriptions.state_shard import Loaded, StateShard, WriteResult
 from millstream.broker.subscriptions.state_store import MakeImage, QueueWrite, StoredQueue
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -84,6 +84,12 @@ class StateCoordinator(Coordinator[StateShard]):
             if shard.state is not None:
                 gone += await shard.run(lambda state: state.forget(is_gone), pure=True)
         return gone
+
+    def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> Iterator[tuple[QueueKey, Loaded]]:
+        """Yield the states on this node that are wanted, given the number of their last write."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                yield from shard.state.changed(is_wanted)
 
     def written(self) -> list[QueueKey]:
         """Return the queues with a state on this node."""

@@ -130,6 +130,14 @@ class StateShard:
     def written(self) -> list[QueueKey]:
         return [key for key, queue in self._queues.items() if queue.has_state]
 
+    def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
+        """Return the states of queues that are wanted, given the number of their last write; nobody is fenced."""
+        return [
+            (key, Loaded(queue.image.capture(), queue.sequence, queue.image.is_large))
+            for key, queue in self._queues.items()
+            if queue.has_state and is_wanted(key, queue.sequence)
+        ]
+
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
         """Read a queue for its leader; earlier leaders can no longer write once this is answered."""
         queue = self._queues.get(key)

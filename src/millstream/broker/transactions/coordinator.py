@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import Member, placement_of
 from millstream.broker.transactions.records import transaction_tombstone
 from millstream.broker.transactions.requests import (
+    Ending,
     Initialized,
     InitRequest,
     ProducerRef,
@@ -126,6 +127,9 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         )
         self._reserve = ProducerIdReserve(producer_ids)
         self._on_ending: Callable[[], None] = lambda: None
+        self._holds = 0
+        self._may_decide = asyncio.Event()
+        self._may_decide.set()
         topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
         self._runtime = Runtime(
             topics,
@@ -135,6 +139,24 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
             retry_first_s=retry_first_s,
             confirmation=_FINAL_REFUSALS if config.in_cluster else None,
         )
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold back decisions, once every decided transaction has its markers: none is half committed inside."""
+        self._holds += 1
+        self._may_decide.clear()
+        try:
+            while endings := [ending for shard in self.shards for ending in await self._endings(shard)]:
+                for ending in endings:
+                    await self._wait_ended(ending.transactional_id)
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self._may_decide.set()
+
+    async def _endings(self, shard: Shard[TransactionShard]) -> list[Ending]:
+        return await shard.submit(lambda state: state.endings(), pure=True)
 
     @property
     def shards(self) -> list[Shard[TransactionShard]]:
@@ -187,6 +209,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """Commit or abort; answered when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
         await self._reserve.fill()
+        await self._may_decide.wait()
         return await self._run(who.transactional_id, lambda shard: shard.end(who, commit=commit, version=version))
 
     # The batch commit
@@ -208,6 +231,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         """
         _check_id(query)
         await self._reserve.fill()
+        await self._may_decide.wait()
         is_new = await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
         with suppress(TimeoutError, CoordinatorUnavailable):
             async with asyncio.timeout(MARKERS_WAIT_S):

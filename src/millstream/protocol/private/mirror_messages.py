@@ -159,8 +159,8 @@ class ExposeResponse(Response, frozen=True, kw_only=True):
     """The copies that this node leads, and up to where their replicas have them."""
 
     reached: Offsets = msgspec.field(default_factory=dict)
-    waiting: bool = False
-    """Whether clients wait at a commit in one of them."""
+    waiting: Sequence[tuple[str, int]] = ()
+    """Those at which clients wait at a commit."""
 
 
 class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):

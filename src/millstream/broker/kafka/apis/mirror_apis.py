@@ -5,23 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
-from millstream.broker.mirror.failover import fail_over
+from millstream.broker.mirror.failover import adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidMirror
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
+    ADOPT_KEY,
     ALTER_KEY,
+    BARRIER_KEY,
     CREATE_KEY,
     CUT_KEY,
     DELETE_KEY,
+    EXPOSE_KEY,
     FAILOVER_KEY,
+    HOLD_KEY,
     LIST_KEY,
     OFFER_KEY,
+    REVERSE_KEY,
+    SWITCH_KEY,
+    AdoptRequest,
+    AdoptResponse,
+    BarrierRequest,
+    BarrierResponse,
     CutRequest,
     CutResponse,
+    ExposeRequest,
+    ExposeResponse,
     FailoverRequest,
     FailoverResponse,
+    HoldRequest,
+    HoldResponse,
     MirrorChanges,
     MirrorDescriptions,
     MirrorName,
@@ -29,6 +43,8 @@ from millstream.protocol.private.mirror_messages import (
     NewMirror,
     OfferRequest,
     OfferResponse,
+    ReverseRequest,
+    ReverseResponse,
 )
 
 
@@ -151,18 +167,118 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
         return CutResponse(cut=await self._mirrors.cut(request))
 
 
+class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
+    """Says how far a node's copies are; then exposes transactions that have arrived as a whole everywhere.
+
+    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false}
+    answer: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
+    """
+
+    key = EXPOSE_KEY
+    operation = Operation.CLUSTER_ACTION
+
+    async def handle(self, request: ExposeRequest) -> ExposeResponse:
+        return self._mirrors.expose(request)
+
+
 class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     """Returns what a node of a source has besides records, for a mirror of another cluster.
 
-        {"topics": [], "known": []}
-        answer: {"error": 0, "message": null, "mirrored": ["paris.orders"], "subscriptions": [], "queues": []}
+        {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
+        answer: {"error": 0, "message": null, "mirrored": ["paris.orders"], "subscriptions": [{"name": …, …}],
+        "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
 
-    `mirrored` are topics that are copies themselves, and that nobody mirrors again.
+    `mirrored` are topics that are copies themselves, and that nobody mirrors again. Without topics, only they are
+    returned. Queues whose last write the caller has seen are left out.
     """
 
     key = OFFER_KEY
     operation = Operation.DESCRIBE
 
     async def handle(self, request: OfferRequest) -> OfferResponse:
-        mirrored = [topic.name for topic in self._mirrors.topics.all() if topic.mirror]
-        return OfferResponse(mirrored=mirrored)
+        return await self._mirrors.offer(request)
+
+
+class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
+    """Returns the high watermarks of a moment at which no transaction is half committed.
+
+        {"topics": ["orders"]}     answer: {"error": 0, "message": null, "offsets": {"orders": {0: 4711}}}
+
+    For that moment, all nodes hold back the decisions of transactions. REQUEST_TIMED_OUT if they take long to end.
+    """
+
+    key = BARRIER_KEY
+    operation = Operation.DESCRIBE
+
+    async def handle(self, request: BarrierRequest) -> BarrierResponse:
+        return BarrierResponse(offsets=await self._mirrors.barrier(request.topics))
+
+
+class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
+    """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
+
+        {"token": "9f…", "hold_ms": 2000}     answer: {"error": 0, "message": null, "held": true}
+
+    0 ms lets them through again; `held` then says whether they were held until now.
+    """
+
+    key = HOLD_KEY
+    operation = Operation.CLUSTER_ACTION
+
+    async def handle(self, request: HoldRequest) -> HoldResponse:
+        return HoldResponse(held=await self._mirrors.hold(request))
+
+
+class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
+    """Lets the old source of a mirror follow this cluster, after a failover.
+
+        {"name": "paris", "address": "broker-1.berlin:9092", "settings": {"user": "mirror", "password": "…"},
+        "save_to": ""}
+        answer: {"error": 0, "message": null, "removed": [{"topic": "orders", "partition": 0, "start": 4711,
+        "end": 4720}], "saved_to": "", "waited_ms": 350}
+
+    The old source declares a mirror of the same name, drops what only it has, and copies the difference; this cluster
+    deletes its own. The user that the mirror signs in as there needs ALTER on the old source.
+    """
+
+    key = REVERSE_KEY
+
+    async def handle(self, request: ReverseRequest) -> ReverseResponse:
+        return await reverse(self._mirrors, request)
+
+
+class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
+    """Turns a mirror around without losing anything.
+
+        as MirrorReverse, with "timeout_ms": 60000
+        answer: as MirrorReverse, with "partitions": [{"topic": …, "partition": 0, "offset": 4720, …}]
+
+    The source refuses writers, everything that it has is copied, then this cluster takes writers and the source
+    follows. If that takes too long, the source keeps its role.
+    """
+
+    key = SWITCH_KEY
+
+    async def handle(self, request: ReverseRequest) -> ReverseResponse:
+        service = self._mirrors
+        if not service.is_owner:
+            # Only the owner knows what was carried over.
+            return await service.ask_node(service.membership.controller_id, SWITCH_KEY, request, ReverseResponse)
+        return await switch(service, request)
+
+
+class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
+    """Asks an old source to follow the cluster that takes over from it.
+
+        {"name": "paris", "step": "follow", "settings": {"from": "broker-1.berlin:9092"}, "cuts": {"orders": {0: 4711}},
+        "topic_ids": ["5cf0…"], "save_to": ""}
+        answer: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
+
+    `fence` refuses writers, and returns where the topics end once all decided transactions have; `follow` drops what
+    lies beyond the cuts and copies; `release` ends a fence.
+    """
+
+    key = ADOPT_KEY
+
+    async def handle(self, request: AdoptRequest) -> AdoptResponse:
+        return await adopt(self._mirrors, request)
