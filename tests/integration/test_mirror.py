@@ -143,6 +143,29 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
     assert berlin("mirror", "delete", name).code == 0
 
 
+def test_a_mirror_resumes_after_both_sides_were_killed(
+    sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    paris("topic", "create", topic, "--partitions", "2")
+    publish(paris.brokers, topic, [f"a-{number}" for number in range(500)])
+    name = mirrored(paris, berlin, topic)
+    wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up")
+    sites.berlin.kill()
+    publish(paris.brokers, topic, [f"b-{number}" for number in range(500)])
+    sites.berlin.start()
+    publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
+    sites.paris.kill()
+    sites.paris.start()
+    publish(paris.brokers, topic, [f"d-{number}" for number in range(500)])
+    wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up again")
+    assert read(berlin.brokers, topic, 2000) == read(paris.brokers, topic, 2000)
+    berlin("mirror", "failover", name)
+    sites.berlin.kill()
+    sites.berlin.start()
+    publish(berlin.brokers, topic, ["mine"])
+    assert berlin("mirror", "delete", name).code == 0
+
+
 def transact(brokers: str, name: str, topics: list[str], values: list[str], *, ends: bool = True) -> Producer:
     """Publish to all topics in one transaction."""
     producer = Producer({"bootstrap.servers": brokers, "transactional.id": name})
@@ -197,6 +220,9 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert {one["aborted"] for one in report["partitions"]} == {1}
     publish(berlin.brokers, topic, ["d"])
     assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
+    # What was accepted in paris is not delivered again, and nothing new is taken for accepted.
+    pulled = berlin("subscription", "pull", f"{topic}-workers", "--accept", "--wait", "20", "-n", "2", "--json")
+    assert [one["value"] for one in pulled.documents] == ["c", "d"], pulled.out
 
     # Paris did not notice, and has records that nobody else has.
     hanging.abort_transaction(PATIENCE_S)
