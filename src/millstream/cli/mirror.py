@@ -266,6 +266,56 @@ def failover(
         print_note(f"What the source had acknowledged and is not here is unknown: {one_line(report.source_error)}")
 
 
+@app.command("cutover")
+def cutover(
+    name: Name,
+    topics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--topics",
+            metavar="PATTERN",
+            help="Only copies whose whole name matches; may be repeated.",
+            show_default="all",
+        ),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long to wait until the copies have caught up.")
+    ] = 300.0,
+    still: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How long nothing may be written to the source, so that writers have stopped.",
+        ),
+    ] = 5.0,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+) -> None:
+    """Move from another Kafka for good: wait until the copies have everything and nobody writes, then fail over.
+
+    Nothing changes if the source is still written to when the time is up.
+    """
+    ask_person(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
+    waited = _ask(brokers, timeout + wait + still, lambda mirrors: mirrors.settle(name, wait_s=wait, still_s=still))
+    if not as_json:
+        print_line(f"The copies have everything, and nothing was written for {still:g} s (waited {waited:.1f} s).")
+    report = _ask(brokers, timeout, lambda mirrors: mirrors.fail_over(name, topics))
+    late = [cut for cut in report.partitions if cut.missing]
+    if as_json:
+        cuts = [_cut_document(cut) for cut in report.partitions]
+        print_json({"mirror": name, "waited_s": waited, "partitions": cuts, "complete": not late})
+    else:
+        _print_cuts(report.partitions)
+    if late:
+        raise CommandFailed(
+            f"the source was written to during the cutover: {late[0].topic}-{late[0].partition} lacks its last "
+            f"{late[0].missing} offsets; publish them again from the source"
+        )
+
+
 Address = Annotated[
     str,
     typer.Option(

@@ -33,6 +33,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 LISTED_S: Final = 5.0
 """A node that has not answered by then hangs, and is skipped."""
+SETTLE_LOOK_S: Final = 0.5
 _DUPLICATE_RESOURCE: Final = 92
 
 R = TypeVar("R", bound=Response)
@@ -72,6 +73,26 @@ class MirrorClient:
     async def switch(self, request: ReverseRequest) -> ReverseResponse:
         """Turn a mirror around without losing anything."""
         return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
+
+    async def settle(self, name: str, *, wait_s: float, still_s: float) -> float:
+        """Wait until the copies have everything and the source was not written to for a while; return how long.
+
+        Raise `RequestTimedOut` if that did not happen in time.
+        """
+        loop = asyncio.get_running_loop()
+        started = still_since = loop.time()
+        ends: dict[tuple[str, int], int] = {}
+        while True:
+            (described,) = await self.describe([name])
+            now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
+            if now != ends or not now or described["lag"] or described["error"]:
+                ends, still_since = now, loop.time()
+            elif loop.time() - still_since >= still_s:
+                return loop.time() - started
+            if loop.time() - started > wait_s + still_s:
+                why = described["error"] or f"lag {described['lag']}, and the source may still be written to"
+                raise RequestTimedOut(f"mirror {name!r} did not come to rest within {wait_s:g} s ({why})")
+            await asyncio.sleep(SETTLE_LOOK_S)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return mirrors with what all nodes report on them; a node that does not answer is in `notes`."""

@@ -11,6 +11,7 @@ from millstream.gateway.api.routes import (
     groups,
     listening,
     messages,
+    mirrors,
     pipelines,
     publishing,
     pulling,
@@ -29,6 +30,7 @@ ROUTES: Final[tuple[Route[Any, Any], ...]] = (
     *groups.ROUTES,
     *dead_letters.ROUTES,
     *pipelines.ROUTES,
+    *mirrors.ROUTES,
     *transactions.ROUTES,
     *cluster.ROUTES,
 )

@@ -1,0 +1,253 @@
+"""Mirrors: list, create, describe, change, delete, pause, resume, fail over, reverse and switch."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.mirrors import MirrorClient
+from millstream.core.mirror import NAME_LENGTH_MAX
+from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.services import Services
+from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
+from millstream.protocol.private.mirror_messages import CutPartition, ReverseRequest
+
+MirrorName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+PATTERNS_MAX: Final = 100
+
+
+class NewMirror(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mirror to declare; its settings include `from`, the brokers of the source."""
+
+    name: MirrorName
+    settings: GivenSettings
+    wanted: Annotated[bool, Meta(description="Whether to copy at once.")] = True
+
+
+class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings to change; null resets one to its default."""
+
+    settings: ChangedSettings
+
+
+class Failover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which copies to make writable."""
+
+    topics: Annotated[
+        list[str] | None,
+        Meta(max_length=PATTERNS_MAX, description="Regular expressions for whole names; null for all."),
+    ] = None
+
+
+class Reversal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the old source follows this cluster."""
+
+    address: Annotated[str, Meta(description="Where it reaches this cluster; empty for its nodes' addresses.")] = ""
+    settings: GivenSettings = {}
+    """How it signs in here."""
+    save_to: Annotated[str, Meta(description="A topic of it for records that only it has.")] = ""
+
+
+class MirrorSummary(msgspec.Struct, frozen=True):
+    """A mirror's summary."""
+
+    mirror: str
+    state: str
+    source: str
+    topics: int
+    lag: int | None
+    lag_s: float | None
+    error: str
+
+
+class MirrorList(msgspec.Struct, frozen=True):
+    """Mirrors, by name."""
+
+    mirrors: list[MirrorSummary]
+
+
+class CopyDescription(msgspec.Struct, frozen=True):
+    """One copied partition: the source's end, the end here, and up to where clients may read."""
+
+    topic: str
+    partition: int
+    source_end: int
+    end: int
+    exposed: int
+    lag: int | None
+    lag_ms: int | None
+    epoch: int
+    error: str
+
+
+class MirrorDescription(msgspec.Struct, frozen=True):
+    """A mirror with its settings and copies."""
+
+    mirror: str
+    id: str
+    state: str
+    source: str
+    source_cluster: str
+    error: str
+    topics: list[str]
+    lag: int | None
+    lag_s: float | None
+    bytes: int
+    groups: int
+    queues: int
+    notes: list[str]
+    settings: dict[str, str]
+    overrides: dict[str, str]
+    created_ms: int
+    partitions: list[CopyDescription]
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """Where a copy was cut; `missing` is what the source had beyond, null if it could not be asked."""
+
+    topic: str
+    partition: int
+    offset: int
+    epoch: int
+    dropped: int
+    aborted: int
+    missing: int | None
+
+
+class FailoverReport(msgspec.Struct, frozen=True):
+    """The copies that are writable now."""
+
+    mirror: str
+    partitions: list[Cut]
+    source_error: str
+    waited_ms: int
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """Offsets that the old source drops."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+
+
+class ReversalReport(msgspec.Struct, frozen=True):
+    """What the old source gives up, and where this cluster took over."""
+
+    mirror: str
+    removed: list[Removed]
+    saved_to: str
+    partitions: list[Cut]
+    waited_ms: int
+
+
+async def list_mirrors(services: Services, request: Request[NoFields, NoFields]) -> MirrorList:
+    """List all mirrors."""
+    found = await MirrorClient(services.client).describe()
+    rows = [{**one, "source": one["from"], "topics": len(one["topics"])} for one in found]
+    return MirrorList(msgspec.convert(rows, list[MirrorSummary]))
+
+
+async def create(services: Services, request: Request[NoFields, NewMirror]) -> MirrorDescription:
+    """Declare a mirror."""
+    new = request.body
+    await MirrorClient(services.client).create(new.name, texts_of(new.settings), is_wanted=new.wanted)
+    return await _described(services, new.name)
+
+
+async def describe(services: Services, request: Request[Any, Any]) -> MirrorDescription:
+    """Describe one mirror."""
+    return await _described(services, request.path["mirror"])
+
+
+async def change(services: Services, request: Request[NoFields, MirrorChanges]) -> MirrorDescription:
+    """Change a mirror's settings and describe it."""
+    name = request.path["mirror"]
+    await MirrorClient(services.client).alter(name, changes_of(request.body.settings))
+    return await _described(services, name)
+
+
+async def delete(services: Services, request: Request[Any, Any]) -> None:
+    """Delete a mirror without copies."""
+    await MirrorClient(services.client).delete(request.path["mirror"])
+
+
+async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescription:
+    """Pause a mirror."""
+    await MirrorClient(services.client).want(request.path["mirror"], is_wanted=False)
+    return await _described(services, request.path["mirror"])
+
+
+async def resume(services: Services, request: Request[Any, Any]) -> MirrorDescription:
+    """Let a mirror continue."""
+    await MirrorClient(services.client).want(request.path["mirror"], is_wanted=True)
+    return await _described(services, request.path["mirror"])
+
+
+async def fail_over(services: Services, request: Request[NoFields, Failover]) -> FailoverReport:
+    """Make copies writable."""
+    name = request.path["mirror"]
+    report = await MirrorClient(services.client).fail_over(name, request.body.topics)
+    return FailoverReport(name, _cuts(report.partitions), report.source_error, report.waited_ms)
+
+
+async def reverse(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
+    """Let the old source follow this cluster."""
+    return await _turned(services, request, is_planned=False)
+
+
+async def switch(services: Services, request: Request[NoFields, Reversal]) -> ReversalReport:
+    """Turn a mirror around."""
+    return await _turned(services, request, is_planned=True)
+
+
+async def _turned(services: Services, request: Request[NoFields, Reversal], *, is_planned: bool) -> ReversalReport:
+    name, body = request.path["mirror"], request.body
+    asked = ReverseRequest(
+        name=name, address=body.address, settings=texts_of(body.settings), save_to=body.save_to, timeout_ms=10_000
+    )
+    mirrors = MirrorClient(services.client)
+    report = await (mirrors.switch(asked) if is_planned else mirrors.reverse(asked))
+    removed = [Removed(one.topic, one.partition, one.start, one.end) for one in report.removed]
+    return ReversalReport(name, removed, report.saved_to, _cuts(report.partitions), report.waited_ms)
+
+
+def _cuts(cuts: Any) -> list[Cut]:
+    found: list[CutPartition] = list(cuts)
+    return [
+        Cut(one.topic, one.partition, one.offset, one.epoch, one.dropped, one.aborted, one.missing) for one in found
+    ]
+
+
+async def _described(services: Services, name: str) -> MirrorDescription:
+    (described,) = await MirrorClient(services.client).describe([name])
+    return msgspec.convert({**described, "source": described["from"]}, MirrorDescription)
+
+
+_ONE: Final = "/mirrors/{mirror}"
+
+
+def _route(method: str, path: str, summary: str, handle: Any, answer: Any, **more: Any) -> Route[Any, Any]:
+    """Make a route without query or body, as most are."""
+    shared: dict[str, Any] = {"tag": "mirrors", "query": NoFields, "body": NoFields}
+    return Route(method=method, path=path, summary=summary, handle=handle, answer=answer, **{**shared, **more})
+
+
+ROUTES: Final = (
+    _route("GET", "/mirrors", "List mirrors and their lag", list_mirrors, MirrorList),
+    _route(
+        "POST", "/mirrors", "Declare a mirror", create, MirrorDescription, body=NewMirror, status=HTTPStatus.CREATED
+    ),
+    _route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
+    _route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
+    _route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT),
+    _route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription),
+    _route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription),
+    _route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
+    _route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal),
+    _route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal),
+)

@@ -1,0 +1,121 @@
+"""A move from Apache Kafka to Millstream: records, transactions, compaction, headers, codecs and offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from benchmarks.peers import kafka
+from benchmarks.peers.unavailable import PeerUnavailable
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(900)]
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        started = kafka.kafka(tmp_path_factory.mktemp("kafka") / "data", "os", partitions=2)
+    except PeerUnavailable as reason:
+        pytest.skip(str(reason))
+    with started:
+        yield started
+
+
+def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": brokers,
+            "group.id": f"all-{time.monotonic_ns()}",
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+        }
+    )
+    found: list[tuple[Any, ...]] = []
+    try:
+        consumer.subscribe([topic])
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found) < count and time.monotonic() < deadline:
+            one = consumer.poll(0.5)
+            if one is not None:
+                assert one.error() is None
+                found.append((one.partition(), one.offset(), one.key(), one.value(), one.headers(), one.timestamp()))
+    finally:
+        consumer.close()
+    assert len(found) >= count, f"{len(found)} of {count}"
+    return sorted(found, key=lambda one: one[:2])
+
+
+def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: Server) -> None:
+    millstream = CommandLine(server.kafka)
+    admin = AdminClient({"bootstrap.servers": peer.kafka})
+    topics = [NewTopic("moved", 3, 1), NewTopic("moved-kept", 1, 1, config={"cleanup.policy": "compact"})]
+    for made in admin.create_topics(topics).values():
+        made.result(PATIENCE_S)
+    total = 0
+    for codec in ("none", "gzip", "snappy", "lz4", "zstd"):
+        producer = Producer({"bootstrap.servers": peer.kafka, "compression.type": codec, "linger.ms": 20})
+        for number in range(200):
+            producer.produce("moved", f"{codec}-{number}", key=str(number), headers={"codec": codec})
+            total += 1
+        assert producer.flush(PATIENCE_S) == 0
+    for commit in (True, False, True):
+        producer = Producer({"bootstrap.servers": peer.kafka, "transactional.id": "mover"})
+        producer.init_transactions(PATIENCE_S)
+        producer.begin_transaction()
+        for number in range(50):
+            producer.produce("moved", f"transaction-{commit}-{number}", key=str(number))
+            producer.produce("moved-kept", f"{number}", key=f"{number % 5}")
+        producer.flush(PATIENCE_S)
+        (producer.commit_transaction if commit else producer.abort_transaction)(PATIENCE_S)
+        total += 50 if commit else 0
+
+    settings = {"group.id": "movers", "auto.offset.reset": "earliest", "enable.auto.commit": False}
+    consumer = Consumer({"bootstrap.servers": peer.kafka, "isolation.level": "read_committed", **settings})
+    consumer.subscribe(["moved"])
+    before: set[tuple[Any, Any]] = set()
+    while len(before) < total // 2:
+        one = consumer.poll(PATIENCE_S)
+        assert one is not None
+        assert one.error() is None
+        before.add((one.partition(), one.offset()))
+        consumer.commit(message=one, asynchronous=False)
+    consumer.close()
+
+    made = millstream("mirror", "create", "kafka", "--from", peer.kafka, "--topics", "moved.*")
+    assert made.code == 0, made.err
+    cut = millstream("mirror", "cutover", "kafka", "--still", "3", "--json")
+    assert cut.code == 0, cut.err
+    assert cut.document["complete"]
+    assert read_all(server.kafka, "moved", total) == read_all(peer.kafka, "moved", total)
+    latest = {one[2]: one[3] for one in read_all(peer.kafka, "moved-kept", 100)}
+    assert {one[2]: one[3] for one in read_all(server.kafka, "moved-kept", 100)} == latest
+
+    consumer = Consumer({"bootstrap.servers": server.kafka, "isolation.level": "read_committed", **settings})
+    consumer.subscribe(["moved"])
+    after: set[tuple[Any, Any]] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(after) < total - len(before) and time.monotonic() < deadline:
+        one = consumer.poll(1.0)
+        if one is not None:
+            assert one.error() is None
+            after.add((one.partition(), one.offset()))
+    committed = consumer.committed([TopicPartition("moved", number) for number in range(3)], PATIENCE_S)
+    consumer.close()
+    assert len(before) + len(after) == total, committed
+    assert not before & after
+
+    producer = Producer({"bootstrap.servers": server.kafka, "enable.idempotence": True})
+    refused: list[Any] = []
+    producer.produce("moved", "mine", on_delivery=lambda error, _: refused.append(error) if error else None)
+    assert producer.flush(PATIENCE_S) == 0
+    assert not refused
