@@ -10,7 +10,8 @@ import pytest
 from benchmarks.peers import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
@@ -59,8 +60,8 @@ def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: S
     millstream = CommandLine(server.kafka)
     admin = AdminClient({"bootstrap.servers": peer.kafka})
     topics = [NewTopic("moved", 3, 1), NewTopic("moved-kept", 1, 1, config={"cleanup.policy": "compact"})]
-    for made in admin.create_topics(topics).values():
-        made.result(PATIENCE_S)
+    for creating in admin.create_topics(topics).values():
+        creating.result(PATIENCE_S)
     total = 0
     for codec in ("none", "gzip", "snappy", "lz4", "zstd"):
         producer = Producer({"bootstrap.servers": peer.kafka, "compression.type": codec, "linger.ms": 20})
