@@ -36,10 +36,8 @@ class MirrorChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Failover(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which copies to make writable."""
 
-    topics: Annotated[
-        list[str] | None,
-        Meta(max_length=PATTERNS_MAX, description="Regular expressions for whole names; null for all."),
-    ] = None
+    topics: Annotated[list[str], Meta(max_length=PATTERNS_MAX)] | None = None
+    """Regular expressions for whole names of topics; null for all."""
 
 
 class Reversal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
