@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from millstream.broker.kafka.apis.pipeline_apis import JOBS_ARE_OFF
 from millstream.broker.node import ChildProcesses, GatewaySockets, RunningNode
 from millstream.core.config import Config
 from millstream.gateway.child import HttpChild
 from millstream.gateway.push.child import PushChild
 from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
+from millstream.pipelines.runtime.jobs_child import JobsChild
 
 
 def _gateway(sockets: GatewaySockets, kafka_address: str, config: Config) -> HttpChild:
@@ -37,16 +41,48 @@ def _push(node: RunningNode) -> PushChild:
     )
 
 
-def _pipelines(node: RunningNode) -> PipelineChild:
+class _PipelineProcesses:
+    """The driver that pipelines share, and the processes of jobs: one node runs both."""
+
+    def __init__(self, driver: PipelineChild, jobs: JobsChild) -> None:
+        self._driver = driver
+        self._jobs = jobs
+
+    async def run(self) -> None:
+        """Run what is declared until `stop`."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._driver.run(), name="pipeline driver")
+            group.create_task(self._jobs.run(), name="jobs")
+
+    async def stop(self) -> None:
+        """End the processes, then let another node take over."""
+        await self._jobs.stop()
+        await self._driver.stop()
+
+
+def _pipelines(node: RunningNode) -> _PipelineProcesses:
     config = node.config
-    return PipelineChild(
-        driver_options(config, node.kafka_address),
+    options = driver_options(config, node.kafka_address)
+    owner = node.pipeline_owner(not idle_reason_of(config))
+    security = node.security if config.authorizes else None
+    driver = PipelineChild(
+        options,
         node.pipelines,
         node.pipeline_board,
-        node.pipeline_owner(not idle_reason_of(config)),
+        owner,
         missing=lambda: idle_reason_of(config),
-        security=node.security if config.authorizes else None,
+        security=security,
     )
+    jobs = JobsChild(
+        options,
+        config.data,
+        node.pipelines,
+        node.pipeline_board,
+        owner,
+        missing=lambda: idle_reason_of(config) if config.runs_jobs else JOBS_ARE_OFF,
+        security=security,
+    )
+    return _PipelineProcesses(driver, jobs)
 
 
 CHILD_PROCESSES = ChildProcesses(gateway=_gateway, beside={"push": _push, "pipelines": _pipelines})

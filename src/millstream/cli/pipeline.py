@@ -1,10 +1,11 @@
-"""`millstream pipeline`: create, list, describe, update, start, stop, run and delete pipelines, and their rules."""
+"""`millstream pipeline`: create, list, describe, update, start, stop, run, delete pipelines, their rules and runs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -34,7 +35,8 @@ from millstream.cli.output import (
     print_table,
 )
 from millstream.cli.pipeline_options import Name
-from millstream.core.pipeline import SECRET_SETTINGS
+from millstream.core.job import code_hash
+from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS
 from millstream.core.setting import HIDDEN
 from millstream.pipelines.jobs.error_reason import headline
 
@@ -96,7 +98,11 @@ def describe(
         for at, line in enumerate(text.splitlines() or [""]):
             print_line(f"{('' if at else word).ljust(width)}  {one_line(line)}")
     print_line()
-    print_settings(described["settings"], described["overrides"])
+    long = [name for name in LONG_TEXTS if name in described["settings"]]
+    settings, overrides = (
+        {name: text for name, text in described[part].items() if name not in long} for part in ("settings", "overrides")
+    )
+    print_settings(settings, overrides)
     if described["kind"] == "route":
         print_line()
         print_line(
@@ -104,6 +110,93 @@ def describe(
         )
     for note in described["notes"]:
         print_note(one_line(note))
+
+
+Run = Annotated[
+    int, typer.Option("--run", metavar="N", help="The number of the run. Default: the last one.", show_default=False)
+]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many runs to show.")]
+
+
+@app.command("runs")
+def runs(
+    name: Name,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """List the runs of a job, the latest first."""
+    found = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.runs(name, limit=limit))
+    if as_json:
+        print_json({"pipeline": name, "runs": found})
+    elif found:
+        columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
+        print_table(columns, [_run_row(run) for run in found])
+    else:
+        print_line(f"Job {one_line(name)} has not run yet.")
+
+
+@app.command("logs")
+def logs(
+    name: Name,
+    run: Run = 0,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show what a run of a job has printed: the last 256 KiB of it."""
+    found = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.run_log(name, run))
+    if as_json:
+        print_json({"pipeline": name, **found})
+        return
+    if found["is_cut"]:
+        print_note("this is the end of a longer log")
+    for line in found["text"].splitlines():
+        print_line(one_line(line))
+
+
+@app.command("trigger")
+def trigger(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Run a job now, whatever its schedule; if it is running, the next run follows."""
+    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.request_run(name))
+    shown = one_line(name)
+    text = f"Job {shown} runs; see: millstream pipeline runs {shown}"
+    print_answer({"pipeline": name, "requested": True}, text, as_json=as_json)
+
+
+@app.command("cancel")
+def cancel(
+    name: Name,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """End the running run of a job; it is not tried again, and the schedule goes on."""
+    number = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.cancel_run(name))
+    text = f"Cancelled run {number} of job {one_line(name)}."
+    print_answer({"pipeline": name, "run": number}, text, as_json=as_json)
+
+
+def _run_row(run: dict[str, Any]) -> list[Any]:
+    ended_ms = run["ended_ms"] or time.time() * 1000
+    progress = {key: value for key, value in run["progress"].items() if key != "pin"}
+    return [
+        run["run"],
+        run["state"],
+        _when(run["scheduled_ms"]),
+        f"{max(0.0, ended_ms - run['started_ms']) / 1000:.0f} s",
+        run["attempt"],
+        run["node"],
+        run["code_hash"][:8],
+        ", ".join(f"{key}: {value}" for key, value in progress.items()),
+        headline(run["error"]) or None,
+    ]
 
 
 @app.command("update")
@@ -198,10 +291,30 @@ def _facts(described: dict[str, Any]) -> dict[str, str]:
     elif report is not None and report.get("failing_ms"):
         facts["failing"] = f"since {_when(report['failing_ms'])}; it is retried at least every minute"
     lag = described.get("lag")
+    if described["kind"] == "job":
+        return {**facts, **_job_facts(described)}
     if lag is not None or report is not None:
         facts["lag"] = "not known yet" if lag is None else f"{lag:,}"
     if report is not None:
         facts.update(_reported(report, parked=described["parked"]))
+    return facts
+
+
+def _job_facts(described: dict[str, Any]) -> dict[str, str]:
+    code = described["settings"]["code"]
+    facts = {
+        "code": f"{counted(len(code.splitlines()), 'line')}, {code_hash(code, described['settings']['lock'])}, version "
+        f"{described['version']}; millstream pipeline describe {described['name']} --json shows it"
+    }
+    report = described["report"]
+    if report is None:
+        return facts
+    facts["node"] = str(report["node"])
+    facts["runs"] = f"{report['run']}; see: millstream pipeline runs {described['name']}"
+    if report["next_run_ms"]:
+        facts["next run"] = _when(report["next_run_ms"])
+    if report["last_error"]:
+        facts["last error"] = f"({_when(report['last_error_ms'])}) {report['last_error'].rstrip()}"
     return facts
 
 

@@ -1,4 +1,4 @@
-"""`millstream pipeline create`: declare a pipeline that lands, transforms or routes."""
+"""`millstream pipeline create`: declare a pipeline that lands, transforms or routes, or a job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from millstream.cli.options import (
 )
 from millstream.cli.output import one_line, print_noted
 from millstream.cli.pipeline_options import (
+    Continuous,
+    CronTimes,
     Decode,
     DedupeSeconds,
     DeleteWhen,
     EverySeconds,
+    File,
     Flags,
     Format,
     Into,
@@ -30,12 +33,17 @@ from millstream.cli.pipeline_options import (
     Mode,
     Name,
     OrderBy,
+    Pace,
+    Parameters,
     Pattern,
+    Requirements,
     Rules,
     Schemas,
     Sql,
     Start,
     Tables,
+    Timeout,
+    Timezone,
     Topics,
     Watermarks,
 )
@@ -44,7 +52,8 @@ from millstream.core.errors import PipelineExists
 from millstream.core.pipeline import PipelineKind, check_pipeline, check_rules
 
 app = typer.Typer(
-    help="Create a pipeline that lands, transforms or routes messages, and start it.", no_args_is_help=True
+    help="Create a pipeline that lands, transforms or routes messages, or runs a program, and start it.",
+    no_args_is_help=True,
 )
 
 Stopped = Annotated[bool, typer.Option("--stopped", help="Create it stopped; start it later with pipeline start.")]
@@ -152,6 +161,41 @@ def route(
     _create(name, PipelineKind.ROUTE, flags, _How(stopped, if_missing, as_json, brokers, timeout))
 
 
+@app.command("job")
+def job(
+    name: Name,
+    file: File = None,
+    requirements: Requirements = None,
+    every: Pace = None,
+    cron: CronTimes = None,
+    timezone: Timezone = None,
+    continuous: Continuous = False,
+    parameters: Parameters = None,
+    run_timeout: Timeout = None,
+    start: Start = None,
+    settings: Settings = None,
+    stopped: Stopped = False,
+    if_missing: IfMissing = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Run a PySpark program of your own: once, at a pace, at certain times, or without end."""
+    flags = Flags(
+        file=file,
+        requirements=requirements,
+        pace=every,
+        cron=cron,
+        timezone=timezone,
+        continuous=continuous or None,
+        param=parameters,
+        timeout=run_timeout,
+        start=start,
+        settings=settings,
+    )
+    _create(name, PipelineKind.JOB, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+
+
 def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:
     notes = _declare(name, kind, flags, how)
     shown = one_line(name)
@@ -159,6 +203,8 @@ def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:
         text = f"Pipeline {shown} already exists."
     elif how.stopped:
         text = f"Created pipeline {shown}; start it with: millstream pipeline start {shown}"
+    elif kind is PipelineKind.JOB:
+        text = f"Created job {shown}; see its runs with: millstream pipeline runs {shown}"
     else:
         text = f"Created pipeline {shown}; check its progress with: millstream pipeline describe {shown}"
     document = {"pipeline": name, "kind": kind, "created": notes is not None}

@@ -12,6 +12,7 @@ import typer
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import given_text, parse_assignments, parse_settings
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
+from millstream.core.schedule import parse_duration_ms
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[
@@ -168,6 +169,70 @@ Rules = Annotated[
     ),
 ]
 
+File = Annotated[
+    str | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="The program of a job: Python that defines run(spark, millstream).",
+        show_default=False,
+    ),
+]
+Requirements = Annotated[
+    str | None,
+    typer.Option(
+        "--requirements",
+        metavar="FILE",
+        help="The packages that the program needs, as in a requirements.txt; wheels only.",
+        show_default=False,
+    ),
+]
+Pace = Annotated[
+    str | None,
+    typer.Option(
+        "--every",
+        metavar="TIME",
+        help="Run at once and then at this pace, as in 90s, 15m or 1h.",
+        show_default=False,
+    ),
+]
+CronTimes = Annotated[
+    str | None,
+    typer.Option(
+        "--cron",
+        metavar="TIMES",
+        help='Run at these times: minute hour day month weekday, as in "0 3 * * *"; in UTC unless --timezone is given.',
+        show_default=False,
+    ),
+]
+Timezone = Annotated[
+    str | None,
+    typer.Option(
+        "--timezone", metavar="NAME", help="The time zone of --cron, as in Europe/Berlin.", show_default=False
+    ),
+]
+Continuous = Annotated[
+    bool, typer.Option("--continuous", help="Run without end: the program returns streaming queries.")
+]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param",
+        metavar="NAME=TEXT",
+        help="A text for the program, which finds it in millstream.parameters; may be repeated.",
+        show_default=False,
+    ),
+]
+Timeout = Annotated[
+    str | None,
+    typer.Option(
+        "--run-timeout",
+        metavar="TIME",
+        help="How long an attempt may take, as in 30m. Default: 1d.",
+        show_default=False,
+    ),
+]
+
 _EVERY_KIND: Final = frozenset({"start", "settings"})
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
@@ -178,9 +243,10 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     ),
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
     PipelineKind.ROUTE: frozenset({"rules", "decode"}),
+    PipelineKind.JOB: frozenset({"file", "requirements", "pace", "cron", "timezone", "continuous", "param", "timeout"}),
 }
 """The flags that apply to each kind."""
-_SPELLED: Final = {"start": "--from", "settings": "--set"}
+_SPELLED: Final = {"start": "--from", "settings": "--set", "pace": "--every", "timeout": "--run-timeout"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +270,14 @@ class Flags:
     table: list[str] | None = None
     watermark: list[str] | None = None
     rules: str | None = None
+    file: str | None = None
+    requirements: str | None = None
+    pace: str | None = None
+    cron: str | None = None
+    timezone: str | None = None
+    continuous: bool | None = None
+    param: list[str] | None = None
+    timeout: str | None = None
     start: str | None = None
     settings: list[str] | None = None
 
@@ -221,6 +295,7 @@ class Flags:
             PipelineKind.LAND: self._land,
             PipelineKind.TRANSFORM: self._transform,
             PipelineKind.ROUTE: dict,
+            PipelineKind.JOB: self._job,
         }[kind]()
         flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
         named = parse_settings(self.settings or [], secret=SECRET_SETTINGS)
@@ -257,6 +332,24 @@ class Flags:
             "schemas": _by_name(self.schema, flag="--schema"),
             "tables": _by_name(self.table, flag="--table"),
             "watermarks": _by_name(self.watermark, flag="--watermark"),
+        }
+
+    def _job(self) -> dict[str, str | None]:
+        times = {"--every": self.pace, "--cron": self.cron, "--continuous": self.continuous}
+        given = [flag for flag, value in times.items() if value]
+        if len(given) > 1:
+            raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
+        return {
+            "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
+            "requirements": (
+                None if self.requirements is None else given_text(f"@{self.requirements}", flag="--requirements")
+            ),
+            "every.ms": None if self.pace is None else str(parse_duration_ms(self.pace, name="--every")),
+            "cron": self.cron,
+            "timezone": self.timezone,
+            "continuous": "true" if self.continuous else None,
+            "parameters": _by_name(self.param, flag="--param"),
+            "timeout.ms": None if self.timeout is None else str(parse_duration_ms(self.timeout, name="--run-timeout")),
         }
 
 

@@ -476,6 +476,13 @@ class Config:
         True,
         "Whether this node may run pipelines. In a cluster, one of the enabled nodes runs all of them.",
     )
+    pipelines_jobs: str = setting(
+        "pipelines-jobs",
+        "auto",
+        "Whether pipelines of the kind `job` may be declared and run here: their code runs as the user of this node. "
+        "`auto` allows them unless clients authenticate.",
+        choices=("auto", "on", "off"),
+    )
     pipelines_master: str = setting(
         "pipelines-master",
         "",
@@ -625,6 +632,11 @@ class Config:
                 )
             settings[name.strip()] = value.strip()
         return settings
+
+    @property
+    def runs_jobs(self) -> bool:
+        """Whether users' own programs may run on this node."""
+        return self.pipelines_jobs == "on" or (self.pipelines_jobs == "auto" and not self.authorizes)
 
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some settings changed."""

@@ -12,9 +12,11 @@ from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
+from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
 from millstream.core.regex import compile_regex
+from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
 from millstream.core.setting import HIDDEN, SealedValue, hide_secrets, seal_problem, setting, settings_of, suggestion
 from millstream.core.sql import read_select
 from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
@@ -59,6 +61,7 @@ class PipelineKind(StrEnum):
     LAND = "land"
     TRANSFORM = "transform"
     ROUTE = "route"
+    JOB = "job"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class Pipeline:
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
     owner: Owner = NO_OWNER
     """Who changed it last, and with whose rights it runs."""
+    requests: int = 0
+    """How many runs of a job were asked for by someone, instead of by its schedule."""
 
     @property
     def group(self) -> str:
@@ -538,12 +543,143 @@ class RouteSettings(MovingSettings):
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings(PipelineSettings):
+    """Settings of users' own programs."""
+
+    code: str = setting("code", "", "The program: Python that defines `run(spark, millstream)`.", needs_restart=False)
+    requirements: str = setting(
+        "requirements",
+        "",
+        "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when it first runs.",
+        needs_restart=False,
+    )
+    lock: str = setting(
+        "lock",
+        "",
+        "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
+        "to resolve them again.",
+        needs_restart=False,
+    )
+    every_ms: int = setting(
+        "every.ms",
+        0,
+        "The pace of runs: the first at once, then one after each such time; 0 for none.",
+        minimum=0,
+        maximum=366 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    cron: str = setting(
+        "cron", "", "The times of runs, as minute, hour, day, month and weekday: `0 3 * * *`.", needs_restart=False
+    )
+    timezone: str = setting(
+        "timezone", "UTC", "The time zone of `cron`, such as Europe/Berlin.", needs_restart=False, length_max=64
+    )
+    continuous: bool = setting(
+        "continuous",
+        False,
+        "Whether it runs without end: its streaming queries are restarted when they fail.",
+        needs_restart=False,
+    )
+    missed: str = setting(
+        "missed",
+        ONCE,
+        "What to do when times were missed: `once` runs once for all of them, `skip` waits for the next, `all` runs "
+        "for each.",
+        choices=MISSED,
+        needs_restart=False,
+    )
+    retries: int = setting(
+        "retries", 3, "How often a failed run is tried again.", minimum=0, maximum=1000, needs_restart=False
+    )
+    retry_ms: int = setting(
+        "retry.ms",
+        5000,
+        "The pause before a failed run is tried again; it doubles with each attempt, up to five minutes.",
+        minimum=0,
+        maximum=3600 * 1000,
+        needs_restart=False,
+    )
+    timeout_ms: int = setting(
+        "timeout.ms",
+        24 * 3600 * 1000,
+        "How long an attempt may take before it is ended and counts as failed; 0 waits forever. Not for continuous "
+        "jobs.",
+        minimum=0,
+        maximum=366 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    memory: str = setting(
+        "memory", "1g", "The memory of its Java process, such as 512m or 2g.", needs_restart=False, length_max=16
+    )
+    python_memory: str = setting(
+        "python.memory",
+        "1g",
+        "How much its Python may take: the code itself, and each worker that runs its functions.",
+        needs_restart=False,
+        length_max=16,
+    )
+    parameters: str = setting(
+        "parameters", "", 'Texts that the code is given, as a JSON object: {"day": "monday"}.', needs_restart=False
+    )
+    spark: str = setting(
+        "spark",
+        "",
+        'Settings of its Spark session, as a JSON object: {"spark.sql.shuffle.partitions": "8"}.',
+        needs_restart=False,
+    )
+    stall_ms: int = setting("stall.ms", 0, "A job has `timeout.ms` instead.", needs_restart=False, is_fixed=True)
+
+    def _check(self) -> None:
+        if not self.code.strip():
+            raise InvalidSetting("a job needs `code`, a program that defines run(spark, millstream)")
+        given = [
+            name
+            for name, has in (("every.ms", self.every_ms), ("cron", self.cron), ("continuous", self.continuous))
+            if has
+        ]
+        if len(given) > 1:
+            raise InvalidSetting(f"{' and '.join(given)} are set; a job has one of them, or none")
+        if self.every_ms and self.every_ms < _EVERY_MS_MIN:
+            raise InvalidSetting(f"every.ms must be at least {_EVERY_MS_MIN}, not {self.every_ms}: Spark has to start")
+        parse_memory(self.memory, name="memory")
+        parse_memory(self.python_memory, name="python.memory")
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for code, times, parameters or Spark settings that cannot be used."""
+        check_code(self.code)
+        self.schedule()
+        named_texts("parameters", self.parameters)
+        for name in named_texts("spark", self.spark):
+            if not name.startswith("spark."):
+                raise InvalidSetting(f"`spark` has {name!r}; settings of Spark begin with spark.")
+
+    def schedule(self) -> Schedule:
+        """Return when it runs."""
+        cron = Cron.parse(self.cron, self.timezone) if self.cron else None
+        return Schedule(every_ms=self.every_ms, cron=cron, missed=self.missed)
+
+    @property
+    def names_every_topic(self) -> bool:
+        """Its code knows."""
+        return False
+
+
+_EVERY_MS_MIN: Final = 1000
+
+
 SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.LAND: LandSettings,
     PipelineKind.TRANSFORM: TransformSettings,
     PipelineKind.ROUTE: RouteSettings,
+    PipelineKind.JOB: JobSettings,
 }
-"""The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`."""
+"""The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`; those
+of users have a driver of their own, `pipelines/runtime/job_driver.py`.
+"""
+
+LONG_TEXTS: Final = {"code": CODE_LENGTH_MAX, "lock": CODE_LENGTH_MAX}
+"""Settings that may be longer than others."""
 
 
 SECRET_SETTINGS: Final = frozenset(
@@ -570,9 +706,10 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
             f"a pipeline cannot be called {name!r}, since `millstream pipeline run` takes that for a kind"
         )
     _check_name(name)
-    longest = max((len(text) for text in overrides.values()), default=0)
-    if longest > TEXT_LENGTH_MAX:
-        raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
+    for setting_name, text in overrides.items():
+        limit = LONG_TEXTS.get(setting_name, TEXT_LENGTH_MAX)
+        if len(text) > limit:
+            raise InvalidSetting(f"setting {setting_name} has at most {limit} characters, not {len(text)}")
     settings = SETTINGS[kind].from_strings(overrides)
     settings.check_texts()
     return settings

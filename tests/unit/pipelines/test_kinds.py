@@ -7,10 +7,13 @@ from importlib import import_module
 import pytest
 
 from millstream.core.pipeline import SETTINGS, PipelineKind
-from millstream.pipelines.jobs.kinds import LazyJobKind
+from millstream.pipelines.jobs.kinds import JOBS, LazyJobKind
 
 
-@pytest.mark.parametrize("kind", PipelineKind)
+@pytest.mark.parametrize("kind", JOBS)
 def test_every_kind_has_settings_and_a_job(kind: PipelineKind) -> None:
-    assert kind in SETTINGS
     assert callable(import_module(LazyJobKind(kind).module).JOB)
+
+
+def test_users_own_jobs_are_the_only_kind_that_the_shared_driver_does_not_run() -> None:
+    assert set(PipelineKind) == set(SETTINGS) == {*JOBS, PipelineKind.JOB}

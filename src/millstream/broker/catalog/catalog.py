@@ -45,6 +45,7 @@ from millstream.broker.catalog.tables import (
     deleted_subscriptions,
     deleted_topics,
     group_settings,
+    job_runs,
     metadata,
     mirrors,
     pipelines,
@@ -79,6 +80,7 @@ from millstream.core.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.core.job import RUNS_KEPT, JobRun, RunState
 from millstream.core.mirror import Mirror, TopicOffsets
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.private_file import read_secret
@@ -142,7 +144,8 @@ def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -
 
 
 def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
-    """Delete a pipeline with its rules; return whether it existed."""
+    """Delete a pipeline with its rules and runs; return whether it existed."""
+    connection.execute(delete(job_runs).where(job_runs.c.pipeline_id == str(pipeline_id)))
     connection.execute(delete(routing_rules).where(routing_rules.c.pipeline_id == str(pipeline_id)))
     return connection.execute(delete(pipelines).where(pipelines.c.pipeline_id == str(pipeline_id))).rowcount == 1
 
@@ -177,6 +180,7 @@ def _changing(pipeline: Pipeline) -> dict[str, Any]:
         "is_wanted": pipeline.is_wanted,
         "parked": pipeline.parked,
         "version": pipeline.version,
+        "requests": pipeline.requests,
         **_owner_row(pipeline.owner),
     }
 
@@ -200,8 +204,19 @@ def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
         created_ms=row.created_ms,
         version=row.version,
         owner=_owner(row),
+        requests=row.requests,
         rules=tuple(sorted(rules, key=lambda rule: rule.name)),
     )
+
+
+def _run_row(run: JobRun) -> dict[str, Any]:
+    fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
+    return {**fields, "pipeline_id": str(run.pipeline_id), "state": str(run.state)}
+
+
+def _run(row: Any) -> JobRun:
+    fields = dict(row._mapping)
+    return JobRun(**{**fields, "pipeline_id": UUID(row.pipeline_id), "state": RunState(row.state)})
 
 
 def _rule(row: Any) -> Rule:
@@ -756,6 +771,38 @@ class Catalog:
         with self._change() as connection:
             if connection.execute(delete(mirrors).where(mirrors.c.mirror_id == str(mirror.mirror_id))).rowcount != 1:
                 raise UnknownMirror(f"mirror {mirror.name!r} is not in the catalog")
+
+    def job_runs(self, pipeline_id: UUID, *, limit: int = RUNS_KEPT) -> list[JobRun]:
+        """Return the last runs of a job, the latest first."""
+        asked = select(job_runs).where(job_runs.c.pipeline_id == str(pipeline_id))
+        with self._read() as connection:
+            return [_run(row) for row in connection.execute(asked.order_by(job_runs.c.number.desc()).limit(limit))]
+
+    def begin_job_run(self, run: JobRun) -> bool:
+        """Store that a run begins; return whether it does: another node may have begun it, or deleted the job."""
+        row = _run_row(run)
+        here = job_runs.c.pipeline_id == row["pipeline_id"]
+        with self._change() as connection:
+            # The lock keeps the job from being deleted meanwhile, which would leave its run behind.
+            declared = select(pipelines.c.pipeline_id).where(pipelines.c.pipeline_id == row["pipeline_id"])
+            if connection.execute(declared.with_for_update()).first() is None:
+                return False
+            begun = connection.execute(self._insert(job_runs).values(row).on_conflict_do_nothing()).rowcount == 1
+            connection.execute(delete(job_runs).where(here, job_runs.c.number <= run.number - RUNS_KEPT))
+        return begun
+
+    def update_job_run(self, before: JobRun, after: JobRun) -> bool:
+        """Store how a run goes on; return False if another node has made another attempt at it."""
+        changed = {name: value for name, value in _run_row(after).items() if name not in ("pipeline_id", "number")}
+        same = (
+            job_runs.c.pipeline_id == str(before.pipeline_id),
+            job_runs.c.number == before.number,
+            job_runs.c.attempt == before.attempt,
+            job_runs.c.node == before.node,
+            job_runs.c.state == str(before.state),
+        )
+        with self._change() as connection:
+            return connection.execute(update(job_runs).where(*same).values(changed)).rowcount == 1
 
     def schema_changes(self, since: int) -> SchemaChanges:
         """Return what the schema registry stored after a change."""

@@ -107,7 +107,27 @@ pipelines = Table(
     Column("version", BigInteger, nullable=False),
     Column("owner", String(1024), nullable=False),
     Column("owner_has_password", Boolean, nullable=False),
+    Column("requests", BigInteger, nullable=False),
 )
+
+job_runs = Table(
+    "job_runs",
+    metadata,
+    Column("pipeline_id", String(36), primary_key=True),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("state", String(16), nullable=False),
+    Column("scheduled_ms", BigInteger, nullable=False),
+    Column("started_ms", BigInteger, nullable=False),
+    Column("ended_ms", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("node", Integer, nullable=False),
+    Column("code_hash", String(64), nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("request", BigInteger, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("progress", JSON, nullable=False),
+)
+"""The last runs of jobs. A row is written before its run begins, so that two nodes never begin the same one."""
 
 routing_rules = Table(
     "routing_rules",

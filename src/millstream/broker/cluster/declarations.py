@@ -17,6 +17,7 @@ from millstream.core.clock import Clock, SystemClock
 from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
 from millstream.core.ids import first_producer_id
+from millstream.core.job import JobRun
 from millstream.core.mirror import Mirror
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
@@ -176,6 +177,19 @@ class Declarations:
     async def delete_mirror(self, mirror: Mirror) -> None:
         """Delete a mirror."""
         await self._change(lambda catalog: catalog.delete_mirror(mirror))
+
+    async def job_runs(self, pipeline_id: UUID, *, limit: int) -> list[JobRun]:
+        """Return the last runs of a job, the latest first."""
+        return await self.call(lambda catalog: catalog.job_runs(pipeline_id, limit=limit))
+
+    async def begin_job_run(self, run: JobRun) -> bool:
+        """Store that a run begins; return whether it does."""
+        # Runs are not declared state, so that nobody has to be told.
+        return await self.call(lambda catalog: catalog.begin_job_run(run))
+
+    async def update_job_run(self, before: JobRun, after: JobRun) -> bool:
+        """Store how a run goes on; return False if another node has taken over."""
+        return await self.call(lambda catalog: catalog.update_job_run(before, after))
 
     async def schema_changes(self, since: int) -> SchemaChanges:
         """Return what the schema registry stored after a change."""

@@ -90,10 +90,14 @@ from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
 from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
 from millstream.broker.kafka.apis.pipeline_apis import (
     PipelineAlter,
+    PipelineCancelRun,
     PipelineCreate,
     PipelineDelete,
     PipelineLanded,
     PipelineList,
+    PipelineRequestRun,
+    PipelineRunLog,
+    PipelineRuns,
     RuleChange,
 )
 from millstream.broker.kafka.apis.plan_apis import NodeUndrain, PlanApply, PlanCancel, PlanDescribe, PlanPropose
@@ -378,12 +382,16 @@ class ServedApis:
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
         notes = PipelineAdvice(pipelines, self._parts.topics)
-        yield PipelineCreate(pipelines, subscriptions, notes)
+        yield PipelineCreate(pipelines, subscriptions, notes, has_jobs=self._parts.config.runs_jobs)
         yield PipelineAlter(pipelines, subscriptions, notes)
         yield PipelineDelete(pipelines)
         yield PipelineList(pipelines, self.pipeline_board)
         yield RuleChange(pipelines, subscriptions, notes)
         yield PipelineLanded(self._landed)
+        yield PipelineRuns(pipelines, self.pipeline_board)
+        yield PipelineRunLog(pipelines, self.pipeline_board)
+        yield PipelineRequestRun(pipelines, self.pipeline_board)
+        yield PipelineCancelRun(pipelines, self.pipeline_board)
 
     def _schema_apis(self) -> Iterable[RawApi]:
         schemas = self._parts.declared.schemas

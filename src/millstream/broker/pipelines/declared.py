@@ -14,9 +14,11 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, MillstreamError, PipelineExists, UnknownPipeline
+from millstream.core.job import RUNS_KEPT, JobRun
 from millstream.core.pipeline import (
     GROUP_PREFIX,
     TEXT_LENGTH_MAX,
+    JobSettings,
     LandSettings,
     Pipeline,
     PipelineKind,
@@ -122,8 +124,10 @@ class Pipelines:
     ) -> Pipeline:
         """Declare a pipeline durably."""
         listed = tuple(sorted(rules, key=lambda rule: rule.name))
-        check_pipeline(name, kind, overrides)
+        settings = check_pipeline(name, kind, overrides)
         check_rules(kind, listed)
+        # A job without a schedule runs once, and again when it is asked for.
+        runs_now = isinstance(settings, JobSettings) and settings.schedule().is_empty and not settings.continuous
         async with self._changing:
             # Asked of the catalog, since another node may have just declared it.
             if await self._declarations.pipeline_named(name) is not None:
@@ -139,6 +143,7 @@ class Pipelines:
                 created_ms=self._clock.now_ms(),
                 rules=listed,
                 owner=owner or NO_OWNER,
+                requests=int(runs_now),
             )
             check_landed_once(made, self._by_name.values())
             if validate_only:
@@ -164,6 +169,9 @@ class Pipelines:
 
         def changed(now: Pipeline) -> Pipeline:
             merged: dict[str, str | None] = {**now.overrides, **changes}
+            if "requirements" in changes and "lock" not in changes:
+                # It was that of the requirements before.
+                merged.pop("lock", None)
             overrides = {key: text for key, text in merged.items() if text is not None}
             check_pipeline(name, now.kind, overrides)
             sealed = {key: value for key, value in now.sealed.items() if key not in changes}
@@ -188,6 +196,43 @@ class Pipelines:
             return dataclasses.replace(now, is_wanted=is_wanted, parked="", owner=owner or now.owner)
 
         return await self._alter(name, changed, description)
+
+    async def request_run(self, name: str, *, owner: Owner | None = None) -> Pipeline:
+        """Ask for a run of a job now, whatever its schedule; a job that runs at this moment runs again afterwards."""
+
+        def changed(now: Pipeline) -> Pipeline:
+            settings = now.settings
+            if not isinstance(settings, JobSettings):
+                raise InvalidPipeline(f"pipeline {name!r} is of the kind {now.kind}, which has no runs; start it")
+            if settings.continuous:
+                raise InvalidPipeline(f"job {name!r} is continuous and has one run without end; start it")
+            return dataclasses.replace(
+                now, requests=now.requests + 1, is_wanted=True, parked="", owner=owner or now.owner
+            )
+
+        return await self._alter(name, changed, "run requested")
+
+    async def runs(self, pipeline: Pipeline, *, limit: int = RUNS_KEPT) -> list[JobRun]:
+        """Return the last runs of a job, the latest first."""
+        return await self._declarations.job_runs(pipeline.pipeline_id, limit=limit)
+
+    async def begin_run(self, run: JobRun) -> bool:
+        """Store durably that a run begins; return whether it does, and not another node's."""
+        return await self._declarations.begin_job_run(run)
+
+    async def update_run(self, before: JobRun, after: JobRun) -> bool:
+        """Store how a run goes on; return False if another node has made another attempt at it."""
+        return await self._declarations.update_job_run(before, after)
+
+    async def lock_requirements(self, pipeline: Pipeline, lock: str) -> Pipeline:
+        """Store what the requirements of a job were resolved to, unless they have changed meanwhile."""
+
+        def changed(now: Pipeline) -> Pipeline:
+            if now.overrides.get("requirements") != pipeline.overrides.get("requirements"):
+                return now
+            return dataclasses.replace(now, overrides={**now.overrides, "lock": lock})
+
+        return await self._alter(pipeline.name, changed, "requirements resolved")
 
     async def park(self, pipeline: Pipeline, reason: str) -> Pipeline:
         """Record that a pipeline failed repeatedly, so that it is not run until it is started or changed.

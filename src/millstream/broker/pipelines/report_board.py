@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
+from uuid import UUID
 
 import msgspec
 
 from millstream.core.metric import Metric, Sample
 from millstream.core.pipeline import Pipeline
 
-State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
+State = Literal["waiting", "idle", "starting", "running", "retrying", "parked", "stopped"]
 
-STATES: Final[tuple[State, ...]] = ("waiting", "starting", "running", "retrying", "parked", "stopped")
+STATES: Final[tuple[State, ...]] = ("waiting", "idle", "starting", "running", "retrying", "parked", "stopped")
 
 
 class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,28 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Further counts by name: files, quarantined rows …"""
     node: int = -1
     """The node whose driver runs it."""
+    run: int = 0
+    """The number of a job's last run."""
+    next_run_ms: int = 0
+    """When a job runs next; 0 if that is not known."""
+
+
+class JobControl(Protocol):
+    """The jobs that this node runs."""
+
+    def cancel(self, name: str) -> int | None:
+        """End the running run of a job; return its number, None if none runs here."""
+
+    async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
+        """Return the end of what a run has printed; None if this node does not have it."""
+
+
+class JobLog(msgspec.Struct, frozen=True):
+    """What a run of a job has printed."""
+
+    text: str
+    is_cut: bool
+    """Whether it is only the end of it."""
 
 
 class PipelineBoard:
@@ -49,6 +72,9 @@ class PipelineBoard:
     def __init__(self, declared: Callable[[], Iterable[Pipeline]] = tuple) -> None:
         self._declared = declared
         self._reports: dict[str, PipelineReport] = {}
+        self._job_reports: dict[str, PipelineReport] = {}
+        self.jobs: JobControl | None = None
+        """Runs the jobs of this node, once it has started."""
         self._lags: dict[str, int] = {}
         self.restarts = 0
         """Restarts of the driver."""
@@ -62,18 +88,25 @@ class PipelineBoard:
         self._reports = {}
         self._lags = {}
 
+    def take_jobs(self, reports: Iterable[PipelineReport]) -> None:
+        """Replace the reports of jobs, which have drivers of their own."""
+        self._job_reports = {report.name: report for report in reports}
+
+    def _known(self) -> dict[str, PipelineReport]:
+        return {**self._reports, **self._job_reports}
+
     def take_lags(self, lags: Mapping[str, int]) -> None:
         """Record the lag of each pipeline, whether it is running or not."""
         self._lags = dict(lags)
 
     def lag(self, pipeline: str) -> int | None:
         """Return the lag of a pipeline, if known here."""
-        found = self._reports.get(pipeline)
+        found = self._known().get(pipeline)
         return self._lags.get(pipeline, None if found is None else found.lag)
 
     def describe(self, pipeline: str) -> dict[str, Any] | None:
         """Return the report of a pipeline, if it runs here."""
-        found = self._reports.get(pipeline)
+        found = self._known().get(pipeline)
         return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
@@ -93,13 +126,14 @@ class PipelineBoard:
                 "Messages that a pipeline has not read yet, whether or not it is running.",
                 [_sample(name, lag) for name, lag in lags if lag is not None],
             )
-        if self._reports:
-            yield from self._metrics_of_the_driver(list(self._reports.values()))
+        known = self._known()
+        if known:
+            yield from self._metrics_of_the_driver(list(known.values()))
 
     def _metrics_of_the_driver(self, reports: list[PipelineReport]) -> Iterable[Metric]:
         yield _gauge(
             "state",
-            "1 for the current state of a pipeline: waiting, starting, running, retrying, parked or stopped.",
+            "1 for the current state of a pipeline: waiting, idle, starting, running, retrying, parked or stopped.",
             [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
         )
         yield _counter("rows", "Messages that a pipeline has read.", [_sample(one.name, one.rows) for one in reports])

@@ -26,15 +26,22 @@ from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.pipeline_messages import (
     ALTER_KEY,
+    CANCEL_RUN_KEY,
     CREATE_KEY,
     DELETE_KEY,
     LIST_KEY,
+    REQUEST_RUN_KEY,
     RULES_KEY,
+    RUN_LOG_KEY,
+    RUNS_KEY,
+    JobName,
+    JobRuns,
     NewPipeline,
     PipelineChanges,
     PipelineNames,
     RuleChanges,
     RuleMessage,
+    RunLogRequest,
 )
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -172,10 +179,55 @@ class PipelineClient:
             for _name, one in sorted(found.items())
         ]
 
-    async def _listed(self, node: NodeId, body: PipelineNames) -> dict[str, Any] | MillstreamError:
+    async def runs(self, name: str, *, limit: int = 20) -> list[dict[str, Any]]:
+        """Return the last runs of a job, the latest first."""
+        found: list[dict[str, Any]] = (await self._ask(None, RUNS_KEY, JobRuns(name=name, limit=limit)))["runs"]
+        return found
+
+    async def request_run(self, name: str) -> None:
+        """Ask for a run of a job now; if one is running, the next follows it."""
+        await self._ask(None, REQUEST_RUN_KEY, JobName(name=name))
+
+    async def cancel_run(self, name: str) -> int:
+        """End the running run of a job, wherever it runs; return its number."""
+        answers = await self._ask_all(CANCEL_RUN_KEY, JobName(name=name))
+        found = [answer["run"] for answer in answers if answer["run"]]
+        if not found:
+            raise NotFound(f"no run of job {name!r} is running; see `millstream pipeline runs {name}`")
+        return int(found[0])
+
+    async def run_log(self, name: str, run: int = 0, *, bytes_max: int = 256 * 1024) -> dict[str, Any]:
+        """Return the end of what a run has printed, from the node that has it: `run`, `text` and `is_cut`.
+
+        0 is the last run. If several nodes made attempts at it, theirs follow each other.
+        """
+        answers = await self._ask_all(RUN_LOG_KEY, RunLogRequest(name=name, run=run, bytes_max=bytes_max))
+        found = [answer for answer in answers if answer["run"]]
+        if not found:
+            what = f"run {run}" if run else "the last run"
+            raise NotFound(f"no node has a log of {what} of job {name!r}; see `millstream pipeline runs {name}`")
+        newest = max(answer["run"] for answer in found)
+        texts = [answer for answer in found if answer["run"] == newest]
+        return {
+            "run": newest,
+            "text": "".join(answer["text"] for answer in texts),
+            "is_cut": any(answer["is_cut"] for answer in texts),
+        }
+
+    async def _ask_all(self, key: int, body: Any) -> list[dict[str, Any]]:
+        """Ask every node; those that do not answer are skipped as long as another does."""
+        nodes = sorted((await self._client.metadata(())).nodes)
+        answers = await gather_or_cancel(self._listed(node, body, key) for node in nodes)
+        found = [answer for answer in answers if not isinstance(answer, MillstreamError)]
+        for error in answers:
+            if isinstance(error, MillstreamError) and not found:
+                raise error
+        return found
+
+    async def _listed(self, node: NodeId, body: Any, key: int = LIST_KEY) -> dict[str, Any] | MillstreamError:
         try:
             async with asyncio.timeout(LISTED_S):
-                return await self._ask(node, LIST_KEY, body)
+                return await self._ask(node, key, body)
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
         except NotFound:

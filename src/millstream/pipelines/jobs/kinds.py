@@ -25,4 +25,7 @@ class LazyJobKind:
         return kind(pipeline, context)
 
 
-JOBS: Final[Mapping[PipelineKind, JobKind]] = {kind: LazyJobKind(kind) for kind in PipelineKind}
+JOBS: Final[Mapping[PipelineKind, JobKind]] = {
+    kind: LazyJobKind(kind) for kind in PipelineKind if kind is not PipelineKind.JOB
+}
+"""Users' own jobs are not among them: each has a process of its own, `runtime/job_driver.py`."""

@@ -27,7 +27,7 @@ from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownPipeline
-from millstream.core.pipeline import Pipeline
+from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.installation import missing_packages
 from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.driver_reports import DEATHS_MAX, DriverReports
@@ -272,6 +272,8 @@ class PipelineChild(SupervisedChild):
         declared = self._declared.all()
         self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
+        # Jobs have drivers of their own: see `jobs_child.py`.
+        declared = [one for one in declared if one.kind is not PipelineKind.JOB]
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
         if self._owner.is_mine:
             due = [one for one in due if not self._is_refused(one)]
@@ -290,7 +292,8 @@ class PipelineChild(SupervisedChild):
 
     def _measured(self) -> list[Pipeline]:
         """Return the pipelines whose lag this node reports, stopped and parked ones included."""
-        return self._declared.all() if self._reports_here else []
+        declared = self._declared.all() if self._reports_here else []
+        return [one for one in declared if one.kind is not PipelineKind.JOB]
 
     def _warn(self) -> None:
         """Log once that pipelines wait, and why."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,24 +111,32 @@ _closing = threading.Event()
 
 
 def open_session(
-    master: str, *, memory: str, settings: Mapping[str, str], log: str, ends_with_java: bool = False
+    master: str,
+    *,
+    memory: str,
+    settings: Mapping[str, str],
+    log: str | None,
+    ends_with_java: bool = False,
+    name: str = "millstream-pipelines",
 ) -> SparkSession:
     """Start Spark; without a master it runs in this process, on all cores but one.
 
-    Java's output goes to the file `log`; that of the previous run is kept beside it. With `ends_with_java` the process
+    Java's output goes to the file `log`; that of the previous run is kept beside it. Without one it goes where that of
+    this process goes. With `ends_with_java` the process
     ends with its Java.
     """
     scratch = make_scratch()
     chosen = {**_SETTINGS, **_in_scratch(master, scratch), "spark.driver.memory": memory, **settings}
     try:
-        with _written_to(log), temporary_files_in(scratch):
-            spark = session("millstream-pipelines", master=master or None, settings=chosen)
+        with nullcontext() if log is None else _written_to(log), temporary_files_in(scratch):
+            spark = session(name, master=master or None, settings=chosen)
     except MillstreamError:
         remove_scratch()
         raise
     except Exception as error:
         remove_scratch()
-        raise SparkFailed(f"Spark did not start: {reason_of(error)}; {log} ends with: {_tail(log)}") from error
+        ending = "" if log is None else f"; {log} ends with: {_tail(log)}"
+        raise SparkFailed(f"Spark did not start: {reason_of(error)}{ending}") from error
     if ends_with_java:
         threading.Thread(target=_end_with, args=(_java_of(spark),), name="watch Java", daemon=True).start()
     return spark

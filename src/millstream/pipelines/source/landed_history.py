@@ -156,6 +156,11 @@ def _first_in(one: Range, time_ms: int | None) -> int | None:
     return None
 
 
+def landings(link: Link) -> list[tuple[LandSettings, str]]:
+    """Return the settings of the landing pipelines, each with its lake."""
+    return link.call(_landings(link, None))
+
+
 async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
     client = link.client
     if not await client.serves(LIST_KEY):

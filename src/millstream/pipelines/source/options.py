@@ -8,6 +8,7 @@ warning.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -132,6 +133,11 @@ _SPARKS_OWN: Final = frozenset(
 )
 """Options that Spark itself reads and passes on to the source."""
 
+DEFAULTS_VARIABLE: Final = "_MILLSTREAM_SOURCE"
+"""Holds options for every query of a process and its workers that names no brokers, as a JSON object."""
+SAMPLE_VARIABLE: Final = "_MILLSTREAM_SAMPLE"
+"""In a dry run, how many messages of a partition are read; nothing is written."""
+
 _DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
 _UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
@@ -231,7 +237,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
 
     Without an access, the options and the environment say how to sign in.
     """
-    found = _Given(given, _READ, "read")
+    found = _Given(_with_defaults(given), _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
     options = ReadOptions(
@@ -268,7 +274,7 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Validate the options of a writer."""
-    found = _Given(given, _WRITE, "write")
+    found = _Given(_with_defaults(given), _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
         raise InvalidSetting("the options txnAppId and txnVersion go together: give both or neither")
@@ -287,6 +293,21 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         source=_source(found),
         checkpoint=next((text for name, text in given.items() if name.lower() == "checkpointlocation"), None),
     )
+
+
+def sample_size() -> int | None:
+    """Return how many messages of a partition a dry run reads; None outside one."""
+    text = os.environ.get(SAMPLE_VARIABLE, "")
+    return int(text) if text else None
+
+
+def _with_defaults(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Add the options of the process, unless other brokers are named: what it signs in by is for its own."""
+    text = os.environ.get(DEFAULTS_VARIABLE, "")
+    if not text or any(name.lower() == BROKERS for name in given):
+        return given
+    named = {name.lower() for name in given}
+    return {**{name: value for name, value in json.loads(text).items() if name.lower() not in named}, **given}
 
 
 def _source(found: _Given) -> SourceOffsets | None:

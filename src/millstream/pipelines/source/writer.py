@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
@@ -36,11 +37,13 @@ from pyspark.sql.types import (
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
-from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.options import WriteOptions, sample_size
 from millstream.pipelines.source.spark_errors import without_traceback
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from millstream.pipelines.source.batch_commit import Batch
 
 _TEXT: Final = (StringType, BinaryType, NullType)
 _COLUMNS: Final[dict[str, tuple[type[DataType], ...]]] = {
@@ -101,13 +104,18 @@ class TopicWriter(DataSourceArrowWriter):
         from millstream.pipelines.source.batch_commit import Batch
         from millstream.pipelines.source.row_producer import write_part
 
-        return write_part(self._options, Batch(self._query, self._number, self._run), iterator)
+        batch = Batch(self._query, self._number, self._run)
+        if sample_size() is not None:
+            return _show_rows(self._options, batch, iterator)
+        return write_part(self._options, batch, iterator)
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Commit all parts and the source offsets."""
         from millstream.pipelines.source.batch_commit import Batch, commit_parts
 
+        if sample_size() is not None:
+            return
         commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
 
     @without_traceback
@@ -141,7 +149,10 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
             raise InvalidSetting("Spark does not identify the query and batch, so exactly-once writing is impossible")
         # The jobs of a stream form a group named after its run.
         run = (context.getLocalProperty("spark.jobGroup.id") or "").replace("-", "")
-        return write_part(self._options, Batch(query, int(number), run, self._stream), iterator)
+        batch = Batch(query, int(number), run, self._stream)
+        if sample_size() is not None:
+            return _show_rows(self._options, batch, iterator)
+        return write_part(self._options, batch, iterator)
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
@@ -155,6 +166,28 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         from millstream.pipelines.source.batch_commit import abort_stream
 
         abort_stream(self._options, self._stream, batchId, messages)
+
+
+def _show_rows(options: WriteOptions, batch: Batch, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+    """Print the first rows of a task of a dry run instead of writing them."""
+    from millstream.pipelines.source.batch_commit import Part
+
+    rows = 0
+    for given in iterator:
+        for row in given.slice(0, max(0, _SHOWN_MAX - rows)).to_pylist():
+            shown = {name: _as_text(value) for name, value in row.items() if value is not None}
+            print(f"dry run: would write to {row.get('topic') or options.topic}: {shown}", file=sys.stderr)
+        rows += given.num_rows
+    if rows > _SHOWN_MAX:
+        print(f"dry run: and {rows - _SHOWN_MAX} more rows of this task", file=sys.stderr)
+    return Part(batch, rows, None)
+
+
+_SHOWN_MAX: Final = 5
+
+
+def _as_text(value: object) -> object:
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
 
 
 def stream_name(checkpoint: str | None) -> str:

@@ -8,6 +8,7 @@ from uuid import UUID
 
 import msgspec
 
+from millstream.core.job import JobRun
 from millstream.core.pipeline import Rule
 from millstream.protocol.private.message import Response
 
@@ -17,6 +18,10 @@ DELETE_KEY: Final = 32052
 LIST_KEY: Final = 32053
 RULES_KEY: Final = 32054
 LANDED_KEY: Final = 32055
+RUNS_KEY: Final = 32056
+RUN_LOG_KEY: Final = 32057
+CANCEL_RUN_KEY: Final = 32058
+REQUEST_RUN_KEY: Final = 32059
 
 
 class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,3 +137,66 @@ class RuleChangeResponse(Response, frozen=True, kw_only=True):
 
     rules: int = 0
     notes: Sequence[str] = ()
+
+
+class JobRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the last runs of a job."""
+
+    name: str
+    limit: int = 20
+
+
+class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a job."""
+
+    run: int
+    state: str
+    scheduled_ms: int
+    started_ms: int
+    ended_ms: int
+    attempt: int
+    node: int
+    code_hash: str
+    version: int
+    error: str
+    progress: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: JobRun) -> RunDescription:
+        """Convert from a run."""
+        shared = {name: getattr(run, name) for name in cls.__struct_fields__ if name not in ("run", "state")}
+        return cls(run=run.number, state=str(run.state), **shared)
+
+
+class JobRunsResponse(Response, frozen=True, kw_only=True):
+    """The last runs of a job, the latest first."""
+
+    runs: Sequence[RunDescription] = ()
+
+
+class RunLogRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for what a run has printed; 0 is the last run."""
+
+    name: str
+    run: int = 0
+    bytes_max: int = 256 * 1024
+
+
+class RunLogResponse(Response, frozen=True, kw_only=True):
+    """The end of what a run has printed; `run` is 0 if the node does not have it."""
+
+    run: int = 0
+    text: str = ""
+    is_cut: bool = False
+
+
+class JobName(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a job whose run is asked for or cancelled."""
+
+    name: str
+
+
+class CancelRunResponse(Response, frozen=True, kw_only=True):
+    """The number of the run that was cancelled; 0 if none runs on the node."""
+
+    run: int = 0

@@ -18,19 +18,38 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import FilterError, InvalidPipeline
-from millstream.core.pipeline import DECODE, DELETE_WHEN, GROUP_PREFIX, NO_DECODING, Pipeline, Rule, kind_of
+from millstream.core.job import RUNS_KEPT
+from millstream.core.pipeline import (
+    DECODE,
+    DELETE_WHEN,
+    GROUP_PREFIX,
+    LONG_TEXTS,
+    NO_DECODING,
+    Pipeline,
+    PipelineKind,
+    Rule,
+    kind_of,
+)
 from millstream.core.subscription import FILTER
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import (
     ALTER_KEY,
+    CANCEL_RUN_KEY,
     CREATE_KEY,
     DELETE_KEY,
     LANDED_KEY,
     LIST_KEY,
+    REQUEST_RUN_KEY,
     RULES_KEY,
+    RUN_LOG_KEY,
+    RUNS_KEY,
     AlterPipelineResponse,
+    CancelRunResponse,
     CreatePipelineResponse,
     DeletePipelineRequest,
+    JobName,
+    JobRuns,
+    JobRunsResponse,
     Landed,
     ListPipelinesResponse,
     NewPipeline,
@@ -39,6 +58,14 @@ from millstream.protocol.private.pipeline_messages import (
     RuleChangeResponse,
     RuleChanges,
     RuleMessage,
+    RunDescription,
+    RunLogRequest,
+    RunLogResponse,
+)
+
+JOBS_ARE_OFF = (
+    "jobs are off: their code runs as the user of the node and may read all that it may; where clients authenticate, "
+    "set pipelines-jobs=on on the nodes to allow them"
 )
 
 
@@ -66,7 +93,15 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
 
     key = CREATE_KEY
 
+    def __init__(
+        self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice, *, has_jobs: bool = True
+    ) -> None:
+        super().__init__(pipelines, subscriptions, notes)
+        self._has_jobs = has_jobs
+
     async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
+        if request.kind == PipelineKind.JOB and not self._has_jobs:
+            raise InvalidPipeline(JOBS_ARE_OFF)
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
@@ -181,7 +216,8 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
 
     async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
         if request.names is None:
-            return ListPipelinesResponse(pipelines=[self._describe(one, ()) for one in self._pipelines.all()])
+            listed = [self._describe(one, ()) for one in self._pipelines.all()]
+            return ListPipelinesResponse(pipelines=[_without_long_texts(one) for one in listed])
         wanted = [await self._pipelines.find(name) for name in request.names]
         return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in wanted])
 
@@ -255,6 +291,118 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
 
     async def handle_from(self, client: ClientInfo, request: RuleChanges) -> RuleChangeResponse:
         return await self.handle(request, owner_of(client))
+
+
+class _JobRequest(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
+        self._pipelines = pipelines
+        self._board = board
+
+    async def _job(self, name: str) -> Pipeline:
+        found = await self._pipelines.find(name)
+        if found.kind is not PipelineKind.JOB:
+            raise InvalidPipeline(f"pipeline {name!r} is of the kind {found.kind}; only jobs have runs")
+        return found
+
+
+class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
+    """Lists the last runs of a job, the latest first; every node knows them.
+
+    {"name": "nightly", "limit": 20}
+    answer: {"error": 0, "message": null, "runs": [{"run": 7, "state": "succeeded", "scheduled_ms": …,
+    "started_ms": …, "ended_ms": …, "attempt": 1, "node": 1, "code_hash": "…", "version": 3, "error": "",
+    "progress": {"written": 1200}}]}
+    """
+
+    key = RUNS_KEY
+
+    async def needs(self, request: JobRuns) -> Sequence[Need]:
+        """DESCRIBE on the pipeline's group, as for listing it."""
+        return [(Operation.DESCRIBE, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
+
+    async def handle(self, request: JobRuns) -> JobRunsResponse:
+        job = await self._job(request.name)
+        runs = await self._pipelines.runs(job, limit=max(1, min(request.limit, RUNS_KEPT)))
+        return JobRunsResponse(runs=[RunDescription.of(run) for run in runs])
+
+
+class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
+    """Returns the end of what a run of a job has printed.
+
+        {"name": "nightly", "run": 7, "bytes_max": 262144}, or run 0 for the last one
+        answer: {"error": 0, "message": null, "run": 7, "text": "…", "is_cut": false}
+
+    The node that ran it has the text; others answer with run 0.
+    """
+
+    key = RUN_LOG_KEY
+
+    async def needs(self, request: RunLogRequest) -> Sequence[Need]:
+        """READ on the pipeline's group: what a job prints may be the messages that it reads."""
+        return [(Operation.READ, ResourceType.GROUP, f"{GROUP_PREFIX}{request.name}")]
+
+    async def handle(self, request: RunLogRequest) -> RunLogResponse:
+        job = await self._job(request.name)
+        number = request.run or max((run.number for run in await self._pipelines.runs(job, limit=1)), default=0)
+        control = self._board.jobs
+        if control is None or not number:
+            return RunLogResponse()
+        found = await control.read_log(job.pipeline_id, number, max(1, min(request.bytes_max, LOG_BYTES_MAX)))
+        return RunLogResponse() if found is None else RunLogResponse(run=number, text=found.text, is_cut=found.is_cut)
+
+
+LOG_BYTES_MAX = 1024 * 1024
+
+
+class PipelineRequestRun(_JobRequest[JobName, Response]):
+    """Asks for a run of a job now; if one is running, the next follows it.
+
+    {"name": "nightly"}     answer: {"error": 0, "message": null}
+    """
+
+    key = REQUEST_RUN_KEY
+
+    async def needs(self, request: JobName) -> Sequence[Need]:
+        """ALTER on the cluster: whoever asks becomes the owner of what runs."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: JobName, owner: Owner | None = None) -> Response:
+        await self._pipelines.request_run(request.name, owner=owner)
+        return Response()
+
+    async def handle_from(self, client: ClientInfo, request: JobName) -> Response:
+        return await self.handle(request, owner_of(client))
+
+
+class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
+    """Ends the running run of a job, which is not tried again; its schedule goes on.
+
+        {"name": "nightly"}     answer: {"error": 0, "message": null, "run": 7}
+
+    Only the node that runs it can; others answer with run 0, so a client asks all nodes.
+    """
+
+    key = CANCEL_RUN_KEY
+
+    async def needs(self, request: JobName) -> Sequence[Need]:
+        """ALTER on the cluster, as for stopping it."""
+        return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: JobName) -> CancelRunResponse:
+        job = await self._job(request.name)
+        control = self._board.jobs
+        return CancelRunResponse(run=(control.cancel(job.name) if control is not None else None) or 0)
+
+
+def _without_long_texts(described: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the code of jobs, which a list of many would be too long with."""
+    if described["kind"] != PipelineKind.JOB:
+        return described
+    shortened = {
+        part: {name: text for name, text in described[part].items() if name not in LONG_TEXTS}
+        for part in ("settings", "overrides")
+    }
+    return {**described, **shortened}
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:

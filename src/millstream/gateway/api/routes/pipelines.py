@@ -1,4 +1,4 @@
-"""Pipelines: list, create, describe, change, delete, start, stop, and the rules of routes."""
+"""Pipelines: list, create, describe, change, delete, start, stop, the rules of routes and the runs of jobs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from millstream.client.admin.pipeline_storage import tables_of
 from millstream.client.admin.pipelines import PipelineClient, summary_of
+from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import (
     CONDITION_LENGTH_MAX,
     NAME_LENGTH_MAX,
@@ -28,7 +29,7 @@ PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Kind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
 """An unknown kind is refused with the list of kinds."""
-State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
+State = Literal["waiting", "idle", "starting", "running", "retrying", "parked", "stopped"]
 
 
 class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,6 +116,61 @@ class PipelineReport(msgspec.Struct, frozen=True):
     failing_ms: int
     counts: dict[str, int]
     node: int
+    run: int
+    """The number of a job's last run."""
+    next_run_ms: int
+    """When a job runs next; 0 if that is not known."""
+
+
+class RunDescription(msgspec.Struct, frozen=True):
+    """One run of a job, with all attempts at it."""
+
+    run: int
+    state: Literal["running", "succeeded", "failed", "cancelled"]
+    scheduled_ms: int
+    started_ms: int
+    ended_ms: int
+    attempt: int
+    node: int
+    code_hash: str
+    version: int
+    error: str
+    progress: dict[str, Any]
+
+
+class RunList(msgspec.Struct, frozen=True):
+    """The last runs of a job, the latest first."""
+
+    runs: list[RunDescription]
+
+
+class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """How many runs to list."""
+
+    limit: Annotated[int, Meta(ge=1, le=RUNS_KEPT)] = 20
+
+
+class RunLog(msgspec.Struct, frozen=True):
+    """The end of what a run has printed."""
+
+    run: int
+    text: str
+    is_cut: bool
+    """Whether there was more before it."""
+
+
+class RunRequested(msgspec.Struct, frozen=True):
+    """A run that was asked for."""
+
+    pipeline: str
+    requested: bool
+
+
+class RunCancelled(msgspec.Struct, frozen=True):
+    """A run that was ended."""
+
+    pipeline: str
+    run: int
 
 
 class TableDescription(msgspec.Struct, frozen=True):
@@ -222,6 +278,33 @@ async def stop(services: Services, request: Request[NoFields, NoFields]) -> Pipe
     return PipelineWanted(request.path["pipeline"], False)
 
 
+async def list_runs(services: Services, request: Request[RunQuery, NoFields]) -> RunList:
+    """List the last runs of a job."""
+    found = await PipelineClient(services.client).runs(request.path["pipeline"], limit=request.query.limit)
+    return msgspec.convert({"runs": found}, RunList)
+
+
+async def read_log(services: Services, request: Request[NoFields, NoFields]) -> RunLog:
+    """Return the end of what a run has printed."""
+    number = request.path["run"]
+    if not number.isdecimal() or len(number) > 15:
+        raise invalid(f"the number of a run is a whole number, not {number!r}; 0 is the last run")
+    found = await PipelineClient(services.client).run_log(request.path["pipeline"], int(number))
+    return msgspec.convert(found, RunLog)
+
+
+async def request_run(services: Services, request: Request[NoFields, NoFields]) -> RunRequested:
+    """Run a job now."""
+    await PipelineClient(services.client).request_run(request.path["pipeline"])
+    return RunRequested(request.path["pipeline"], True)
+
+
+async def cancel_run(services: Services, request: Request[NoFields, NoFields]) -> RunCancelled:
+    """End the running run of a job."""
+    name = request.path["pipeline"]
+    return RunCancelled(name, await PipelineClient(services.client).cancel_run(name))
+
+
 async def list_rules(services: Services, request: Request[Any, Any]) -> RuleList:
     """List the rules of a pipeline."""
     return RuleList(await _rules(services, request.path["pipeline"]))
@@ -271,6 +354,10 @@ ROUTES: Final = (
     _route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
     _route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
     _route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
+    _route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
+    _route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog),
+    _route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),
+    _route("POST", f"{_ONE}/cancel", "End the running run of a job", cancel_run, RunCancelled),
     _route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
     _route(
         "PATCH",

@@ -1,0 +1,249 @@
+"""The process of one attempt at a run of a job: `python -m millstream.pipelines.runtime.job_driver`.
+
+It is started by `runtime/jobs_child.py` and by `millstream pipeline run`. The first line of standard input is the
+order; what it reports goes to standard output, and all that the code prints to standard error. It ends when standard
+input does. It holds the job's group while it runs, so that an attempt that was replaced ends and can commit nothing.
+
+It never has what the node signs in by: it acts as the owner of the job, with a token in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from millstream.core.errors import GroupNotEmpty, MillstreamError
+from millstream.core.job import parse_memory
+from millstream.core.log_format import set_up_logging
+from millstream.core.pipeline import GROUP_PREFIX, JobSettings, named_texts
+from millstream.pipelines.jobs.error_reason import reason_of
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT
+from millstream.pipelines.runtime.fault import Fault, fault_of
+from millstream.pipelines.runtime.job_messages import LOST, JobEvent, JobOrder, Pipes
+from millstream.pipelines.source.access import NO_ACCESS, Access
+from millstream.pipelines.source.options import BROKERS, DEFAULTS_VARIABLE, SAMPLE_VARIABLE
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from millstream.pipelines.jobs.own_job import JobApi
+
+_logger = logging.getLogger("millstream.job")
+
+ANSWER_S: Final = 30.0
+CLAIM_S: Final = 30.0
+"""How long to wait for the attempt before to be gone."""
+PROGRESS_S: Final = 1
+_OOM_FIRST: Final = "1000"
+
+
+def _access_of(options: Mapping[str, str]) -> Access:
+    from millstream.pipelines.source.access import parse_access
+
+    return parse_access(options) if options else NO_ACCESS
+
+
+def _limit_python(bytes_max: int) -> None:
+    """Bound what this process may allocate from now on: the code gets a MemoryError instead of the machine's memory.
+
+    Java is started already, and has a bound of its own.
+    """
+    with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
+        in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + bytes_max, resource.RLIM_INFINITY))
+
+
+def _be_first_to_go() -> None:
+    """Let the kernel end this process, and not the broker, when the machine has no memory left."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(_OOM_FIRST)
+
+
+def run(order: JobOrder, pipes: Pipes) -> None:
+    """Make one attempt; return when it has succeeded, raise when it has failed."""
+    from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
+    from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
+    from millstream.pipelines.runtime.spark_session import open_session
+    from millstream.pipelines.source.link import Link
+
+    settings = JobSettings.from_strings(order.overrides)
+    _set_environment(order)
+    access = _access_of(order.access)
+    link = Link(
+        order.kafka, f"{DRIVER_CLIENT}{order.node}", ANSWER_S, patience_s=ANSWER_S, credentials=access.credentials()
+    )
+    group = f"{GROUP_PREFIX}{order.name}"
+    claim = Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=_leave_at_once)
+    if order.sample is None:
+        _take(claim)
+    spark = open_session(
+        order.master,
+        memory=settings.memory,
+        settings={**order.spark, **_packages(order), **named_texts("spark", settings.spark)},
+        log=None,
+        ends_with_java=True,
+        name=f"millstream job {order.name}",
+    )
+    _limit_python(parse_memory(settings.python_memory, name="python.memory"))
+    api = JobApi(
+        Surroundings(
+            spark=spark,
+            link=link,
+            brokers=order.kafka,
+            access=access,
+            lake=order.lake,
+            folder=order.folder,
+            name=order.name,
+            pipeline_id=order.pipeline_id,
+            group=group,
+            settings=settings,
+            run=order.run,
+            attempt=order.attempt,
+            scheduled_ms=order.scheduled_ms,
+            pin=order.pin,
+            member=claim.member,
+            keep_pin=pipes.keep_pin,
+            report=lambda progress: pipes.send(JobEvent(progress=dict(progress))),
+            is_dry=order.sample is not None,
+        )
+    )
+    pipes.send(JobEvent(started=True))
+    begin = load_code(settings.code, order.name, f"<{order.name}.py>")
+    queries = queries_of(begin(spark, api))
+    _watch(spark, api, queries, is_continuous=settings.continuous, is_dry=order.sample is not None)
+    api.finish()
+    if order.sample is None:
+        claim.leave()
+
+
+def _set_environment(order: JobOrder) -> None:
+    options = {BROKERS: order.kafka, **order.access}
+    os.environ[DEFAULTS_VARIABLE] = json.dumps(options)
+    if order.sample is not None:
+        os.environ[SAMPLE_VARIABLE] = str(order.sample)
+    if order.packages:
+        sys.path.insert(0, order.packages)
+        # For the workers of Spark on this machine.
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (order.packages, before)))
+
+
+def _packages(order: JobOrder) -> dict[str, str]:
+    return {"spark.executorEnv.PYTHONPATH": order.packages} if order.packages else {}
+
+
+def _take(claim: Any) -> None:
+    """Take the job's group; an attempt that was just killed still counts as its member for a while."""
+    deadline = time.monotonic() + CLAIM_S
+    while True:
+        try:
+            claim.take()
+            return
+        except GroupNotEmpty:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def _leave_at_once() -> None:
+    _logger.error("another attempt has taken over this job; this one ends")
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(LOST)
+
+
+def _watch(
+    spark: SparkSession, api: JobApi, queries: list[StreamingQuery], *, is_continuous: bool, is_dry: bool
+) -> None:
+    """Wait for streaming queries, reporting their progress; raise the error of the first that fails."""
+    if not queries:
+        if is_continuous and not is_dry:
+            raise MillstreamError(
+                "the job is continuous, and run returned no streaming query; return what writeStream…start() returns"
+            )
+        return
+    for query in queries:
+        if not cast("str | None", query.name):
+            _logger.warning(
+                "a streaming query has no name: unless it has a checkpointLocation of its own, its next run begins "
+                "anew; use millstream.write_stream, or queryName"
+            )
+    if is_dry:
+        for query in queries:
+            query.processAllAvailable()
+            query.stop()
+        return
+    while any(query.isActive for query in queries):
+        rows = 0
+        for query in queries:
+            error = query.exception()
+            if error is not None:
+                raise error
+            progress = query.lastProgress
+            if progress is not None:
+                rows = int(progress["numInputRows"])
+                api.report(**{f"batch of {query.name or query.id}": progress["batchId"], "rows in batch": rows})
+            query.awaitTermination(PROGRESS_S)
+    for query in queries:
+        error = query.exception()
+        if error is not None:
+            raise error
+
+
+def main() -> None:
+    """Make the attempt that standard input orders."""
+    _be_first_to_go()
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    from millstream.pipelines.runtime.driver import exit_now
+
+    pipes = Pipes(sys.stdin.buffer, events, exit_now)
+    order = pipes.take_order()
+    set_up_logging(order.log_level, "text", stream=sys.stderr)
+    code = 0
+    try:
+        run(order, pipes)
+        pipes.send(JobEvent(succeeded=True))
+    except BaseException as error:
+        fault = _fault_of(error)
+        traceback.print_exc()
+        pipes.send(JobEvent(failed=_reason_of(error), fault=fault.value))
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    from millstream.pipelines.runtime.spark_session import remove_scratch
+
+    remove_scratch()
+    # Neither a thread of the code nor Java may keep the process alive; whoever started it ends what is left.
+    os._exit(code)
+
+
+def _fault_of(error: BaseException) -> Fault:
+    if isinstance(error, SyntaxError | ImportError | NameError | AttributeError | SystemExit):
+        return Fault.DECLARED
+    return fault_of(error) if isinstance(error, Exception) else Fault.UNKNOWN
+
+
+def _reason_of(error: BaseException) -> str:
+    """The reason, with the line of the code at which it happened."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith("<") and frame.filename.endswith(".py>"):
+            place = f" (line {frame.lineno}: {frame.line})" if frame.line else f" (line {frame.lineno})"
+    if isinstance(error, MemoryError) and not str(error):
+        return f"MemoryError: the code needs more than python.memory{place}"
+    return f"{reason_of(error)}{place}"
+
+
+if __name__ == "__main__":
+    main()

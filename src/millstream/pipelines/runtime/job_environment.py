@@ -1,0 +1,187 @@
+"""The packages of jobs: requirements are resolved once to a lock of wheels with hashes, which every node installs.
+
+There is one folder for each lock, named by its hash. What Millstream itself stands on keeps the version that the node
+has: a job shares it, and asking for another version is an error of the resolver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Final
+
+from millstream.core.errors import InvalidSetting, MillstreamError
+
+RESOLVE_S: Final = 600.0
+KEPT: Final = 10
+"""How many folders that no job needs any more are kept."""
+_OUTPUT_MAX: Final = 2000
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ALLOWED: Final = (
+    "--index-url",
+    "-i",
+    "--extra-index-url",
+    "--find-links",
+    "-f",
+    "--no-index",
+    "--pre",
+    "--prefer-binary",
+)
+_REFUSED: Final = {
+    "-e": "a requirement that is edited in place",
+    "--editable": "a requirement that is edited in place",
+    "-r": "another file, which the nodes do not have",
+    "--requirement": "another file, which the nodes do not have",
+    "-c": "another file, which the nodes do not have",
+    "--constraint": "another file, which the nodes do not have",
+}
+_COMPLETE: Final = ".complete"
+_LOCK: Final = "lock.txt"
+
+
+class PackagesFailed(MillstreamError):
+    """Packages could not be fetched now; the index may be unavailable."""
+
+
+def check_requirements(text: str) -> list[str]:
+    """Return the lines of requirements; raise `InvalidSetting` for those that no lock can have."""
+    joined = re.sub(r"\\\n", " ", text)
+    lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
+    found = [line for line in lines if line and not line.startswith("#")]
+    for line in found:
+        word = re.split(r"[\s=]", line, maxsplit=1)[0]
+        if word in _REFUSED:
+            raise InvalidSetting(f"requirements name {_REFUSED[word]}: {line!r}")
+        if word.startswith("-") and word not in _ALLOWED:
+            raise InvalidSetting(f"requirements have the option {word}, which jobs do not take")
+        if not word.startswith("-") and ("://" in line or " @ " in line or line.startswith((".", "/"))):
+            raise InvalidSetting(f"requirements name a place instead of a package: {line!r}; take names and versions")
+    return found
+
+
+async def resolve(requirements: str) -> str:
+    """Resolve requirements to a lock: every package with its version and the hash of its wheel."""
+    lines = check_requirements(requirements)
+    options = [line for line in lines if line.startswith("-")]
+    have = _installed()
+    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+        given, fixed, report = (Path(scratch, name) for name in ("requirements.txt", "constraints.txt", "report.json"))
+        given.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        fixed.write_text("".join(f"{name}=={number}\n" for name, number in sorted(have.items())), encoding="utf-8")
+        more = ["--dry-run", "--ignore-installed", "--report", str(report), "-c", str(fixed), "-r", str(given)]
+        await _pip(["install", *more])
+        found = json.loads(report.read_text(encoding="utf-8"))["install"]
+    locked = []
+    for one in found:
+        name, number = one["metadata"]["name"], one["metadata"]["version"]
+        if have.get(_normal(name)) == number:
+            continue
+        digest = one["download_info"]["archive_info"]["hashes"]["sha256"]
+        locked.append(f"{_normal(name)}=={number} --hash=sha256:{digest}")
+    return "\n".join([*options, *sorted(locked)]) + "\n"
+
+
+async def install(lock: str, root: Path, *, needed: Collection[str] = ()) -> str:
+    """Return the folder with the packages of a lock, installing them first if need be; empty if there are none.
+
+    `needed` are the locks whose folders are kept in any case.
+    """
+    if not any(line and not line.startswith("-") for line in lock.splitlines()):
+        return ""
+    folder = root / folder_of(lock)
+    if not await asyncio.to_thread((folder / _COMPLETE).exists):
+        scratch = await asyncio.to_thread(_make_scratch, root, lock)
+        try:
+            target = scratch / "packages"
+            given = ["--target", str(target), "-r", str(scratch / _LOCK)]
+            await _pip(["install", "--no-deps", "--require-hashes", *given])
+            await asyncio.to_thread(_put, target, folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+    await asyncio.to_thread(_discard_unused, root, folder, {folder.name, *map(folder_of, needed)})
+    return str(folder)
+
+
+def _make_scratch(root: Path, lock: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+    (scratch / _LOCK).write_text(lock, encoding="utf-8")
+    return scratch
+
+
+def _put(target: Path, folder: Path) -> None:
+    """Put a whole folder in its place, unless another run has just done so."""
+    (target / _COMPLETE).touch()
+    if not (folder / _COMPLETE).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(target, folder)
+
+
+def folder_of(lock: str) -> str:
+    """Return the name of a lock's folder: its hash, with the Python that it is for."""
+    python = f"{sys.implementation.cache_tag}"
+    return f"{python}-{sha256(lock.encode()).hexdigest()[:20]}"
+
+
+def _discard_unused(root: Path, used: Path, needed: Collection[str]) -> None:
+    os.utime(used)
+    unused = [one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".") and one.name not in needed]
+    unused.sort(key=lambda one: one.stat().st_mtime, reverse=True)
+    for old in unused[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _installed() -> dict[str, str]:
+    """Return what Millstream stands on, by name: the versions that a job shares."""
+    found: dict[str, str] = {}
+    waiting = ["millstream", "pyspark", "pyarrow", "pandas", "deltalake"]
+    while waiting:
+        name = _normal(waiting.pop())
+        if name in found:
+            continue
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+            for line in requires(name) or ():
+                needed = _NAME.match(line)
+                if needed is not None and "extra ==" not in line:
+                    waiting.append(needed[0])
+    found.pop("millstream", None)
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+async def _pip(arguments: Sequence[str]) -> None:
+    shared = ["--quiet", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", arguments[0], *shared, *arguments[1:]]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        raise PackagesFailed(f"pip did not end within {RESOLVE_S:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        text = output.decode(errors="replace").strip()[-_OUTPUT_MAX:]
+        if "No module named pip" in text:
+            raise InvalidSetting(f"the packages of a job are installed by pip, which {sys.executable} does not have")
+        if re.search(r"NewConnectionError|ConnectTimeout|ReadTimeout|Temporary failure|Connection refused", text):
+            raise PackagesFailed(f"pip does not reach its index: {text}")
+        raise InvalidSetting(f"the requirements cannot be met by wheels: {text}")

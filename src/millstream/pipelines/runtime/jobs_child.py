@@ -1,0 +1,851 @@
+"""The broker's side of jobs: decides when a job runs, and runs each attempt in a process of its own.
+
+A run is a row in the catalog, written before its first attempt. The node that owns the pipelines makes the attempts;
+one that takes over finds a run that is not over and repeats it, so that a time is neither missed nor taken twice. The
+history is in the catalog, what an attempt prints in the data folder of the node that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import PipelineOwner
+from millstream.broker.pipelines.report_board import JobLog, PipelineBoard, PipelineReport, State
+from millstream.broker.security.rights import owner_refusal
+from millstream.broker.security.state import SecurityState
+from millstream.client.admin.security import create_token, revoke_token
+from millstream.core.backoff import delay_after
+from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
+from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
+from millstream.core.pipeline import JobSettings, Pipeline, PipelineKind
+from millstream.pipelines.runtime.driver_messages import Options
+from millstream.pipelines.runtime.fault import Fault
+from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
+from millstream.pipelines.runtime.job_messages import LOST, JobEvent, JobOrder, JobReply
+from millstream.pipelines.runtime.runner import FAILURES_MAX, WEIGHTS
+from millstream.pipelines.source.access import TOKEN_MS, connection_access
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS
+
+_logger = logging.getLogger(__name__)
+
+MODULE: Final = "millstream.pipelines.runtime.job_driver"
+FOLDER: Final = "jobs"
+"""In the data folder: what runs print, and the packages of jobs."""
+PACKAGES: Final = "packages"
+STOP_S: Final = 5.0
+LOOK_S: Final = 5.0
+CHECK_S: Final = 0.5
+"""How often the memory of a run is looked at."""
+PROGRESS_S: Final = 10.0
+"""How often progress is stored."""
+PROGRESS_BYTES_MAX: Final = 1024 * 1024
+LINE_BYTES_MAX: Final = 8 * 1024 * 1024
+LOG_BYTES_MAX: Final = 8 * 1024 * 1024
+"""Of what a run prints, this much or more is kept, the last of it."""
+RETRY_S_MAX: Final = 300.0
+INTERRUPTIONS_MAX: Final = 3
+"""How many attempts beyond its retries a run gets when nodes die during it."""
+LOST_S: Final = 15.0
+"""How long to wait before looking again at a run that another node has taken over."""
+SETTLED_S: Final = 60.0
+"""A continuous job that ran for this long was well."""
+OVERHEAD_BYTES: Final = 1024**3
+"""What Java takes beside its heap, and the Python processes before the code begins."""
+PIN: Final = "pin"
+_SECRETS: Final = ("MILLSTREAM_", "_MILLSTREAM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """How an attempt ended."""
+
+    succeeded: bool = False
+    error: str = ""
+    fault: Fault = Fault.UNKNOWN
+    is_lost: bool = False
+    """Whether another node makes an attempt at the same run."""
+
+
+class _Log:
+    """What one run prints, in two files that take turns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, data: bytes) -> None:
+        """Append; what is older than the limit is dropped."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            if self._path.stat().st_size > LOG_BYTES_MAX:
+                self._path.replace(self._earlier)
+        with open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+            file.write(data)
+
+    def read(self, bytes_max: int) -> JobLog | None:
+        """Return the end of it."""
+        found, is_cut = b"", False
+        for path in (self._path, self._earlier):
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                wanted = min(size, bytes_max - len(found))
+                file.seek(size - wanted)
+                found, is_cut = file.read(wanted) + found, wanted < size
+        if not found and not self._path.exists():
+            return None
+        return JobLog(found.decode(errors="replace"), is_cut)
+
+    def remove(self) -> None:
+        for path in (self._path, self._earlier):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _earlier(self) -> Path:
+        return self._path.with_suffix(".log.1")
+
+
+class JobsChild:
+    """Runs the jobs of a node, each in a task."""
+
+    def __init__(
+        self,
+        options: Options,
+        data: str,
+        declared: Pipelines,
+        board: PipelineBoard,
+        owner: PipelineOwner,
+        *,
+        missing: Callable[[], str],
+        security: SecurityState | None = None,
+        module: str = MODULE,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+    ) -> None:
+        """Take `missing`, which returns why no job can run here; with `security`, jobs have the rights of owners."""
+        self.options = options
+        self.folder = Path(data, FOLDER)
+        self.declared = declared
+        self.security = security
+        self.module = module
+        self.now_ms = now_ms
+        self._board = board
+        self._owner = owner
+        self._missing = missing
+        self._idle_reason = ""
+        self._jobs: dict[UUID, _Job] = {}
+        self._known: dict[UUID, str] = {}
+        self._stopping = asyncio.Event()
+        self._news = asyncio.Event()
+        board.jobs = self
+        declared.on_change(self._news.set)
+        owner.on_change(self._news.set)
+        if security is not None:
+            security.on_change(self._news.set)
+
+    async def run(self) -> None:
+        """Run jobs until `stop`; a background task of the broker."""
+        async with asyncio.TaskGroup() as group:
+            while not self._stopping.is_set():
+                self._news.clear()
+                self._follow(group)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S if self._idle_reason else None):
+                        await self._news.wait()
+            for job in self._jobs.values():
+                job.leave()
+
+    async def stop(self) -> None:
+        """End the running runs, which another node, or the next start of this one, repeats."""
+        self._stopping.set()
+        self._news.set()
+        for job in list(self._jobs.values()):
+            job.leave()
+        await asyncio.gather(*(job.ended.wait() for job in list(self._jobs.values())))
+
+    def cancel(self, name: str) -> int | None:
+        """End the running run of a job; return its number, None if none runs here."""
+        found = next((job for job in self._jobs.values() if job.pipeline.name == name), None)
+        return None if found is None else found.cancel()
+
+    async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
+        """Return the end of what a run has printed; None if it did not run here."""
+        return await asyncio.to_thread(self.log_of(pipeline_id, run).read, bytes_max)
+
+    def log_of(self, pipeline_id: UUID, run: int) -> _Log:
+        return _Log(self.folder / str(pipeline_id) / f"run-{run}.log")
+
+    def locks(self) -> list[str]:
+        """Return the locks of all declared jobs."""
+        jobs = [one for one in self.declared.all() if one.kind is PipelineKind.JOB]
+        return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
+
+    def changed(self) -> None:
+        """Show how the jobs are."""
+        is_here = self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
+        reports = [job.report() for job in self._jobs.values() if not job.is_leaving] if is_here else []
+        known = {report.name for report in reports}
+        waiting = [one for one in self._due() if one.name not in known] if is_here and self._idle_reason else []
+        now = self.now_ms()
+        reports += [
+            PipelineReport(
+                name=one.name, state="waiting", last_error=self._idle_reason, last_error_ms=now, node=self.options.node
+            )
+            for one in waiting
+        ]
+        self._board.take_jobs(reports)
+
+    def _due(self) -> list[Pipeline]:
+        return [one for one in self.declared.all() if one.kind is PipelineKind.JOB and one.is_due]
+
+    def _follow(self, group: asyncio.TaskGroup) -> None:
+        """Start, change and end tasks after a change of the pipelines or their owner."""
+        due = {one.pipeline_id: one for one in self._due()}
+        self._idle_reason = self._missing() if due else ""
+        if not self._owner.is_mine or self._idle_reason:
+            wanted: dict[UUID, Pipeline] = {}
+        else:
+            wanted = due
+        self._jobs = {key: job for key, job in self._jobs.items() if not job.ended.is_set()}
+        for key, job in self._jobs.items():
+            if key in wanted:
+                job.change(wanted[key])
+            elif self._owner.is_mine and not self._idle_reason:
+                # Nobody wants it any more.
+                job.stop()
+            else:
+                job.leave()
+        for key, pipeline in wanted.items():
+            if key not in self._jobs:
+                self._jobs[key] = job = _Job(self, pipeline)
+                group.create_task(job.run(), name=f"job {pipeline.name}")
+        self._forget_deleted()
+        self.changed()
+
+    def _forget_deleted(self) -> None:
+        declared = {one.pipeline_id: one.name for one in self.declared.all()}
+        for gone in self._known.keys() - declared.keys():
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, partial(shutil.rmtree, self.folder / str(gone), ignore_errors=True))
+        self._known = declared
+
+
+class _Job:
+    """One job on the node that runs it."""
+
+    def __init__(self, child: JobsChild, pipeline: Pipeline) -> None:
+        self._child = child
+        self.pipeline = pipeline
+        self.ended = asyncio.Event()
+        self.is_leaving = False
+        """Whether the run in progress is left for another node, or another start."""
+        self._is_stopped = False
+        self._is_cancelled = False
+        self._restarts_run = False
+        self._news = asyncio.Event()
+        self._end_attempt = asyncio.Event()
+        """Set to end the attempt in progress."""
+        self._run: JobRun | None = None
+        self._last: JobRun | None = None
+        self._state: State = "starting"
+        self._error = ""
+        self._error_ms = 0
+        self._failing_ms = 0
+        self._next_ms = 0
+        self._restarts = 0
+        self._failures = 0
+        """Failures of a continuous job in a row, by weight."""
+
+    # -- what others ask of it ------------------------------------------------------------------------------
+
+    def change(self, pipeline: Pipeline) -> None:
+        """Go on as declared now: a continuous job begins anew, a run in progress ends as it began."""
+        before, self.pipeline = self.pipeline, pipeline
+        if before == pipeline:
+            return
+        # What the node itself stores about it is no reason to begin anew.
+        is_other = {**before.overrides, "lock": ""} != {**pipeline.overrides, "lock": ""}
+        if is_other and pipeline.overrides.get("continuous", "").lower() in ("true", "1", "yes", "on"):
+            self._restarts_run = True
+            self._end_attempt.set()
+        self._news.set()
+
+    def stop(self) -> None:
+        """End for good: the job was stopped, parked or deleted."""
+        self._is_stopped = True
+        self._end_attempt.set()
+        self._news.set()
+
+    def leave(self) -> None:
+        """End without ending the run."""
+        self.is_leaving = True
+        self._end_attempt.set()
+        self._news.set()
+
+    def cancel(self) -> int | None:
+        """End the run in progress; return its number."""
+        if self._run is None:
+            return None
+        self._is_cancelled = True
+        self._end_attempt.set()
+        self._news.set()
+        return self._run.number
+
+    def report(self) -> PipelineReport:
+        run = self._run or self._last
+        progress = {} if run is None else run.progress
+        return PipelineReport(
+            name=self.pipeline.name,
+            state=self._state,
+            rows=sum(value for name, value in progress.items() if name == "rows" and isinstance(value, int)),
+            batches=0 if run is None else run.number - (run.state is RunState.RUNNING),
+            restarts=self._restarts,
+            last_error=self._error,
+            last_error_ms=self._error_ms,
+            failing_ms=self._failing_ms,
+            node=self._child.options.node,
+            run=0 if run is None else run.number,
+            next_run_ms=self._next_ms,
+        )
+
+    # -- the task -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Make one run after the other."""
+        failures = 0
+        try:
+            while not self._is_over:
+                try:
+                    await self._turn()
+                    failures = 0
+                except UnknownPipeline:
+                    return
+                except Exception as error:
+                    # The catalog may be unavailable; nothing of a job may end the node.
+                    known = isinstance(error, MillstreamError | OSError)
+                    self._note(str(error))
+                    _logger.warning(
+                        "a job has to wait",
+                        extra={"pipeline": self.pipeline.name, "error": str(error)},
+                        exc_info=None if known else error,
+                    )
+                    self._be("retrying")
+                    await self._wait(delay_after(failures, first_s=1.0, max_s=60.0))
+                    failures += 1
+        finally:
+            self.ended.set()
+            self._child._news.set()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopped or self.is_leaving
+
+    async def _turn(self) -> None:
+        """Wait for the next run, and make it."""
+        pipeline, settings = self.pipeline, self._settings
+        if self._child.security is not None:
+            refusal = owner_refusal(self._child.security, pipeline.owner)
+            if refusal:
+                await self._park(refusal)
+                return
+        runs = await self._child.declared.runs(pipeline, limit=1)
+        self._last = last = runs[0] if runs else None
+        if last is not None and not last.is_over:
+            await self._repeat(last, settings)
+            return
+        now_ms = self._child.now_ms()
+        if settings.continuous or pipeline.requests > (0 if last is None else last.request):
+            due_ms: int | None = now_ms
+        else:
+            due_ms = settings.schedule().due_ms(
+                None if last is None else last.scheduled_ms, created_ms=pipeline.created_ms, now_ms=now_ms
+            )
+        self._next_ms = due_ms or 0
+        if due_ms is None or due_ms > now_ms:
+            self._be("idle")
+            await self._wait(None if due_ms is None else (due_ms - now_ms) / 1000)
+            return
+        pin = None if last is None or last.state is RunState.SUCCEEDED else last.progress.get(PIN)
+        new = JobRun(
+            pipeline_id=pipeline.pipeline_id,
+            number=1 if last is None else last.number + 1,
+            state=RunState.RUNNING,
+            scheduled_ms=due_ms,
+            started_ms=now_ms,
+            node=self._child.options.node,
+            version=pipeline.version,
+            code_hash=code_hash(settings.code, settings.lock),
+            request=pipeline.requests,
+            # What a run that failed has taken is taken again, so that nothing of it is written twice.
+            progress={} if pin is None else {PIN: pin},
+        )
+        if await self._child.declared.begin_run(new):
+            self._child.log_of(new.pipeline_id, new.number - RUNS_KEPT).remove()
+            await self._execute(new, settings)
+
+    async def _repeat(self, last: JobRun, settings: JobSettings) -> None:
+        """Make another attempt at a run that was interrupted."""
+        error = f"node {last.node} ended during attempt {last.attempt}"
+        limit = settings.retries + INTERRUPTIONS_MAX
+        if not settings.continuous and last.attempt > limit:
+            await self._finish(last, RunState.FAILED, f"{error}, and there were {last.attempt} attempts")
+            return
+        again = replace(last, attempt=last.attempt + 1, node=self._child.options.node, error=error)
+        if await self._child.declared.update_run(last, again):
+            self._restarts += 1
+            await self._execute(again, settings)
+
+    async def _execute(self, run: JobRun, settings: JobSettings) -> None:
+        """Make attempts at a run until it is over, or has to be left."""
+        self._run = run
+        self._next_ms = 0
+        self._is_cancelled = False
+        self._failures = 0
+        try:
+            while self._run is not None:
+                started = time.monotonic()
+                self._restarts_run = False
+                outcome = await self._attempt(self._run, settings)
+                if outcome.is_lost:
+                    # Two nodes may both think for a moment that they run the jobs; one of them is about to learn.
+                    self._be("waiting")
+                    await self._wait(LOST_S)
+                    return
+                if self.is_leaving and not outcome.succeeded:
+                    return
+                if outcome.succeeded:
+                    self._failing_ms, self._error = 0, ""
+                    await self._finish(self._run, RunState.SUCCEEDED, "")
+                elif self._is_cancelled or self._is_stopped or self._restarts_run:
+                    why = "cancelled" if self._is_cancelled else "stopped" if self._is_stopped else "changed"
+                    await self._finish(self._run, RunState.CANCELLED, f"it was {why}")
+                else:
+                    await self._failed(self._run, settings, outcome, time.monotonic() - started)
+        finally:
+            self._run = None
+
+    async def _failed(self, run: JobRun, settings: JobSettings, outcome: _Outcome, took_s: float) -> None:
+        """Decide whether a failed run is tried again, and wait until then."""
+        self._note(outcome.error)
+        self._restarts += 1
+        _logger.warning(
+            "a run of a job failed",
+            extra={"pipeline": self.pipeline.name, "run": run.number, "attempt": run.attempt, "error": outcome.error},
+        )
+        if settings.continuous:
+            if took_s > SETTLED_S:
+                self._failures = 0
+            self._failures += WEIGHTS[outcome.fault]
+            if self._failures >= FAILURES_MAX:
+                await self._finish(run, RunState.FAILED, outcome.error)
+                await self._park(outcome.error)
+                return
+        elif outcome.fault is Fault.DECLARED or run.attempt > settings.retries:
+            await self._finish(run, RunState.FAILED, outcome.error)
+            return
+        self._be("retrying")
+        tries = self._failures if settings.continuous else run.attempt - 1
+        self._end_attempt.clear()
+        await self._wait(delay_after(tries, first_s=settings.retry_ms / 1000, max_s=RETRY_S_MAX), self._end_attempt)
+        if self._is_over and not self._is_stopped:
+            self._run = None
+            return
+        if self._is_cancelled or self._is_stopped:
+            await self._finish(run, RunState.CANCELLED, outcome.error)
+            return
+        again = replace(run, attempt=run.attempt + 1, error=outcome.error)
+        self._run = again if await self._child.declared.update_run(run, again) else None
+
+    async def _finish(self, run: JobRun, state: RunState, error: str) -> None:
+        """Store the end of a run."""
+        progress = {name: value for name, value in run.progress.items() if name != PIN or state != RunState.SUCCEEDED}
+        over = replace(
+            run, state=state, ended_ms=self._child.now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress
+        )
+        failures = 0
+        while True:
+            try:
+                await self._child.declared.update_run(run, over)
+                break
+            except MillstreamError as failed:
+                # It would be repeated otherwise, which does no harm but takes time.
+                _logger.warning("the end of a run is not stored yet", extra={"error": str(failed)})
+                if self.is_leaving:
+                    return
+                await asyncio.sleep(delay_after(failures, first_s=1.0, max_s=30.0))
+                failures += 1
+        _logger.info(
+            "a run of a job is over", extra={"pipeline": self.pipeline.name, "run": run.number, "state": str(state)}
+        )
+        self._last = over
+        self._run = None
+        self._next_ms = 0
+
+    # -- one attempt ----------------------------------------------------------------------------------------
+
+    async def _attempt(self, run: JobRun, settings: JobSettings) -> _Outcome:
+        """Run the code in a process until it ends, by itself or because it has to."""
+        self._end_attempt.clear()
+        if self._is_over or self._is_cancelled:
+            return _Outcome(error="it was stopped")
+        self._be("starting")
+        log = self._child.log_of(run.pipeline_id, run.number)
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        header = f"--- run {run.number}, attempt {run.attempt}, on node {run.node} at {began}, code {run.code_hash}\n"
+        await asyncio.to_thread(log.write, header.encode())
+        try:
+            packages = await self._packages(settings)
+            async with self._access() as access:
+                outcome = await self._in_process(run, settings, log, packages, access)
+        except PackagesFailed as error:
+            outcome = _Outcome(error=str(error), fault=Fault.OUTSIDE)
+        except (InvalidSetting, OSError) as error:
+            outcome = _Outcome(error=str(error), fault=Fault.DECLARED)
+        if outcome.error:
+            await asyncio.to_thread(log.write, f"--- it failed: {outcome.error}\n".encode())
+        return outcome
+
+    async def _packages(self, settings: JobSettings) -> str:
+        if not settings.requirements.strip():
+            return ""
+        lock = self.pipeline.overrides.get("lock", "")
+        if not lock:
+            lock = await resolve(settings.requirements)
+            self.pipeline = await self._child.declared.lock_requirements(self.pipeline, lock)
+        return await install(lock, self._child.folder / PACKAGES, needed=self._child.locks())
+
+    @asynccontextmanager
+    async def _access(self) -> AsyncIterator[dict[str, str]]:
+        """Yield what the process signs in by: a token of the job's owner, renewed while it is used."""
+        base = connection_access(NODE_CREDENTIALS.get())
+        if self._child.security is None:
+            yield base.as_options()
+            return
+        path = self._child.folder / f"token-{self.pipeline.pipeline_id}"
+        made: list[str] = []
+
+        async def renew() -> None:
+            async with Client.connect(self._child.options.kafka, client_id="millstream-jobs", timeout_s=10.0) as client:
+                token = await create_token(client, owner=self.pipeline.owner.principal, lasts_ms=TOKEN_MS)
+            await asyncio.to_thread(_write_secret, path, token.token)
+            made.append(token.token_id)
+
+        async def keep_renewing() -> None:
+            while True:
+                await asyncio.sleep(TOKEN_MS / 2000)
+                with suppress(MillstreamError, OSError):
+                    await renew()
+
+        await renew()
+        renewing = asyncio.get_running_loop().create_task(keep_renewing(), name="token of a job")
+        try:
+            yield replace(base, token_file=str(path)).as_options()
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            with suppress(MillstreamError, OSError):
+                async with Client.connect(
+                    self._child.options.kafka, client_id="millstream-jobs", timeout_s=10.0
+                ) as client:
+                    for token_id in made:
+                        await revoke_token(client, token_id)
+
+    async def _in_process(
+        self, run: JobRun, settings: JobSettings, log: _Log, packages: str, access: Mapping[str, str]
+    ) -> _Outcome:
+        options = self._child.options
+        order = JobOrder(
+            name=self.pipeline.name,
+            pipeline_id=run.pipeline_id,
+            overrides=dict(self.pipeline.overrides),
+            run=run.number,
+            attempt=run.attempt,
+            scheduled_ms=run.scheduled_ms,
+            pin=run.progress.get(PIN),
+            node=options.node,
+            kafka=options.kafka,
+            lake=options.lake,
+            folder=options.folder,
+            master=options.master,
+            spark=options.spark,
+            packages=packages,
+            access=dict(access),
+            log_level=options.log_level,
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", self._child.module),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+            limit=LINE_BYTES_MAX,
+            env=_clean_environment(),
+        )
+        watching = _Watching(self, process, settings)
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[Any]] = [
+            loop.create_task(watching.read_events(), name="events of a job"),
+            loop.create_task(_copy(process, log), name="log of a job"),
+            loop.create_task(watching.keep_bounds(), name="bounds of a job"),
+        ]
+        try:
+            if process.stdin is not None:
+                with suppress(ConnectionError):
+                    process.stdin.write(msgspec.json.encode(order) + b"\n")
+                    await process.stdin.drain()
+            ending = loop.create_task(self._end_attempt.wait(), name="end of a job")
+            tasks.append(ending)
+            # The process says how it ended; Java and workers that hold its output are no reason to wait.
+            await asyncio.wait([tasks[0], ending], return_when=asyncio.FIRST_COMPLETED)
+            if ending.done() and process.stdin is not None:
+                process.stdin.close()
+            code = await _wait_or_kill(process)
+        finally:
+            await asyncio.to_thread(_kill_session, process.pid)
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            for task in tasks:
+                if task is not tasks[1]:
+                    task.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), STOP_S)
+        return watching.outcome(code)
+
+    async def keep(self, run: JobRun) -> bool:
+        """Store what the run takes and how far it is; return whether it still is this node's."""
+        before = self._run
+        if before is None:
+            return False
+        is_kept = await self._child.declared.update_run(before, run)
+        if is_kept:
+            self._run = run
+        return is_kept
+
+    @property
+    def current(self) -> JobRun | None:
+        return self._run
+
+    def show(self, run: JobRun) -> None:
+        """Show progress that is not stored yet."""
+        self._run = run
+
+    def began(self) -> None:
+        """Note that the code runs."""
+        self._be("running")
+
+    def end_attempt(self) -> None:
+        self._end_attempt.set()
+
+    # -- how ------------------------------------------------------------------------------------------------
+
+    @property
+    def _settings(self) -> JobSettings:
+        settings = self.pipeline.settings
+        if not isinstance(settings, JobSettings):
+            raise InvalidSetting(f"pipeline {self.pipeline.name!r} is not a job")
+        return settings
+
+    async def _park(self, reason: str) -> None:
+        await self._child.declared.park(self.pipeline, reason)
+        self._is_stopped = True
+
+    async def _wait(self, seconds: float | None, event: asyncio.Event | None = None) -> None:
+        """Wait for a while, or until something has changed."""
+        awaited = event or self._news
+        if event is None:
+            self._news.clear()
+            if self._is_over:
+                return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await awaited.wait()
+
+    def _note(self, error: str) -> None:
+        self._error = error[:ERROR_LENGTH_MAX]
+        self._error_ms = self._child.now_ms()
+        self._failing_ms = self._failing_ms or self._error_ms
+
+    def _be(self, state: State) -> None:
+        self._state = state
+        self._child.changed()
+
+
+class _Watching:
+    """Follows the process of an attempt."""
+
+    def __init__(self, job: _Job, process: Process, settings: JobSettings) -> None:
+        self._job = job
+        self._process = process
+        self._timeout_s = 0 if settings.continuous else settings.timeout_ms / 1000
+        python = parse_memory(settings.python_memory, name="python.memory")
+        self._bytes_max = parse_memory(settings.memory, name="memory") + 2 * python + OVERHEAD_BYTES
+        self._ended: JobEvent | None = None
+        self._stored_at = 0.0
+        self._killed = ""
+
+    def outcome(self, code: int) -> _Outcome:
+        """Return how it ended, given the exit code."""
+        if code == LOST:
+            return _Outcome(is_lost=True)
+        if self._ended is not None and self._ended.succeeded:
+            return _Outcome(succeeded=True)
+        if self._killed:
+            return _Outcome(error=self._killed)
+        if self._ended is not None:
+            return _Outcome(error=self._ended.failed, fault=Fault(self._ended.fault or "unknown"))
+        if code == -signal.SIGKILL:
+            return _Outcome(error="its process was killed, perhaps because the machine has no memory left")
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _Outcome(error=f"its process ended with {ended}; what it printed may say why: millstream pipeline logs")
+
+    async def read_events(self) -> None:
+        """Read what the process reports until it ends."""
+        stream = self._process.stdout
+        while stream is not None:
+            try:
+                line = await stream.readline()
+                if not line:
+                    return
+                event = msgspec.json.decode(line, type=JobEvent)
+            except ValueError as error:
+                _logger.warning("a report of a job cannot be read", extra={"error": str(error)})
+                continue
+            if event.started:
+                self._job.began()
+            if event.pin is not None:
+                await self._keep_pin(event.pin)
+            if event.progress is not None:
+                await self._take_progress(event.progress)
+            if event.succeeded or event.failed:
+                self._ended = event
+                return
+
+    async def _keep_pin(self, pin: dict[str, Any]) -> None:
+        run, is_kept = self._job.current, False
+        if run is not None and len(msgspec.json.encode(pin)) <= PROGRESS_BYTES_MAX:
+            try:
+                is_kept = await self._job.keep(replace(run, progress={**run.progress, PIN: pin}))
+            except MillstreamError as error:
+                _logger.warning("what a run takes is not stored", extra={"error": str(error)})
+        if self._process.stdin is not None:
+            with suppress(ConnectionError):
+                self._process.stdin.write(msgspec.json.encode(JobReply(pinned=is_kept)) + b"\n")
+                await self._process.stdin.drain()
+
+    async def _take_progress(self, progress: dict[str, Any]) -> None:
+        run = self._job.current
+        if run is None or len(msgspec.json.encode(progress)) > PROGRESS_BYTES_MAX // 16:
+            return
+        after = replace(run, progress={**progress, **({PIN: run.progress[PIN]} if PIN in run.progress else {})})
+        now = time.monotonic()
+        if now - self._stored_at < PROGRESS_S:
+            self._job.show(after)
+            return
+        self._stored_at = now
+        with suppress(MillstreamError):
+            await self._job.keep(after)
+
+    async def keep_bounds(self) -> None:
+        """End an attempt that takes too long or too much memory."""
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill(f"it took longer than timeout.ms, {self._timeout_s:g} s")
+                return
+            used = await asyncio.to_thread(_memory_of_session, self._process.pid)
+            if used > self._bytes_max:
+                mib = 2**20
+                self._kill(
+                    f"it took {used // mib:,} MiB of memory, more than the {self._bytes_max // mib:,} MiB that memory "
+                    "and python.memory give it"
+                )
+                return
+
+    def _kill(self, reason: str) -> None:
+        self._killed = reason
+        _kill_session(self._process.pid)
+        self._job.end_attempt()
+
+
+async def _copy(process: Process, log: _Log) -> None:
+    """Write what the process prints to the log."""
+    while process.stderr is not None:
+        data = await process.stderr.read(64 * 1024)
+        if not data:
+            return
+        with suppress(OSError):
+            await asyncio.to_thread(log.write, data)
+
+
+async def _wait_or_kill(process: Process) -> int:
+    try:
+        return await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        await asyncio.to_thread(_kill_session, process.pid)
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Replace a file that only this user can read."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
+
+
+def _clean_environment() -> dict[str, str]:
+    """The environment of the code: without what configures the node, which may hold passwords."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
+
+
+def _session_of(stat: str) -> tuple[int, int]:
+    """The session of a process and its resident pages."""
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[3]), int(fields[21])
+
+
+def _processes_of(session: int) -> list[tuple[int, int]]:
+    """Return the processes of a session, each with its resident pages: also those that lead groups of their own."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            number, pages = _session_of((folder / "stat").read_text(errors="replace"))
+            if number == session:
+                found.append((int(folder.name), pages))
+    return found
+
+
+def _memory_of_session(session: int) -> int:
+    return sum(pages for _, pages in _processes_of(session)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _kill_session(session: int) -> None:
+    """Kill a process with all that it has started: its Java, and Spark's Python workers."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid, _ in _processes_of(session):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,248 @@
+"""The broker's side of jobs: when they run, what becomes of runs that fail, are cancelled, or lose their node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import SoleOwner
+from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import InvalidSetting
+from millstream.core.job import JobRun, RunState
+from millstream.core.pipeline import PipelineKind
+from millstream.pipelines.runtime import jobs_child
+from millstream.pipelines.runtime.child import driver_options
+from millstream.pipelines.runtime.jobs_child import JobsChild
+
+MODULE = "millstream_testing.scripted_job"
+WAIT_S = 60.0
+
+
+class World:
+    """Nodes that share a catalog; each has jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._catalog = Catalog.open_folder(folder)
+        self.pipelines = Pipelines(CatalogDeclarations(self._catalog), SystemClock())
+        self.board = PipelineBoard(self.pipelines.all)
+
+    @asynccontextmanager
+    async def node(self, number: int = 1) -> AsyncIterator[JobsChild]:
+        data = self._folder / f"node-{number}"
+        options = driver_options(Config(data=str(data), node_id=number), "127.0.0.1:1")
+        child = JobsChild(
+            options, str(data), self.pipelines, self.board, SoleOwner(), missing=lambda: "", module=MODULE
+        )
+        running = asyncio.create_task(child.run())
+        try:
+            yield child
+        finally:
+            await child.stop()
+            await running
+
+    async def create(self, name: str, code: str, **settings: str) -> None:
+        lines = "\n".join(f"    {line}" for line in code.splitlines())
+        overrides = {key.replace("_", "."): text for key, text in settings.items()}
+        given = {"code": f"import os, time\n\ndef run(spark, m):\n{lines}\n", "retry.ms": "10", **overrides}
+        await self.pipelines.create(name, PipelineKind.JOB, given)
+
+    async def runs(self, name: str) -> list[JobRun]:
+        return list(reversed(await self.pipelines.runs(await self.pipelines.find(name))))
+
+    async def until(self, name: str, fits: Callable[[list[JobRun]], bool]) -> list[JobRun]:
+        async with asyncio.timeout(WAIT_S):
+            while not fits(runs := await self.runs(name)):
+                await asyncio.sleep(0.05)
+        return runs
+
+    async def ended(self, name: str, number: int = 1) -> list[JobRun]:
+        return await self.until(name, lambda runs: len(runs) >= number and runs[number - 1].is_over)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    await made.pipelines.load()
+    return made
+
+
+async def test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log(world: World) -> None:
+    async with world.node() as node:
+        await world.create("hello", "print('hello', m.order.run)\nm.report(rows=7)")
+        (run,) = await world.ended("hello")
+        assert (run.state, run.attempt, run.progress, run.error) == (RunState.SUCCEEDED, 1, {"rows": 7}, "")
+        log = await node.read_log(run.pipeline_id, 1, 10_000)
+        assert log is not None
+        assert "hello 1" in log.text
+        assert "run 1, attempt 1, on node 1" in log.text
+        await world.pipelines.request_run("hello")
+        assert [one.number for one in await world.ended("hello", 2)] == [1, 2]
+        assert await node.read_log(run.pipeline_id, 3, 10_000) is None
+
+
+async def test_a_pace_runs_at_once_and_then_again(world: World) -> None:
+    async with world.node():
+        await world.create("steady", "pass", every_ms="1000")
+        first, second = (await world.ended("steady", 2))[:2]
+        # On a slow machine times pass while the first one runs; they are made up for by one run.
+        later_ms = second.scheduled_ms - first.scheduled_ms
+        assert later_ms > 0
+        assert later_ms % 1000 == 0
+
+
+async def test_a_failed_run_is_tried_again_and_takes_the_same(world: World) -> None:
+    async with world.node():
+        taken = "taken = m.take(orders={'0': [0, m.order.attempt]})['topics']['orders']['0']"
+        await world.create("twice", f"{taken}\nassert m.order.attempt == 2\nassert taken == [0, 1]")
+        (run,) = await world.ended("twice")
+        assert (run.state, run.attempt) == (RunState.SUCCEEDED, 2)
+        # A run that has succeeded needs no longer know what it has taken.
+        assert "pin" not in run.progress
+
+
+async def test_the_run_after_one_that_failed_for_good_takes_what_that_has_taken(world: World) -> None:
+    async with world.node():
+        code = "m.take(orders={'0': [0, m.order.run]})\nassert m.order.run == 2, 'not yet'"
+        await world.create("later", code, retries="0")
+        (run,) = await world.ended("later")
+        assert (run.state, run.attempt, run.error) == (RunState.FAILED, 1, "AssertionError: not yet")
+        await world.pipelines.request_run("later")
+        _, second = await world.ended("later", 2)
+        assert second.state is RunState.SUCCEEDED
+        report = world.board.describe("later")
+        assert report is not None
+        assert (report["state"], report["last_error"], report["run"]) == ("idle", "", 2)
+
+
+async def test_an_error_of_the_code_itself_is_not_tried_again(world: World) -> None:
+    async with world.node():
+        await world.create("wrong", "undefined_name")
+        (run,) = await world.ended("wrong")
+        assert (run.state, run.attempt) == (RunState.FAILED, 1)
+        assert "undefined_name" in run.error
+
+
+async def test_a_run_can_be_cancelled_and_takes_too_long_at_most_once(world: World) -> None:
+    async with world.node() as node:
+        await world.create("slow", "m.report(rows=1)\nm.wait()")
+        await world.until("slow", lambda runs: bool(runs) and bool(runs[0].progress))
+        assert node.cancel("slow") == 1
+        (run,) = await world.ended("slow")
+        assert (run.state, run.error) == (RunState.CANCELLED, "it was cancelled")
+        assert node.cancel("slow") is None
+        await world.create("late", "m.wait()", timeout_ms="300", retries="0")
+        (run,) = await world.ended("late")
+        assert (run.state, run.error) == (RunState.FAILED, "it took longer than timeout.ms, 0.3 s")
+
+
+async def test_a_memory_bomb_and_a_crash_end_only_their_own_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_child, "OVERHEAD_BYTES", 100 * 2**20)
+    async with world.node():
+        await world.create("good", "m.wait()")
+        small = {"memory": "50m", "python_memory": "50m", "retries": "0"}
+        await world.create("bomb", "kept = [bytes(b'x' * 2**20) for _ in range(400)]\nm.wait()", **small)
+        await world.create("crash", "os.kill(os.getpid(), 11)", retries="0")
+        (run,) = await world.ended("bomb")
+        assert "more than the 250 MiB that memory and python.memory give it" in run.error
+        (run,) = await world.ended("crash")
+        assert "its process ended with signal 11" in run.error
+        (run,) = await world.runs("good")
+        assert run.state is RunState.RUNNING
+
+
+async def test_a_run_whose_node_ends_is_repeated_by_the_next_and_a_time_is_taken_once(world: World) -> None:
+    code = "m.take(orders={'0': [0, m.order.attempt]})\nm.report(node=m.order.node)\nm.order.node == 2 or m.wait()"
+    async with world.node(1):
+        await world.create("moving", code, cron="0 0 1 1 *", every_ms="0")
+        await world.pipelines.request_run("moving")
+        await world.until("moving", lambda runs: bool(runs) and "pin" in runs[0].progress)
+    (run,) = await world.runs("moving")
+    assert run.state is RunState.RUNNING
+    async with world.node(2):
+        (run,) = await world.ended("moving")
+        assert (run.state, run.attempt, run.node, run.progress) == (RunState.SUCCEEDED, 2, 2, {"node": 2})
+        # What was asked for is done, and the next time is far away.
+        assert len(await world.runs("moving")) == 1
+
+
+async def test_of_two_nodes_that_both_think_they_run_the_jobs_one_begins_a_run(world: World) -> None:
+    await world.create("once", "pass")
+    job = await world.pipelines.find("once")
+    run = JobRun(pipeline_id=job.pipeline_id, number=1, state=RunState.RUNNING, scheduled_ms=1, started_ms=1, node=1)
+    assert await world.pipelines.begin_run(run)
+    assert not await world.pipelines.begin_run(replace(run, node=2))
+    taken = replace(run, node=2, attempt=2)
+    assert await world.pipelines.update_run(run, taken)
+    # The one that was replaced can neither go on nor end it.
+    assert not await world.pipelines.update_run(run, replace(run, state=RunState.SUCCEEDED))
+    assert await world.runs("once") == [taken]
+    await world.pipelines.delete("once")
+    assert not await world.pipelines.begin_run(replace(run, number=2))
+
+
+async def test_stopping_a_job_ends_its_run_with_all_its_processes(world: World, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    child = (
+        f"pid = os.fork()\nif not pid:\n    os.setpgid(0, 0)\nopen('{pids}', 'a').write(f'{{os.getpid()}} ')\nm.wait()"
+    )
+    async with world.node():
+        await world.create("forks", child)
+        async with asyncio.timeout(WAIT_S):
+            while not pids.exists() or len(pids.read_text().split()) < 2:
+                await asyncio.sleep(0.05)
+        await world.pipelines.stop("forks")
+        (run,) = await world.ended("forks")
+        assert (run.state, run.error) == (RunState.CANCELLED, "it was stopped")
+    assert not [pid for pid in pids.read_text().split() if is_alive(pid)]
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_continuous_job_is_restarted_and_parked_when_it_cannot_work(world: World) -> None:
+    async with world.node():
+        await world.create("stream", "m.order.attempt > 1 and m.wait()\nraise ValueError('again')", continuous="true")
+        await world.until("stream", lambda runs: bool(runs) and runs[0].attempt == 2)
+        await world.create("hopeless", "undefined_name", continuous="true")
+        (run,) = await world.ended("hopeless")
+        assert run.state is RunState.FAILED
+        async with asyncio.timeout(WAIT_S):
+            while not (await world.pipelines.find("hopeless")).parked:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"code": "def walk(): pass"}, "defines no function run"),
+        ({"code": "def run(spark): pass"}, "has to take two arguments"),
+        ({"code": "def run(:"}, "not Python"),
+        ({"code": ""}, "needs `code`"),
+        ({"code": "async def run(s, m): pass"}, "must not be async"),
+        ({"every.ms": "1000", "cron": "0 3 * * *"}, "every.ms and cron are set"),
+        ({"cron": "0 25 * * *"}, "the hour"),
+        ({"every.ms": "10"}, "at least 1000"),
+        ({"memory": "much"}, "memory is an amount"),
+        ({"parameters": "[]"}, "parameters is a JSON object"),
+        ({"spark": '{"x": "1"}'}, "begin with spark."),
+    ],
+)
+async def test_a_job_that_cannot_work_is_refused(world: World, settings: dict[str, str], reason: str) -> None:
+    given = {"code": "def run(spark, millstream): pass", **settings}
+    with pytest.raises(InvalidSetting, match=reason):
+        await world.pipelines.create("wrong", PipelineKind.JOB, given)
