@@ -84,6 +84,7 @@ class JobApi:
         self._pin: Pin = around.pin or {"batch": around.run, "topics": {}}
         self._written = _Written()
         self._progress: dict[str, Any] = {}
+        self._connecting = {BROKERS: around.brokers, **around.access.as_options()}
         self.log = logging.getLogger(f"job.{around.name}")
         """A logger whose lines `millstream pipeline logs` shows; so does everything that is printed."""
 
@@ -172,7 +173,8 @@ class JobApi:
         if name in self._written.names:
             raise InvalidRequest(f"this run has already written {name!r}; give each write a name of its own")
         self._written.names.add(name)
-        given = {"topic": topic, "txnAppId": self.application(name), "txnVersion": self._pin["batch"], **options}
+        known = {"txnAppId": self.application(name), "txnVersion": self._pin["batch"]}
+        given = {**self._connecting, "topic": topic, **known, **options}
         writer = frame.write.format(FORMAT).mode("append")
         for option, value in given.items():
             if value is not None:
@@ -194,7 +196,7 @@ class JobApi:
             writer = writer.trigger(processingTime=trigger)
         if topic is not None:
             writer = writer.option("topic", topic)
-        for option, value in options.items():
+        for option, value in {**self._connecting, **options}.items():
             writer = writer.option(option, cast("Any", value))
         query = writer.start()
         self._written.streams[name] = query
@@ -255,7 +257,7 @@ class JobApi:
         if topics:
             _check_topics(topics)
             reader = reader.option("subscribe", ",".join(topics))
-        for name, value in options.items():
+        for name, value in {**self._connecting, **options}.items():
             reader = reader.option(name, value)
         return cast("DataFrame", reader.load())
 

@@ -1,0 +1,110 @@
+"""What a job's code is given, on a real Spark and a real broker: what a run takes, and what it writes when repeated."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka import Producer
+
+from millstream.core.errors import InvalidRequest, NotFound
+from millstream.core.pipeline import JobSettings
+from millstream.pipelines.jobs.group_offsets import stable_offsets
+from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
+from millstream.pipelines.source.link import Link
+from millstream_testing.command import CommandLine
+from millstream_testing.committed_messages import committed_messages
+from millstream_testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WAIT_S = 60.0
+CODE = """
+from pyspark.sql import functions as F
+
+@F.udf("string")
+def doubled(value):
+    return double(value)
+
+def double(value):
+    return str(2 * int(value))
+
+def run(spark, millstream):
+    new = millstream.new_messages(millstream.parameters["topic"])
+    values = new.select("key", F.col("value").cast("string").alias("value"))
+    millstream.write(values, millstream.parameters["topic"] + "-a")
+    if millstream.attempt == 1:
+        raise ValueError("after the first write")
+    millstream.write(values.select(doubled("value").alias("value")), millstream.parameters["topic"] + "-b")
+"""
+
+
+@pytest.fixture
+def link(server: Server) -> Iterator[Link]:
+    made = Link(server.kafka, "test-job", WAIT_S)
+    yield made
+    made.close()
+
+
+def publish(server: Server, topic: str, numbers: range) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka})
+    for number in numbers:
+        producer.produce(topic, str(number), str(number % 5))
+    assert producer.flush(WAIT_S) == 0
+
+
+def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
+    spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
+) -> None:
+    millstream = CommandLine(server.kafka)
+    for name in (topic, f"{topic}-a", f"{topic}-b"):
+        assert millstream("topic", "create", name, "--partitions", "2").code == 0
+    publish(server, topic, range(20))
+    pins: list[dict[str, Any]] = []
+    around = Surroundings(
+        spark=spark,
+        link=link,
+        brokers=server.kafka,
+        lake=str(tmp_path),
+        folder=str(tmp_path),
+        name="twice",
+        pipeline_id=uuid.uuid4(),
+        group=f"pipeline-{topic}",
+        settings=JobSettings(code=CODE, parameters=f'{{"topic": "{topic}"}}'),
+        run=1,
+        attempt=1,
+        scheduled_ms=0,
+        keep_pin=pins.append,
+    )
+    run = load_code(CODE, f"job-{topic}", "<job.py>")
+    first = JobApi(around)
+    with pytest.raises(ValueError, match="after the first write"):
+        run(spark, first)
+    # More arrives before the second attempt, which leaves it alone.
+    publish(server, topic, range(20, 30))
+    second = JobApi(replace(around, attempt=2, pin=pins[-1]))
+    assert queries_of(run(spark, second)) == []
+    second.finish()
+    # The end of the attempt was not stored: a third one writes nothing.
+    third = JobApi(replace(around, attempt=3, pin=pins[-1]))
+    run(spark, third)
+    third.finish()
+    last = JobApi(replace(around, run=2, attempt=2, pin=None))
+    run(spark, last)
+    last.finish()
+    assert Counter(map(int, committed_messages(server.kafka, f"{topic}-a"))) == Counter(range(30))
+    assert Counter(map(int, committed_messages(server.kafka, f"{topic}-b"))) == Counter(range(0, 60, 2))
+    offsets = link.call(stable_offsets(link.client, f"pipeline-{topic}"))
+    assert sum(offsets[topic].values()) == 30
+    with pytest.raises(InvalidRequest, match="has already written"):
+        last.write(last.read(topic).select("value"), f"{topic}-a")
+    with pytest.raises(NotFound, match="no pipeline lands topic"):
+        last.table(topic)
+    with pytest.raises(InvalidRequest, match="returned int"):
+        queries_of(7)
