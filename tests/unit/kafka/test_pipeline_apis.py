@@ -162,6 +162,8 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
         "failing_ms": 0,
         "counts": {},
         "node": 3,
+        "run": 0,
+        "next_run_ms": 0,
     }
     assert summary_of(reported) == {
         "pipeline": "land-orders",
