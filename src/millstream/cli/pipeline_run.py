@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from millstream.cli.pipeline_options import (
     DedupeSeconds,
     DeleteWhen,
     EverySeconds,
+    File,
     Flags,
     Format,
     Into,
@@ -34,6 +36,7 @@ from millstream.cli.pipeline_options import (
     Lake,
     Mode,
     OrderBy,
+    Parameters,
     Pattern,
     Rules,
     Schemas,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from millstream.client.admin.pipeline_storage import PipelineStorage
     from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
+    from millstream.pipelines.runtime.job_messages import JobEvent, JobOrder
     from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
     from millstream.pipelines.source.access import Access
@@ -205,7 +209,7 @@ KindOrName = Annotated[
     str,
     typer.Argument(
         metavar="NAME|KIND",
-        help="The name of a declared pipeline; or land, transform or route, to run one without declaring it.",
+        help="The name of a declared pipeline; or land, transform, route or job, to run one without declaring it.",
         show_default=False,
     ),
 ]
@@ -219,7 +223,9 @@ Once = Annotated[bool, typer.Option("--once", help="Process what is stored, then
 Dry = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="For a transform: show its plan and its output for a sample, without writing anything."
+        "--dry-run",
+        help="For a transform: show its plan and its output for a sample; for a job: run it on a sample and show what "
+        "it would write. Nothing is written.",
     ),
 ]
 
@@ -276,6 +282,8 @@ def run(
     table: Tables = None,
     watermark: Watermarks = None,
     rules: Rules = None,
+    file: File = None,
+    parameters: Parameters = None,
     start: Start = None,
     settings: Settings = None,
     master: Master = "",
@@ -305,6 +313,8 @@ def run(
         table=table,
         watermark=watermark,
         rules=rules,
+        file=file,
+        param=parameters,
         start=start,
         settings=settings,
     )
@@ -314,11 +324,92 @@ def run(
     _refuse_without_spark()
     is_declared = pipeline is None
     pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, kind_or_name, pipeline, brokers))
+    if pipeline.kind is PipelineKind.JOB:
+        run_job(pipeline, places, brokers, master=master, is_declared=is_declared, dry=dry, as_json=as_json)
+        return
     if dry:
         show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
         return
     by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
     by_hand.run(master, memory, once=once, as_json=as_json)
+
+
+def run_job(
+    pipeline: Pipeline,
+    places: PipelineStorage,
+    brokers: str,
+    *,
+    master: str,
+    is_declared: bool,
+    dry: bool,
+    as_json: bool,
+) -> None:
+    """Run a job's program once, in a process of its own that prints here; a dry run writes nothing."""
+    from millstream.pipelines.runtime.job_messages import JobOrder
+
+    if is_declared and not dry:
+        raise InvalidPipeline(f"job {pipeline.name!r} is run by a node: millstream pipeline trigger {pipeline.name}")
+    with (
+        unwound_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        _signed_in(brokers, scratch) as (_, access),
+    ):
+        order = JobOrder(
+            name=pipeline.name,
+            pipeline_id=pipeline.pipeline_id,
+            overrides=dict(pipeline.overrides),
+            # Later than any before, so that what it writes is new.
+            run=int(time.time()),
+            attempt=1,
+            scheduled_ms=int(time.time() * 1000),
+            kafka=brokers,
+            lake=places.lake,
+            folder=scratch if dry else places.folder,
+            master=master,
+            access=access.as_options(),
+            sample=SAMPLE if dry else None,
+            log_level="warning",
+        )
+        command = [sys.executable, "-m", "millstream.pipelines.runtime.job_driver"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        ) as process:
+            try:
+                ended = _follow_job(process, order)
+            finally:
+                if process.stdin is not None:
+                    process.stdin.close()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    if not ended.succeeded:
+        raise CommandFailed(ended.failed or "the process of the job ended; what it printed may say why")
+    what = "would have succeeded" if dry else "succeeded"
+    text = f"Job {one_line(pipeline.name)} {what}."
+    print_answer({"pipeline": pipeline.name, "kind": "job", "dry_run": dry}, text, as_json=as_json)
+
+
+SAMPLE: Final = 100
+"""How many messages of a partition a dry run of a job reads."""
+
+
+def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
+    """Give the process its order, and return its last word."""
+    import msgspec
+
+    from millstream.pipelines.runtime.job_messages import JobEvent, JobReply
+
+    if process.stdin is None or process.stdout is None:
+        return JobEvent()
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        event = msgspec.json.decode(line, type=JobEvent)
+        if event.pin is not None:
+            process.stdin.write(msgspec.json.encode(JobReply(pinned=True)) + b"\n")
+            process.stdin.flush()
+        if event.succeeded or event.failed:
+            return event
+    return JobEvent()
 
 
 def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeline:
@@ -340,6 +431,8 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
     """Return an undeclared pipeline; one of the same name continues where it ended."""
     if name is None:
         about = settings.get("into") if kind is PipelineKind.TRANSFORM else settings.get("topics", "").replace(",", "-")
+        if kind is PipelineKind.JOB:
+            about = "by-hand"
         about = about or "-".join(sorted({rule.topic for rule in rules})) or "all"
         name = f"{LAND_PREFIX if kind is PipelineKind.LAND else f'{kind}-'}{about}"[:_NAME_MAX]
     check_pipeline(name, kind, settings)

@@ -13,7 +13,11 @@ from millstream.cli.pipeline_run import _refuse_changes
 from millstream.core.pipeline import PipelineKind, check_pipeline
 
 LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
-DECLARED_ONLY = {"--stopped", "--if-not-exists"}
+DECLARED_ONLY = {
+    *("--stopped", "--if-not-exists"),
+    # A job that is run by hand runs now, with the packages of this environment.
+    *("--requirements", "--cron", "--timezone", "--continuous", "--run-timeout"),
+}
 BY_HAND_ONLY = {"--once", "--dry-run", "--name", "--master", "--memory", "--folder"}
 
 
