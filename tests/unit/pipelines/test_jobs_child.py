@@ -25,7 +25,7 @@ from millstream.pipelines.runtime.child import driver_options
 from millstream.pipelines.runtime.jobs_child import JobsChild
 
 MODULE = "millstream_testing.scripted_job"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class World:
