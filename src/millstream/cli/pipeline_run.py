@@ -318,20 +318,17 @@ def run(
         start=start,
         settings=settings,
     )
-    pipeline = _undeclared_by(PipelineKind(kind_or_name), flags, name) if kind_or_name in set(PipelineKind) else None
-    if pipeline is None:
-        _refuse_changes(kind_or_name, flags, name)
+    pipeline = _described_by(kind_or_name, flags, name)
     _refuse_without_spark()
     is_declared = pipeline is None
     pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, kind_or_name, pipeline, brokers))
+    by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=master, is_declared=is_declared, dry=dry, as_json=as_json)
-        return
-    if dry:
+    elif dry:
         show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
-        return
-    by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
-    by_hand.run(master, memory, once=once, as_json=as_json)
+    else:
+        by_hand.run(master, memory, once=once, as_json=as_json)
 
 
 def run_job(
@@ -410,6 +407,14 @@ def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
         if event.succeeded or event.failed:
             return event
     return JobEvent()
+
+
+def _described_by(kind_or_name: str, flags: Flags, name: str | None) -> Pipeline | None:
+    """Return the pipeline that the flags describe; None for the name of a declared one, which takes no flags."""
+    if kind_or_name in set(PipelineKind):
+        return _undeclared_by(PipelineKind(kind_or_name), flags, name)
+    _refuse_changes(kind_or_name, flags, name)
+    return None
 
 
 def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeline:
