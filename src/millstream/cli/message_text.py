@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 
 from millstream.cli.output import one_line
+from millstream.client.admin.decoding import DecodedRecord
 from millstream.client.admin.messages import moment_of
 from millstream.protocol.records.record import Record
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def as_text(topic: str, partition: int, record: Record, *, colour: bool) -> str:
-    """Return a message as text: a line about it, then its value; JSON is indented."""
+def as_text(topic: str, partition: int, record: Record, *, colour: bool, decoded: DecodedRecord | None = None) -> str:
+    """Return a message as text: a line about it, then its value, as its schema decodes it; JSON is indented."""
     facts = [f"{topic}/{partition}@{record.offset}", local_time(record.timestamp_ms)]
     if record.key is not None:
         facts.append(f"key={readable(record.key)}")
     facts += [f"{one_line(name)}={readable(value)}" for name, value in record.headers]
+    if decoded is not None:
+        facts.append(f"schema={decoded.named}")
     head = "  ".join(facts)
-    value = readable_value(record.value)
+    value = readable_value(record.value if decoded is None else decoded.value)
     return f"{_DIM}{head}{_PLAIN}\n{value}" if colour else f"{head}\n{value}"
 
 

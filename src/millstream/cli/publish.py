@@ -25,6 +25,7 @@ from millstream.core.errors import (
     NotLeader,
     PublishFailed,
     RequestTimedOut,
+    SchemaMismatch,
 )
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ Ids = Annotated[
         show_default=False,
     ),
 ]
+Schema = Annotated[
+    str | None,
+    typer.Option(
+        "--schema",
+        metavar="SUBJECT",
+        help="Read messages as JSON documents, and store them as the latest schema of this subject encodes them.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +107,7 @@ class _Order:
     delay_s: float | None
     partition: int | None
     compression: str
+    schema: str | None
     timeout_s: float
     print_ids: bool
     as_json: bool
@@ -114,6 +125,7 @@ def publish(
     delay: DelaySeconds = None,
     partition: Partition = None,
     compression: Compression = "none",
+    schema: Schema = None,
     ids: Ids = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -141,6 +153,7 @@ def publish(
         delay_s=delay,
         partition=partition,
         compression=compression,
+        schema=schema,
         timeout_s=timeout,
         print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
         as_json=as_json,
@@ -167,7 +180,8 @@ async def _publish(client: Client, order: _Order) -> int:
 
         async def publish_group(lines: list[bytes], first: int) -> int:
             try:
-                return await _publish_group(publisher, order, lines, first)
+                records = await _encoded(client, order, _records(order, lines, first), first)
+                return await _publish_group(publisher, order, records, first)
             except _PASSING as error:
                 raise await _explained(client, order, error) from error
 
@@ -216,9 +230,30 @@ def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
     return read_line_groups(descriptor)
 
 
-async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes], first: int) -> int:
-    """Publish lines that were read together; `first` is the number of the first in the input."""
-    records = _records(order, lines, first)
+async def _encoded(client: Client, order: _Order, records: list[NewRecord], first: int) -> list[NewRecord]:
+    """Encode JSON documents with the schema, if one is given."""
+    if order.schema is None:
+        return records
+    import msgspec
+
+    from millstream.client.schemas import codecs_of
+
+    codecs = codecs_of(client)
+    encoded = []
+    for number, record in enumerate(records, first):
+        where = "" if order.value is not None else f"line {number} of the input: "
+        try:
+            document = msgspec.json.decode(record.value or b"")
+            encoded.append(record._replace(value=await codecs.encode(order.schema, document, is_json=True)))
+        except msgspec.DecodeError as error:
+            raise CommandFailed(f"{where}it is not JSON, which --schema needs: {error}", ExitCode.USAGE) from error
+        except SchemaMismatch as error:
+            raise CommandFailed(f"{where}{error}", ExitCode.USAGE) from error
+    return encoded
+
+
+async def _publish_group(publisher: Publisher, order: _Order, records: list[NewRecord], first: int) -> int:
+    """Publish messages that were read together; `first` is the number of the first in the input."""
     try:
         receipts = await publisher.publish_many(order.topic, records, partition=order.partition)
     except PublishFailed as failed:

@@ -1,4 +1,4 @@
-"""`millstream schema`: list, show, compare, register and delete schemas, and set what is compatible."""
+"""`millstream schema`: list, show, compare, check, register and delete schemas, and set what is compatible."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from millstream.cli.connection import ask
+from millstream.cli.exit_code import ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
-from millstream.cli.output import print_answer, print_json, print_line, print_table
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
+from millstream.client.admin.position import HELP, parse_position
 from millstream.core.errors import InvalidRequest
 from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
 
@@ -23,6 +25,7 @@ app = typer.Typer(help="List, show, compare, register and delete schemas.", no_a
 
 _TYPES: Final = {".avsc": AVRO, ".json": JSON_SCHEMA, ".proto": PROTOBUF}
 _DEFAULT: Final = "default"
+_REASONS_SHOWN: Final = 5
 
 Subject = Annotated[
     str,
@@ -32,6 +35,23 @@ Subject = Annotated[
     ),
 ]
 Version = Annotated[str, typer.Option("--version", metavar="NUMBER", help="A version, or `latest`.")]
+SchemaFile = Annotated[Path, typer.Argument(help="The file with the schema.", exists=True, dir_okay=False)]
+SchemaType = Annotated[
+    str | None,
+    typer.Option(
+        "--type",
+        metavar="TYPE",
+        help="AVRO, JSON or PROTOBUF; otherwise the file's name says it (.avsc, .json, .proto).",
+    ),
+]
+References = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reference",
+        metavar="NAME=SUBJECT:VERSION",
+        help="A schema that this one uses by a name; can be repeated.",
+    ),
+]
 
 
 @app.command("list")
@@ -100,23 +120,9 @@ def diff(
 @app.command("register")
 def register(
     subject: Subject,
-    file: Annotated[Path, typer.Argument(help="The file with the schema.", exists=True, dir_okay=False)],
-    schema_type: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            metavar="TYPE",
-            help="AVRO, JSON or PROTOBUF; otherwise the file's name says it (.avsc, .json, .proto).",
-        ),
-    ] = None,
-    references: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reference",
-            metavar="NAME=SUBJECT:VERSION",
-            help="A schema that this one uses by a name; can be repeated.",
-        ),
-    ] = None,
+    file: SchemaFile,
+    schema_type: SchemaType = None,
+    references: References = None,
     normalize: Annotated[bool, typer.Option("--normalize", help="Ignore the order of keys and properties.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -186,6 +192,56 @@ def compatibility(
 
     current = ask(brokers, timeout, question)
     print_answer({"subject": subject, "compatibility": current}, current, as_json=as_json)
+
+
+@app.command("check")
+def check(
+    subject: Subject,
+    file: SchemaFile,
+    schema_type: SchemaType = None,
+    references: References = None,
+    topic: Annotated[
+        str | None,
+        typer.Option("--topic", help="Also read the messages of this topic with the new schema.", show_default=False),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="POSITION", help=f"Which messages: from {HELP}. Default: all that are stored."),
+    ] = None,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Tell whether a schema could be registered, and which stored messages it would not read.
+
+    Ends with 5 if it is incompatible or does not read a message.
+    """
+    from millstream.client.admin.topic_schema import try_schema
+    from millstream.protocol.private.schema_messages import CheckSchema
+
+    if since is not None and topic is None:
+        raise typer.BadParameter("--since needs --topic")
+    request = CheckSchema(
+        subject=subject,
+        schema=file.read_text(encoding="utf-8"),
+        schema_type=_type_of(file, schema_type),
+        references=[_reference(text) for text in references or ()],
+    )
+    begin = None if since is None else parse_position(since)
+    found = ask(
+        brokers,
+        timeout,
+        lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=timeout),
+    )
+    lines = [f"{subject}: {'incompatible' if found.reasons else 'compatible'}.", *found.reasons]
+    if topic is not None:
+        without = f", {counted(found.skipped, 'message')} without a schema" if found.skipped else ""
+        lines.append(f"{counted(found.messages, 'message')} of {topic}: {found.unreadable} cannot be read{without}.")
+        lines += [f"{number} × {reason}" for reason, number in found.counted.most_common(_REASONS_SHOWN)]
+        lines += [f"{topic}/{one['partition']}@{one['offset']}  {one['reason']}" for one in found.first]
+    print_answer(found.document(), "\n".join(lines), as_json=as_json)
+    if found.reasons or found.unreadable:
+        raise typer.Exit(ExitCode.CONFLICT)
 
 
 Topic = Annotated[str, typer.Option("--topic", help="The topic of Confluent's registry.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +28,7 @@ LAST_DEFAULT = 10
 LAST_MAX = 100_000
 
 Topic = Annotated[str, typer.Argument(autocompletion=complete_topics, help="The topic to show.", show_default=False)]
-Show = Callable[["Message"], bytes]
+Show = Callable[["Message"], Awaitable[bytes]]
 
 
 class Isolation(StrEnum):
@@ -98,7 +98,7 @@ def tail(
         written = await offset_bounds(client, topic, partitions)
         bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
-        show = _shower(found, raw=raw, as_json=as_json)
+        show = _shower(client, found, raw=raw, as_json=as_json)
         starts = ends if number == 0 else {index: start for index, (start, _) in bounds.items()}
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
@@ -139,13 +139,13 @@ async def _show_past(
         last = LAST_DEFAULT if number is None else number
         if last:
             for message in await tailer.last(last, ends):
-                print_bytes(show(message))
+                print_bytes(await show(message))
         return None
     if number == 0 or begin.kind is Kind.END:
         return number
     left = number
     async for message in tailer.until(ends):
-        print_bytes(show(message))
+        print_bytes(await show(message))
         left = None if left is None else left - 1
         if left == 0:
             break
@@ -155,7 +155,7 @@ async def _show_past(
 async def _show_new(tailer: Tailer, left: int | None, show: Show) -> None:
     async with aclosing(tailer.follow()) as following:
         async for message in following:
-            print_bytes(show(message))
+            print_bytes(await show(message))
             left = None if left is None else left - 1
             if left == 0:
                 return
@@ -169,22 +169,24 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
     return wanted or known
 
 
-def _shower(topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
+def _shower(client: Client, topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
     from millstream.cli.message_text import as_text
+    from millstream.client.admin.decoding import decode_record
     from millstream.client.admin.messages import as_document
 
-    if raw:
-        return lambda message: (message.record.value or b"") + b"\n"
-    if as_json:
+    async def show_raw(message: Message) -> bytes:
+        return (message.record.value or b"") + b"\n"
 
-        def show_document(message: Message) -> bytes:
-            document = as_document(topic.name, topic.topic_id, message.partition, message.record)
-            return as_json_text(document).encode() + b"\n"
+    async def show_document(message: Message) -> bytes:
+        document = as_document(topic.name, topic.topic_id, message.partition, message.record)
+        decoded = await decode_record(client, topic.name, message.record)
+        document.update({} if decoded is None else decoded.document())
+        return as_json_text(document).encode() + b"\n"
 
-        return show_document
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    def show_text(message: Message) -> bytes:
-        return as_text(topic.name, message.partition, message.record, colour=colour).encode() + b"\n"
+    async def show_text(message: Message) -> bytes:
+        decoded = await decode_record(client, topic.name, message.record)
+        return as_text(topic.name, message.partition, message.record, colour=colour, decoded=decoded).encode() + b"\n"
 
-    return show_text
+    return show_raw if raw else show_document if as_json else show_text

@@ -189,7 +189,17 @@ def describe(
     """Show a topic's partitions, offsets and settings."""
     from millstream.client.admin.topics import describe_topic
 
-    described = ask(brokers, timeout, lambda client: describe_topic(client, name, advice=_LIST_ADVICE))
+    async def question(client: Client) -> dict[str, Any]:
+        from millstream.client.admin.topic_notes import topic_readers, topic_writers
+        from millstream.client.admin.topic_schema import topic_schemas
+
+        found = await describe_topic(client, name, advice=_LIST_ADVICE)
+        found["schema"] = await topic_schemas(client, found["settings"])
+        found["readers"] = await topic_readers(client, name)
+        found["writers"] = await topic_writers(client, name)
+        return found
+
+    described = ask(brokers, timeout, question)
     if as_json:
         print_json(described)
     else:
@@ -331,6 +341,10 @@ def _print_description(described: dict[str, Any]) -> None:
     messages = sum(one["end"] - one["start"] for one in partitions)
     print_line(f"{described['topic']}  ({counted(len(partitions), 'partition')}, {counted(messages, 'message')})")
     facts = {"id": described["id"], **{word: described[word] for word in CARD}}
+    facts |= _schema_facts(described["schema"])
+    for word in ("readers", "writers"):
+        known = described[word]
+        facts[word] = None if known is None else ", ".join(f"{one['kind']} {one['name']}" for one in known) or "none"
     for word, text in facts.items():
         if text is not None:
             print_line(f"{word.ljust(11)}  {text}")
@@ -347,6 +361,19 @@ def _print_description(described: dict[str, Any]) -> None:
             if name not in CARD.values()
         ],
     )
+
+
+def _schema_facts(schema: dict[str, Any] | None) -> dict[str, str]:
+    if schema is None:
+        return {}
+    facts = {}
+    for field in ("key", "value"):
+        if field in schema:
+            one = schema[field]
+            versions = ", ".join(map(str, one["versions"])) or "none yet: messages are refused until one is registered"
+            kind = f", {one['type']}" if one["type"] else ""
+            facts[f"{field} schema"] = f"{one['subject']}{kind} (versions {versions}; validate {schema['validate']})"
+    return facts
 
 
 def _row(one: dict[str, Any]) -> list[Any]:

@@ -19,6 +19,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypedDict, Unpack
@@ -259,16 +260,18 @@ class Connection:
         deduplicate: bool = False,
         correlation_id: str | None = None,
         partition: int | None = None,
+        schema: str | None = None,
     ) -> Receipt:
         """Publish a message and return when it is stored as the topic's settings require.
 
-        Values are bytes, strings, or anything that JSON can represent. Messages with the same key keep their order.
+        Values are bytes, strings, or anything that JSON can represent. With `schema`, a subject of the registry, the
+        value is encoded with its latest version instead. Messages with the same key keep their order.
         `delay`, in seconds or a time, is honoured by subscriptions. With `deduplicate`, a message whose `id` was
         published within the topic's `deduplication.window.ms` is not stored again, and the receipt is that of the
         first.
         """
         _check_topic(topic)
-        content, kind = encoded(value)
+        content, kind = encoded(value) if schema is None else (await self._encoded(schema, value), ())
         written = headers_of(headers, kind, id, delay)
         if correlation_id is not None:
             check_text("correlation_id", correlation_id)
@@ -283,8 +286,12 @@ class Connection:
             return await self._send(topic, key_bytes(key), content, written, partition, deduplicate)
         return await self.publisher.send(topic, key_bytes(key), content, written, -1, partition)
 
-    async def publish_many(self, topic: str, values: Iterable[Any], *, partition: int | None = None) -> list[Receipt]:
+    async def publish_many(
+        self, topic: str, values: Iterable[Any], *, partition: int | None = None, schema: str | None = None
+    ) -> list[Receipt]:
         """Publish values, or `NewMessage`s, and wait for all of them; receipts are in the order given.
+
+        `schema` is as for `publish`; a message may name another.
 
         Raises `PublishFailed` if some could not be stored: it says which, and holds the receipts of the others.
         """
@@ -297,10 +304,29 @@ class Connection:
         if tracing.is_on():
             messages = list(values)
             with tracing.publish_span(topic, count=len(messages), client_id=self._client_id) as span:
-                receipts = await self._send_many(topic, [*map(_record, messages)], partition)
+                receipts = await self._send_many(topic, await self._records(messages, schema), partition)
                 span.placed(receipts)
                 return receipts
-        return await self._send_many(topic, [*map(_record, values)], partition)
+        return await self._send_many(topic, await self._records(values, schema), partition)
+
+    async def _encoded(self, schema: str, value: Any) -> bytes | None:
+        check_text("schema", schema)
+        if value is None:
+            return None
+        from millstream.client.schemas import codecs_of
+
+        return await codecs_of(self.client).encode(schema, value)
+
+    async def _records(self, values: Iterable[Any], schema: str | None) -> list[NewRecord]:
+        records = []
+        for value in values:
+            subject = (value.schema or schema) if isinstance(value, NewMessage) else schema
+            if subject is None:
+                records.append(_record(value))
+            else:
+                plain = value if isinstance(value, NewMessage) else NewMessage(value)
+                records.append(_record(replace(plain, value=await self._encoded(subject, plain.value))))
+        return records
 
     async def flush(self) -> None:
         """Wait until everything that was published has been answered."""

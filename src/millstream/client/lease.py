@@ -21,6 +21,7 @@ from millstream.protocol.records.record import append_time_ms, records_section, 
 if TYPE_CHECKING:
     from millstream.client.message import Message
     from millstream.client.settling import Settlement
+    from millstream.protocol.wire.client import Client
 
 
 class MessageSettler(Protocol):
@@ -52,6 +53,7 @@ class Lease:
     __slots__ = (
         "_topic_id",
         "attempt",
+        "client",
         "deadline_ms",
         "fresh_until",
         "is_leased",
@@ -83,8 +85,11 @@ class Lease:
         fresh_until: float = inf,
         deadline_ms: int | None = None,
         attempt: int | None = None,
+        client: Client | None = None,
     ) -> None:
         self.topic = topic
+        self.client = client
+        """Asks for the schemas of messages."""
         self._topic_id = topic_id
         self.partition = partition
         self.settler = settler

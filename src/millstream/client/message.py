@@ -11,7 +11,7 @@ import msgspec
 from millstream.client.arguments import check_text
 from millstream.client.outcome import milliseconds
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
-from millstream.core.errors import InvalidRecordState
+from millstream.core.errors import InvalidRecordState, SchemaMismatch
 from millstream.core.message_id import message_id
 from millstream.core.verb import Verb
 from millstream.protocol.records.record import Headers, decode_headers
@@ -23,7 +23,8 @@ NO_HEADERS: Final = b"\x00"
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """One message. Keys, values and headers are bytes; `json()` and `header_text` decode them.
+    """One message. Keys, values and headers are bytes; `json()`, `decode()` and `header_text` decode
+    them.
 
     A msgspec struct, since one is created for every message, which takes four times as long in plain Python.
     """
@@ -92,6 +93,17 @@ class Message(msgspec.Struct, eq=False, gc=False):
         that.
         """
         return msgspec.json.decode(self.value or b"null", type=type)
+
+    async def decode(self) -> Any:
+        """Decode the value by the schema that it names; raise `SchemaMismatch` if it names none or does not fit it."""
+        if self.value is None:
+            return None
+        client = self._lease.client
+        if client is None:
+            raise SchemaMismatch("this message is not connected to a cluster whose schemas could decode it")
+        from millstream.client.schemas import codecs_of
+
+        return await codecs_of(client).decode(self.topic, self.value, self.all_headers)
 
     @property
     def all_headers(self) -> Headers:

@@ -37,6 +37,7 @@ class NewMessage:
     id: str | None = None
     delay: Delay | None = None
     correlation_id: str | None = None
+    schema: str | None = None
 
 
 def encoded(value: Any) -> tuple[bytes | None, Headers]:

@@ -180,6 +180,7 @@ class SyncMessage(Facade[Message]):
     traceparent: str | None
     value: bytes | None
 
+    decode = blocking(Message.decode)
     ack = blocking(Message.ack)
     nack = blocking(Message.nack)
     reject = blocking(Message.reject)

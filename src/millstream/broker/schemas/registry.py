@@ -225,6 +225,11 @@ class SchemaRegistry:
             self._rendered[key] = rendered
         return self._rendered[key]
 
+    async def compile(self, subject: QualifiedSubject, new: NewSchema) -> str:
+        """A schema that is not registered, as codecs need it."""
+        content = await self._parse(subject, new)
+        return await self._examiner.render(await self._text_of(content, subject.context), COMPILED)
+
     # -- registering ----------------------------------------------------------------------------------------
 
     async def lookup(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool = False) -> SubjectVersion:

@@ -63,6 +63,10 @@ class SchemaClient:
         """Return why a schema is incompatible with a subject; empty if it is compatible."""
         return list((await self._ask(CHECK_KEY, request, CheckResponse)).reasons)
 
+    async def try_out(self, request: CheckSchema) -> CheckResponse:
+        """Return why a schema is incompatible with a subject, which may be new, and the schema for a codec."""
+        return await self._ask(CHECK_KEY, msgspec.structs.replace(request, compiled=True), CheckResponse)
+
     async def get(self, request: GetSchema) -> SchemaResponse:
         """Return a schema by its id or guid."""
         return await self._ask(GET_KEY, request, SchemaResponse)

@@ -7,11 +7,12 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
+from millstream.client.admin.groups import committed_by_group, list_groups
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
-from millstream.client.admin.topics import default_replication
+from millstream.client.admin.topics import default_replication, find_topic
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import PipelineKind
-from millstream.core.subscription import OWN_PREFIX
+from millstream.core.subscription import DEAD_LETTER_TOPIC, OWN_PREFIX
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -90,6 +91,44 @@ async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """Return who reads a topic that is about to be deleted, and what they have not read."""
     pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
+
+
+async def topic_readers(client: Client, topic: str) -> list[dict[str, str]] | None:
+    """Return the subscriptions, pipelines and consumer groups that read a topic; None if unknown."""
+    with suppress(MillstreamError, ValueError):
+        found = await find_topic(client, topic)
+        subscribed = [one["name"] for one in await SubscriptionClient(client).describe() if topic in one["topics"]]
+        pipelines = [one.reader.name for one in await pipelines_reading(client, found)]
+        names = [name for name, _, _ in await list_groups(client)]
+        committed = await committed_by_group(client, names) if names else {}
+        groups = [
+            name
+            for name, offsets in committed.items()
+            if not isinstance(offsets, MillstreamError) and any(place.topic == topic for place in offsets)
+        ]
+        listed = {"subscription": subscribed, "pipeline": pipelines, "group": groups}
+        return [{"kind": kind, "name": name} for kind, names in listed.items() for name in sorted(names)]
+    return None
+
+
+async def topic_writers(client: Client, topic: str) -> list[dict[str, str]] | None:
+    """Return the pipelines that write to a topic, and the subscriptions that send dead letters there; None if unknown.
+
+    Other clients write without being declared.
+    """
+    with suppress(MillstreamError, ValueError):
+        client_of = PipelineClient(client)
+        names = [described["name"] for described in await client_of.describe()]
+        declared = [pipeline_of(described) for described in await client_of.describe(names)] if names else []
+        pipelines = [one.name for one in declared if any(topic in targets for targets in one.flows().values())]
+        subscriptions = [
+            one["name"]
+            for one in await SubscriptionClient(client).describe()
+            if one["settings"].get(DEAD_LETTER_TOPIC) == topic
+        ]
+        listed = {"pipeline": pipelines, "dead letters of": subscriptions}
+        return [{"kind": kind, "name": name} for kind, names in listed.items() for name in sorted(names)]
+    return None
 
 
 async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:

@@ -75,6 +75,9 @@ def stopped() -> Refused:
 
 def status_of(error: errors.MillstreamError) -> HTTPStatus:
     """Return the status of an error class."""
+    if isinstance(error, errors.SchemaRegistryError):
+        # The codes of the registry begin with a status.
+        return HTTPStatus(int(str(error.code)[:3]))
     found = (status for kind, status in _STATUSES if isinstance(error, kind))
     return next(found, HTTPStatus.INTERNAL_SERVER_ERROR)
 

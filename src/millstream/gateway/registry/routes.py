@@ -156,6 +156,12 @@ def _version_document(schema: SchemaMessage) -> dict[str, Any]:
     return document
 
 
+def _format(request: RegistryRequest) -> str:
+    """The format that is asked for; one that Confluent's registry does not have is ignored, as there."""
+    wanted = request.text("format")
+    return wanted if wanted in ("resolved", "serialized") else ""
+
+
 def _sent(request: RegistryRequest) -> dict[str, Any]:
     """The schema in the body, as private requests carry it."""
     body: _Schema = request.decode(_Schema)
@@ -222,7 +228,7 @@ def _by_id(request: RegistryRequest) -> GetSchema:
     if not (number.isascii() and number.isdigit() and int(number) < 2**31):
         raise SchemaRegistryError("HTTP 404 Not Found", code=404)
     subject = request.qualified(request.text("subject"))
-    return GetSchema(id=int(number), subject=subject, format=request.text("format"), deleted=request.flag("deleted"))
+    return GetSchema(id=int(number), subject=subject, format=_format(request), deleted=request.flag("deleted"))
 
 
 async def _schema(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -251,7 +257,7 @@ async def _schema_versions(client: SchemaClient, request: RegistryRequest) -> An
 
 
 async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(GetSchema(guid=request.names["guid"].lower(), format=request.text("format")))
+    found = await client.get(GetSchema(guid=request.names["guid"].lower(), format=_format(request)))
     if found.schema is None:
         raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
     return {**_string_document(found.schema), "guid": found.schema.guid}
@@ -263,7 +269,7 @@ async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:
 
 
 async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
-    asked = LookupSchema(**_sent(request), deleted=request.flag("deleted"), format=request.text("format"))
+    asked = LookupSchema(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
     return _version_document(await client.lookup(asked))
 
 
@@ -285,7 +291,7 @@ async def _versions(client: SchemaClient, request: RegistryRequest) -> Any:
 async def _find_version(client: SchemaClient, request: RegistryRequest, *, deleted: bool) -> Any:
     version = request.names["version"]
     return await client.subject(
-        GetSubject(subject=request.subject, version=version, deleted=deleted, format=request.text("format"))
+        GetSubject(subject=request.subject, version=version, deleted=deleted, format=_format(request))
     )
 
 
@@ -307,7 +313,7 @@ async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
         subject=request.subject,
         metadata=dict(zip(keys, values, strict=False)),
         deleted=request.flag("deleted"),
-        format=request.text("format"),
+        format=_format(request),
     )
     found = (await client.subject(asked)).schema
     if found is None:

@@ -72,12 +72,15 @@ class CheckSchema(SchemaBody, frozen=True, kw_only=True):
     """Checks a schema against one version, or against those that the subject's level covers."""
 
     version: str | None = None
+    compiled: bool = False
+    """Whether the schema is returned as codecs need it; a subject without versions is then no error."""
 
 
 class CheckResponse(RegistryResponse, frozen=True, kw_only=True):
     """Why a schema is incompatible; nothing if it is compatible."""
 
     reasons: Sequence[str] = ()
+    compiled: str = ""
 
 
 class GetSchema(msgspec.Struct, frozen=True, kw_only=True):

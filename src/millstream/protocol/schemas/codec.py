@@ -59,6 +59,12 @@ class Codec(ABC):
         """Convert a JSON document to the value that `encode` takes."""
         return document
 
+    def check_readable(self, framed: Framed, reader: Codec) -> None:
+        """Raise `SchemaMismatch` unless a value that was written with this schema can be read with another one."""
+        if type(reader) is not type(self):
+            raise SchemaMismatch("it was written with a schema of another type")
+        reader.check(framed)
+
 
 def codec_of(schema_type: str, compiled: str) -> Codec:
     """Return the codec for a schema, given as the registry compiled it (`formats.render`)."""
@@ -107,16 +113,21 @@ class AvroCodec(Codec):
     def check(self, framed: Framed) -> None:
         self._read(framed, self._plain)
 
+    def check_readable(self, framed: Framed, reader: Codec) -> None:
+        if not isinstance(reader, AvroCodec):
+            raise SchemaMismatch("it was written with a schema of another type")
+        self._read(framed, self._plain, reader._plain)
+
     def decode(self, framed: Framed) -> Any:
         return self._read(framed, self._schema)
 
-    def _read(self, framed: Framed, schema: Any) -> Any:
+    def _read(self, framed: Framed, schema: Any, reader: Any = None) -> Any:
         import fastavro
 
         stream = io.BytesIO(framed.content)
         try:
-            value = fastavro.schemaless_reader(stream, schema, None)
-        except _UNREADABLE as error:
+            value = fastavro.schemaless_reader(stream, schema, reader)
+        except (*_UNREADABLE, fastavro.read.SchemaResolutionError) as error:
             raise _mismatch("it does not decode as Avro", error) from error
         left = len(framed.content) - stream.tell()
         if left:
@@ -155,7 +166,7 @@ def _without_logical_types(source: Any) -> Any:
         return [_without_logical_types(one) for one in source]
     if not isinstance(source, dict):
         return source
-    kept = {key: value for key, value in source.items() if key not in ("logicalType", "default")}
+    kept = {key: value for key, value in source.items() if key != "logicalType"}
     for key in ("type", "items", "values"):
         if key in kept:
             kept[key] = _without_logical_types(kept[key])

@@ -194,11 +194,11 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
 class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     """Checks whether a schema is compatible with a subject.
 
-        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest"}
-        answer: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …]}
+        {"subject": "orders-value", "schema": "…", … as in SchemaRegister, "version": "latest", "compiled": false}
+        answer: {"error": 0, "message": null, "code": 0, "reasons": ["{errorType:…}", …], "compiled": "…"}
 
     Without a version, the schema is checked against those that the subject's level covers. It is compatible if there
-    are no reasons against it.
+    are no reasons against it. `compiled` asks for the schema as codecs need it, to try it on stored messages.
     """
 
     key = CHECK_KEY
@@ -212,7 +212,13 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     async def answer(self, request: CheckSchema) -> CheckResponse:
         """Decide, without registering anything."""
         subject = QualifiedSubject.parse(request.subject)
-        return CheckResponse(reasons=await self._registry.check(subject, new_schema(request), request.version))
+        new = new_schema(request)
+        if not request.compiled:
+            return CheckResponse(reasons=await self._registry.check(subject, new, request.version))
+        compiled = await self._registry.compile(subject, new)
+        is_new = not self._registry.versions(subject).live
+        reasons = () if is_new else await self._registry.check(subject, new, request.version)
+        return CheckResponse(reasons=reasons, compiled=compiled)
 
 
 class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):

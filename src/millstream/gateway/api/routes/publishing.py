@@ -14,8 +14,9 @@ from msgspec import Meta
 from millstream.client.admin.messages import utc
 from millstream.client.admin.topics import find_topic
 from millstream.client.receipt import Receipt
+from millstream.client.schemas import codecs_of
 from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
-from millstream.core.topic import check_topic_name
+from millstream.core.topic import SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name
 from millstream.gateway.api.cloud_event import (
     BATCHED,
     SPEC_HEADER,
@@ -29,6 +30,7 @@ from millstream.gateway.api.cloud_event import (
 )
 from millstream.gateway.api.dispatch import read_json
 from millstream.gateway.api.new_message import (
+    CONTENT_TYPE,
     MessageBatch,
     MessageHeaders,
     Placed,
@@ -49,6 +51,7 @@ PARTITIONS_AT_ONCE: Final = 16
 K = TypeVar("K")
 
 MESSAGES: Final = "application/vnd.millstream.messages+json"
+_any_decoder: Final = msgspec.json.Decoder()
 _raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
 _batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
 
@@ -63,6 +66,13 @@ class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "answer says where the original is stored. Every message needs an id."
         ),
     ] = False
+    schema: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=SCHEMA_SUBJECT_LENGTH_MAX)] | None,
+        Meta(
+            description="A subject of the schema registry: the values are JSON documents, and are stored as its latest "
+            "schema encodes them.",
+        ),
+    ] = None
 
 
 class Published(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,7 +109,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         placed = from_request(headers, request.body)
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
-        if not request.query.deduplicate:
+        if not (request.query.deduplicate or request.query.schema):
             check_topic_name(topic)
             key, value, stored, _ = placed.record
             return _published(await services.publisher.send(topic, key, value, stored, partition=placed.partition))
@@ -107,6 +117,8 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     else:
         placeds = [with_request(placed, headers) for placed in reader(request.body)]
     check_topic_name(topic)
+    if request.query.schema:
+        placeds = [await _encoded(services, request.query.schema, placed) for placed in placeds]
     if request.query.deduplicate:
         published = await _publish_once(services, topic, placeds)
     else:
@@ -114,6 +126,18 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     is_old = all(one.duplicate for one in published)
     content: Any = published[0] if reader is None or reader is _read_event else PublishedBatch(published)
     return Response(HTTPStatus.OK, content) if is_old else content
+
+
+async def _encoded(services: Services, subject: str, placed: Placed) -> Placed:
+    """Encode the JSON document of a message with the latest schema of a subject."""
+    value = placed.record.value
+    if value is None:
+        return placed
+    document = read_json(_any_decoder, value)
+    content = await codecs_of(services.publishing).encode(subject, document, is_json=True)
+    # It is no longer what the request says it is.
+    headers = tuple(pair for pair in placed.record.headers if pair[0] != CONTENT_TYPE)
+    return placed._replace(record=placed.record._replace(value=content, headers=headers))
 
 
 async def _publish_many(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:

@@ -1,0 +1,117 @@
+"""Encodes and decodes messages by the schemas of the registry, which are fetched once and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections import OrderedDict
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from millstream.client.admin.schemas import SchemaClient
+from millstream.core.errors import SchemaMismatch, SchemaRegistryError
+from millstream.protocol.private.schema_messages import GetSchema, GetSubject, SchemaMessage
+from millstream.protocol.records.record import Headers
+from millstream.protocol.schemas.codec import Codec, codec_of
+from millstream.protocol.schemas.framing import Framed, prefix, schema_header, unframe
+from millstream.protocol.wire.client import Client
+
+KEPT_MAX: Final = 1000
+LATEST_S: Final = 30.0
+"""How long the latest version of a subject, or that an id is unknown, is taken for granted."""
+_COMPILED: Final = "compiled"
+_KEPT_TYPES: Final = (bytes, datetime.datetime, datetime.date, datetime.time, datetime.timedelta, Decimal, UUID)
+
+
+class RegisteredCodec(NamedTuple):
+    """A registered schema, and the codec for it."""
+
+    schema: SchemaMessage
+    codec: Codec
+
+
+class SchemaCodecs:
+    """The schemas that one client uses."""
+
+    def __init__(self, client: Client) -> None:
+        self._schemas = SchemaClient(client)
+        self._by_name: OrderedDict[tuple[str, str], RegisteredCodec] = OrderedDict()
+        """By what names a schema, an id or a guid, and by the subject in whose context that is."""
+        self._latest: OrderedDict[str, tuple[float, RegisteredCodec]] = OrderedDict()
+        self._unknown: OrderedDict[tuple[str, str], tuple[float, SchemaRegistryError]] = OrderedDict()
+
+    async def latest(self, subject: str) -> RegisteredCodec:
+        """Return the latest version of a subject, known for half a minute at most."""
+        now = asyncio.get_running_loop().time()
+        known = self._latest.get(subject)
+        if known is not None and known[0] > now:
+            return known[1]
+        response = await self._schemas.subject(GetSubject(subject=subject, version="latest", format=_COMPILED))
+        found = _codec(response.schema)
+        _keep(self._latest, subject, (now + LATEST_S, found))
+        return found
+
+    async def encode(self, subject: str, value: Any, *, is_json: bool = False) -> bytes:
+        """Encode a value with the latest schema of a subject, with its id in front; a JSON document is converted."""
+        found = await self.latest(subject)
+        if is_json:
+            converted = found.codec.from_json(value)
+        else:
+            converted = value if isinstance(value, dict) else msgspec.to_builtins(value, builtin_types=_KEPT_TYPES)
+        try:
+            return prefix(found.schema.id) + found.codec.encode(converted)
+        except SchemaMismatch as error:
+            raise SchemaMismatch(f"subject {subject!r}, version {found.schema.version}: {error}") from error
+
+    async def decode(self, topic: str, payload: bytes, headers: Headers = (), *, field: str = "value") -> Any:
+        """Decode a key or value of a topic by the schema that it names."""
+        framed = unframe(payload, schema_header(headers, field))
+        return (await self.named(framed, f"{topic}-{field}")).codec.decode(framed)
+
+    async def named(self, framed: Framed, subject: str) -> RegisteredCodec:
+        """Return the schema that a value names; raise `SchemaRegistryError` if the registry does not have it."""
+        place = (subject, framed.named)
+        known = self._by_name.get(place)
+        if known is not None:
+            self._by_name.move_to_end(place)
+            return known
+        now = asyncio.get_running_loop().time()
+        refused = self._unknown.get(place)
+        if refused is not None and refused[0] > now:
+            raise refused[1]
+        request = GetSchema(id=framed.schema_id or 0, guid=framed.guid or "", subject=subject, format=_COMPILED)
+        try:
+            found = _codec((await self._schemas.get(request)).schema)
+        except SchemaRegistryError as error:
+            _keep(self._unknown, place, (now + LATEST_S, error))
+            raise
+        _keep(self._by_name, place, found)
+        return found
+
+
+_of_clients: Final[WeakKeyDictionary[Client, SchemaCodecs]] = WeakKeyDictionary()
+
+
+def codecs_of(client: Client) -> SchemaCodecs:
+    """Return the codecs of a client, which all its users share."""
+    found = _of_clients.get(client)
+    if found is None:
+        found = _of_clients[client] = SchemaCodecs(client)
+    return found
+
+
+def _codec(schema: SchemaMessage | None) -> RegisteredCodec:
+    if schema is None:
+        raise SchemaMismatch("the registry's answer has no schema")
+    return RegisteredCodec(schema, codec_of(schema.schema_type, schema.schema))
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > KEPT_MAX:
+        kept.popitem(last=False)
