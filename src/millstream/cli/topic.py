@@ -336,6 +336,7 @@ def _schema_rule(schemas: list[str] | None, validate: str | None) -> dict[str, s
 
 def _print_description(described: dict[str, Any]) -> None:
     from millstream.client.admin.topics import CARD
+    from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE
 
     partitions = described["partitions"]
     messages = sum(one["end"] - one["start"] for one in partitions)
@@ -358,7 +359,7 @@ def _print_description(described: dict[str, Any]) -> None:
         [
             [name, value, "this topic" if name in described["overrides"] else "the node"]
             for name, value in sorted(described["settings"].items())
-            if name not in CARD.values()
+            if name not in (*CARD.values(), SCHEMA_KEY, SCHEMA_VALUE, SCHEMA_VALIDATE)
         ],
     )
 
