@@ -107,10 +107,10 @@ class _Order:
     delay_s: float | None
     partition: int | None
     compression: str
-    schema: str | None
     timeout_s: float
     print_ids: bool
     as_json: bool
+    schema: str | None = None
 
 
 def publish(

@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
-from millstream.client.admin.groups import committed_by_group, list_groups
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 from millstream.client.admin.topics import default_replication, find_topic
 from millstream.core.errors import MillstreamError
@@ -16,6 +15,7 @@ from millstream.core.subscription import DEAD_LETTER_TOPIC, OWN_PREFIX
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
 
 
 class Reading(NamedTuple):
