@@ -17,7 +17,7 @@ SIMULATE_ARGS ?=
 # Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -78,6 +78,9 @@ bench-queues: $(DEV_STAMP) ## Measure subscriptions as queues against RabbitMQ, 
 
 bench-http: $(DEV_STAMP) ## Measure publishing over HTTP against the same server's plain echo (a minute)
 	@$(BIN)/python -m benchmarks.http $(BENCH_ARGS)
+
+bench-schemas: $(DEV_STAMP) ## Measure what schema rules on topics cost, beside topics without one (2 minutes)
+	@$(BIN)/python -m benchmarks.schemas $(BENCH_ARGS)
 
 bench-sdk: $(DEV_STAMP) ## Measure the Python SDK against aiokafka, confluent-kafka's asyncio client, aio-pika and nats-py (8 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.sdk $(BENCH_ARGS)

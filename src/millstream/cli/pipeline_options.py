@@ -101,7 +101,10 @@ EverySeconds = Annotated[
 Decode = Annotated[
     str | None,
     typer.Option(
-        "--decode", metavar="FORMAT", help="json decodes payloads into columns, none does not.", show_default=False
+        "--decode",
+        metavar="FORMAT",
+        help="json decodes payloads into columns, schema does so by their registered schemas, none does not.",
+        show_default=False,
     ),
 ]
 Schemas = Annotated[

@@ -85,10 +85,9 @@ class Lease:
         fresh_until: float = inf,
         deadline_ms: int | None = None,
         attempt: int | None = None,
-        client: Client | None = None,
     ) -> None:
         self.topic = topic
-        self.client = client
+        self.client: Client | None = None
         """Asks for the schemas of messages."""
         self._topic_id = topic_id
         self.partition = partition

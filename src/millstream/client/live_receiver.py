@@ -206,8 +206,8 @@ class LiveReceiver:
     def _receive(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:
         before = len(self._buffer)
         for place, answer in answers.items():
-            topic_id = self._topic_ids[place.topic]
-            lease = Lease(place.topic, topic_id, place.partition, settler=self.settling, client=self._client)
+            lease = Lease(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
+            lease.client = self._client
             everything = [LeasedRange(self._positions[place], _OFFSET_MAX, 0, 0)]
             self._buffer += read_leased(bytes(answer.records), everything, lease, aborted=answer.aborted)
             for header in iterate_whole_headers(answer.records):

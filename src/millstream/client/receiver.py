@@ -581,8 +581,8 @@ class Receiver:
             fresh_until=leased.fresh_until(part),
             deadline_ms=min((leased_range.deadline_ms for leased_range in leased_ranges), default=None),
             attempt=leased_ranges[0].attempt,
-            client=self._client,
         )
+        lease.client = self._client
         messages = read_leased(part.batches, leased_ranges, lease)
         if messages:
             lease.messages = list(messages)

@@ -19,7 +19,7 @@ from millstream.core.regex import compile_regex
 from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
 from millstream.core.setting import HIDDEN, SealedValue, hide_secrets, seal_problem, setting, settings_of, suggestion
 from millstream.core.sql import read_select
-from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
+from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
 RULES_MAX: Final = 10_000
@@ -44,6 +44,7 @@ NO_DECODING: Final = "none"
 DEBEZIUM: Final = "debezium"
 APPEND: Final = "append"
 UPSERT: Final = "upsert"
+BY_SCHEMA: Final = "schema"
 
 _DELAY: Final = re.compile(
     r"(?:interval\s+)?(?:\d+(?:\.\d+)?\s+"
@@ -260,9 +261,9 @@ class LandSettings(PipelineSettings):
     decode: str = setting(
         DECODE,
         NO_DECODING,
-        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have; "
-        "`debezium` decodes the rows in the change events of Debezium.",
-        choices=(NO_DECODING, "json", DEBEZIUM),
+        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have; `schema` "
+        "by the schemas of the registry that they name; `debezium` decodes the rows in the change events of Debezium.",
+        choices=(NO_DECODING, "json", BY_SCHEMA, DEBEZIUM),
         needs_restart=False,
     )
     mode: str = setting(
@@ -365,6 +366,8 @@ class LandSettings(PipelineSettings):
             check_topic_name(name)
         if self.schema and self.decode == NO_DECODING:
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
+        if self.schema and self.decode == BY_SCHEMA:
+            raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schema` out")
         if self.mode == UPSERT:
             self._check_upsert()
         elif self.key or self.order_by or self.delete_when or self.decode == DEBEZIUM:
@@ -380,6 +383,11 @@ class LandSettings(PipelineSettings):
             raise InvalidSetting(
                 "`key`, `order.by` and `delete.when` name payload fields: set decode=json (--decode json), or leave "
                 "them out to keep the newest payload of each message key"
+            )
+        if self.decode == BY_SCHEMA and (self.key or self.order_by or self.delete_when):
+            raise InvalidSetting(
+                "`key`, `order.by` and `delete.when` read JSON payloads: with decode=schema, leave them out to keep "
+                "the newest payload of each message key"
             )
         if len(set(self.key_fields)) != len(self.key_fields) or "" in self.key_fields:
             raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
@@ -437,11 +445,19 @@ class TransformSettings(MovingSettings):
         needs_restart=False,
     )
     into: str = setting("into", "", "The topic to write the rows to.", needs_restart=False)
+    into_schema: str = setting(
+        "into.schema",
+        "",
+        "The subject of the schema registry whose latest schema encodes the rows; without one they are JSON.",
+        length_max=SCHEMA_SUBJECT_LENGTH_MAX,
+        needs_restart=False,
+    )
     decode: str = setting(
         DECODE,
         "json",
-        "How payloads are read: `json` makes columns of them, `none` leaves key and value as they are.",
-        choices=(NO_DECODING, "json"),
+        "How payloads are read: `json` makes columns of them, `schema` does so by the schemas of the registry that "
+        "they name, `none` leaves key and value as they are.",
+        choices=(NO_DECODING, "json", BY_SCHEMA),
         needs_restart=False,
     )
     schemas: str = setting(
@@ -475,6 +491,8 @@ class TransformSettings(MovingSettings):
         """
         if self.schemas.strip() and self.decode == NO_DECODING:
             raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
+        if self.schemas.strip() and self.decode == BY_SCHEMA:
+            raise InvalidSetting("with decode=schema the registry says which columns there are; leave `schemas` out")
         for topic, text in named_texts("schemas", self.schemas).items():
             parse_columns(text, about=f"the schema of {topic!r}")
         self.delays()

@@ -66,12 +66,15 @@ _READ: Final = (
     "filter",
     "columns",
     "valueFormat",
+    "decode",
+    "schemaSubject",
     "mode",
     "lake",
 )
 _WRITE: Final = (
     *_BOTH,
     "topic",
+    "schema",
     "kafka.compression.type",
     "compression",
     "txnAppId",
@@ -120,6 +123,7 @@ _WITHOUT_EFFECT: Final = {
     ),
 }
 """Options of Spark's Kafka source that affect neither rows nor where they go."""
+BY_SCHEMA: Final = "schema"
 _SECURITY: Final = ("kafka.security.", "kafka.sasl.", "kafka.ssl.")
 _SPARKS_OWN: Final = frozenset(
     {
@@ -171,6 +175,9 @@ class ReadOptions:
     filter: str = ""
     columns: tuple[str, ...] | None = None
     value_format: str = "bytes"
+    """Or `string`, `json`; `schema` decodes values by the registered schemas that they name."""
+    subject: str | None = None
+    """Whose schemas say which fields there are; by default the topics' own."""
     ranges: bool = False
     lake: str | None = None
     """The folder or URL of landed tables, if not the pipelines' own."""
@@ -188,7 +195,8 @@ class ReadOptions:
         """Whether messages that the log no longer has are read from landed tables."""
         if isinstance(self.starting, FromLake):
             return True
-        return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
+        is_plain = not self.filter and not self.ranges and self.value_format != BY_SCHEMA
+        return isinstance(self.starting, ByTime | Timestamps) and is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +218,8 @@ class WriteOptions:
     client_id: str = "millstream-spark"
     timeout_s: float = 120.0
     topic: str | None = None
+    schema: str | None = None
+    """The subject whose latest schema encodes the column `value`, a struct."""
     compression: str = "none"
     application: str | None = None
     version: int | None = None
@@ -263,13 +273,28 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
         fetch_bytes=found.number("kafka.max.partition.fetch.bytes", 8 * 1024 * 1024, minimum=1024),
         filter=found.text("filter") or "",
         columns=_columns(found.text("columns")),
-        value_format=found.choice("valueFormat", ("bytes", "string", "json")) or "bytes",
+        value_format=_value_format(found),
+        subject=found.text("schemaSubject"),
         ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
         lake=found.text("lake"),
     )
-    if isinstance(options.starting, FromLake) and (options.ranges or options.filter):
-        raise InvalidSetting("startingOffsets=earliest-landed cannot be combined with mode=ranges or a filter")
+    is_shaped = options.ranges or options.filter or options.value_format == BY_SCHEMA
+    if isinstance(options.starting, FromLake) and is_shaped:
+        raise InvalidSetting(
+            "startingOffsets=earliest-landed cannot be combined with mode=ranges, decode=schema or a filter"
+        )
+    if options.subject is not None and options.value_format != BY_SCHEMA:
+        raise InvalidSetting("the option schemaSubject needs decode=schema")
     return options
+
+
+def _value_format(found: _Given) -> str:
+    given = found.choice("valueFormat", ("bytes", "string", "json"))
+    if found.choice("decode", ("none", BY_SCHEMA)) != BY_SCHEMA:
+        return given or "bytes"
+    if given is not None:
+        raise InvalidSetting("give the option decode=schema or valueFormat, not both")
+    return BY_SCHEMA
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
@@ -287,6 +312,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
         client_id=found.text("kafka.client.id") or "millstream-spark",
         timeout_s=found.number("kafka.request.timeout.ms", 120_000, minimum=100) / 1000,
         topic=found.text("topic") or None,
+        schema=found.text("schema"),
         compression=found.choice("compression", codecs, other="kafka.compression.type") or "none",
         application=application,
         version=version,

@@ -18,6 +18,7 @@ from millstream.core.ids import ProducerId
 from millstream.pipelines.source.batch_commit import Batch, Part, writing_link
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.schema_decoder import encode_values
 from millstream.pipelines.source.target_topic import count_partitions, partition_counts, supports_batch_commit
 from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
@@ -73,6 +74,8 @@ class RowProducer:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Gather and send rows; return when enough of the earlier ones is acknowledged."""
+        if self._options.schema is not None:
+            batch = encode_values(self._link, self._options.schema, batch)
         self._gathered.append(batch)
         self._gathered_bytes += batch.nbytes
         self.rows += batch.num_rows

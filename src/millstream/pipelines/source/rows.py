@@ -27,7 +27,8 @@ from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
-from millstream.pipelines.source.shape import Column, Shape
+from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
+from millstream.pipelines.source.shape import ERROR, Column, Shape, payload_field
 from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import compile_filter
@@ -116,13 +117,25 @@ def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | N
     row_filter = RowFilter(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (row_filter.fields if row_filter is not None else frozenset())
+    schemas = SchemaRows(task_link(options), one.topic) if shape.by_schema else None
     for columns in read_columns(one, options, fields, skip=skip):
         batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
         if row_filter is not None:
             batch = batch.filter(row_filter.wanted(columns))
         if batch.num_rows:
-            yield shaped(batch, shape)
+            yield shaped(batch, shape, schemas)
     freeze_worker_heap()
+
+
+def task_link(options: ReadOptions) -> Link:
+    """Return the link of a task, which is patient."""
+    return link_to(
+        options.brokers,
+        client_id=options.client_id,
+        timeout_s=options.timeout_s,
+        patience_s=options.timeout_s,
+        access=options.access,
+    )
 
 
 def read_columns(
@@ -133,13 +146,7 @@ def read_columns(
     Batches that cannot be read, or decompress to too much, and what the disk of the broker lost for good, are reported
     to `skip` and passed over. Without it, the option `failOnUnreadable` decides.
     """
-    link = link_to(
-        options.brokers,
-        client_id=options.client_id,
-        timeout_s=options.timeout_s,
-        patience_s=options.timeout_s,
-        access=options.access,
-    )
+    link = task_link(options)
     skip = skip or partial(_skip_unreadable, one, options)
     for batches, start, answer in _fetched(link, one, options, skip):
         yield from decode_columns(
@@ -178,16 +185,29 @@ class RowFilter:
         return pa.array(self._filter.matches(batch))
 
 
-def shaped(batch: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
+def shaped(batch: pa.RecordBatch, shape: Shape, schemas: SchemaRows | None = None) -> pa.RecordBatch:
     """Convert rows to the query's schema: payload fields parsed, text decoded."""
     payload = shape.payload
-    fields = iter(parse_payloads(batch.column("value"), payload)) if payload else iter(())
+    fields: Iterator[pa.Array] = iter(())
+    if payload and schemas is not None:
+        fields = iter(_decode_payloads(batch, payload, schemas))
+    elif payload:
+        fields = iter(parse_payloads(batch.column("value"), payload))
     arrays = [
         next(fields) if column.is_payload else _cast(batch.column(column.name), column) for column in shape.columns
     ]
     return pa.RecordBatch.from_arrays(
         arrays, schema=pa.schema([(column.name, column.kind) for column in shape.columns])
     )
+
+
+def _decode_payloads(batch: pa.RecordBatch, columns: Sequence[Column], schemas: SchemaRows) -> list[pa.Array]:
+    """Return the fields of every payload, decoded by the schema that it names; none and a reason if it does not."""
+    wanted = [pa.field(payload_field(column.name), column.kind) for column in columns if column.name != ERROR]
+    read = schemas.read(batch.column("value"), batch.column("headers"))
+    arrays = iter(columns_of(read, pa.schema(wanted)).flatten())
+    reasons = pa.array(read.reasons, pa.string())
+    return [reasons if column.name == ERROR else next(arrays) for column in columns]
 
 
 def _cast(array: pa.Array, column: Column) -> pa.Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import pyarrow as pa
-from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -21,7 +21,7 @@ from pyspark.sql.types import (
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
-from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.options import BY_SCHEMA, ReadOptions
 from millstream.protocol.records.arrow import NAMES
 
 _HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
@@ -47,6 +47,11 @@ RANGE_SCHEMA: Final = StructType(
 )
 """One row per range, in the ranges mode; its consumer fetches the records."""
 
+ERROR: Final = "payload_error"
+"""With decode=schema: the column that says why a payload could not be decoded."""
+_PREFIX: Final = "payload_"
+_TAKEN: Final = frozenset({*(name.lower() for name in TYPES), "error"})
+
 _TEXT: Final = ("key", "value")
 """Columns that may be requested as text."""
 
@@ -58,7 +63,7 @@ class Column:
     name: str
     kind: pa.DataType
     is_payload: bool = False
-    """Whether it is a field of the JSON payload, not of the record."""
+    """Whether it is a field of the payload, not of the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class Shape:
     """The columns of the rows, in order."""
 
     columns: tuple[Column, ...]
+    by_schema: bool = False
+    """Whether payloads are decoded by the registered schemas that they name."""
 
     @property
     def record_names(self) -> tuple[str, ...]:
@@ -73,11 +80,13 @@ class Shape:
         wanted = {column.name for column in self.columns if not column.is_payload}
         if self.payload:
             wanted.add("value")
+        if self.by_schema:
+            wanted.add("headers")
         return tuple(name for name in NAMES if name in wanted)
 
     @property
     def payload(self) -> tuple[Column, ...]:
-        """Return the requested fields of the JSON payload."""
+        """Return the requested fields of the payload."""
         return tuple(column for column in self.columns if column.is_payload)
 
 
@@ -90,6 +99,8 @@ def default_schema(options: ReadOptions) -> StructType:
             "valueFormat=json needs the fields to read: give them with .schema('order_id long, total double'), "
             "together with any of the columns of a record"
         )
+    if options.value_format == BY_SCHEMA:
+        return _with_payload(options)
     names = options.columns or tuple(name for name in NAMES if name != "headers" or options.include_headers)
     return StructType([StructField(name, _type_of(name, options)) for name in names])
 
@@ -98,16 +109,42 @@ def shape_of(schema: StructType, options: ReadOptions) -> Shape:
     """Validate the user's schema; raise `InvalidSetting` if rows cannot have it."""
     if options.ranges:
         return Shape(())
-    return Shape(tuple(_column(field, options) for field in schema.fields))
+    columns = tuple(_column(field, options) for field in schema.fields)
+    return Shape(columns, by_schema=options.value_format == BY_SCHEMA)
+
+
+def _with_payload(options: ReadOptions) -> StructType:
+    """Return the columns of records, and the fields that the topics' schemas have."""
+    from millstream.pipelines.source.schema_decoder import payload_fields_of
+
+    names = options.columns or tuple(name for name in NAMES if name != "headers" or options.include_headers)
+    fields = [StructField(name, TYPES[name]) for name in names]
+    fields.append(StructField(ERROR, StringType()))
+    payload = payload_fields_of(options)
+    fields += [StructField(payload_column(field.name), from_arrow_type(field.type)) for field in payload]
+    return StructType(fields)
+
+
+def payload_column(field: str) -> str:
+    """Return the column of a payload field: its name, unless a record column has that name."""
+    return f"{_PREFIX}{field}" if field.lower() in _TAKEN else field
+
+
+def payload_field(column: str) -> str:
+    """Return the payload field of a column."""
+    rest = column.removeprefix(_PREFIX)
+    return rest if rest.lower() in _TAKEN else column
 
 
 def _column(field: StructField, options: ReadOptions) -> Column:
+    if field.name == ERROR and options.value_format == BY_SCHEMA:
+        return Column(ERROR, pa.string(), is_payload=True)
     if field.name not in TYPES:
-        if options.value_format != "json":
+        if options.value_format not in ("json", BY_SCHEMA):
             meant = suggestion(field.name, NAMES) or f"; there are: {', '.join(NAMES)}"
             raise InvalidSetting(
-                f"the schema names {field.name!r}, which records do not have{meant} (fields of a JSON payload need "
-                "the option valueFormat=json)"
+                f"the schema names {field.name!r}, which records do not have{meant} (fields of a payload need the "
+                "option valueFormat=json or decode=schema)"
             )
         return Column(field.name, to_arrow_type(field.dataType, timezone="UTC"), is_payload=True)
     wanted = TYPES[field.name]

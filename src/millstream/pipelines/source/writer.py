@@ -62,6 +62,10 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
         if field.name not in _COLUMNS:
             meant = suggestion(field.name, _COLUMNS) or f"; a message has: {', '.join(_COLUMNS)}"
             raise InvalidSetting(f"column {field.name!r} is not part of a message{meant}; put data into `value`")
+        if field.name == "value" and options.schema is not None:
+            if not isinstance(field.dataType, StructType):
+                raise InvalidSetting("the option schema needs a column `value` that is a struct, such as struct(*)")
+            continue
         if not isinstance(field.dataType, _COLUMNS[field.name]):
             hint = (
                 "; make text of it first, for example with to_json(struct(*))" if field.name in ("key", "value") else ""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, DecimalException
 from functools import cached_property
 from typing import Any, Final
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 import msgspec
 
@@ -25,6 +25,8 @@ from millstream.core.schema import AVRO, JSON_SCHEMA
 from millstream.protocol.schemas.framing import Framed, read_indexes, write_indexes
 
 REASON_CHARACTERS_MAX: Final = 300
+_PLAIN: Final[Mapping[str, Any]] = {}
+_NAMED: Final[Mapping[str, Any]] = {"return_named_type": True, "return_named_type_override": True}
 _BACKTRACK_MAX: Final = 100_000
 """Steps of a regular expression; one that takes more does not match."""
 _UNREADABLE: Final = (
@@ -121,12 +123,16 @@ class AvroCodec(Codec):
     def decode(self, framed: Framed) -> Any:
         return self._read(framed, self._schema)
 
-    def _read(self, framed: Framed, schema: Any, reader: Any = None) -> Any:
+    def decode_named(self, framed: Framed) -> Any:
+        """Return the value, with the name of its type beside each value of a union of several named types."""
+        return self._read(framed, self._schema, options=_NAMED)
+
+    def _read(self, framed: Framed, schema: Any, reader: Any = None, options: Mapping[str, Any] = _PLAIN) -> Any:
         import fastavro
 
         stream = io.BytesIO(framed.content)
         try:
-            value = fastavro.schemaless_reader(stream, schema, reader)
+            value = fastavro.schemaless_reader(stream, schema, reader, **options)
         except (*_UNREADABLE, fastavro.read.SchemaResolutionError) as error:
             raise _mismatch("it does not decode as Avro", error) from error
         left = len(framed.content) - stream.tell()
@@ -316,6 +322,15 @@ class JsonCodec(Codec):
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
             raise _mismatch("the JSON Schema cannot be used", error) from error
 
+    def referred(self, reference: str) -> Any:
+        """Return the schema that a `$ref` names; true, which allows everything, if it is not found."""
+        target, _, pointer = reference.partition("#")
+        found: Any = self.source if not target else _documents_by_uri(self.source, self.documents).get(target, True)
+        for step in filter(None, pointer.split("/")):
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            found = found.get(name, True) if isinstance(found, dict) else True
+        return found
+
     def check(self, framed: Framed) -> None:
         self.decode(framed)
 
@@ -365,6 +380,7 @@ _WRAPPERS: Final = frozenset(
     f"google.protobuf.{name}Value"
     for name in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
 )
+_DYNAMIC: Final = frozenset(f"google.protobuf.{name}" for name in ("Struct", "Value", "ListValue"))
 _NANOS_PER_MICRO: Final = 1000
 
 
@@ -446,6 +462,10 @@ def message_value(message: Any) -> Any:
             raise SchemaMismatch("a timestamp lies outside the years 1 to 9999") from error
     if name in _WRAPPERS:
         return message.value
+    if name in _DYNAMIC:
+        from google.protobuf import json_format
+
+        return json_format.MessageToDict(message)
     if name == "confluent.type.Decimal":
         return Decimal(int.from_bytes(message.value, "big", signed=True)).scaleb(-message.scale)
     return {

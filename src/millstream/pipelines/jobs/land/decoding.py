@@ -25,6 +25,7 @@ import pyarrow.json as pj
 from millstream.pipelines.jobs.land.inference import grown, grown_by, joined_schemas, type_of
 from millstream.pipelines.lake.column_path import ELEMENT, Place, path_text, retyped
 from millstream.pipelines.source.json_nesting import NESTING_MAX, is_text_too_deep, is_too_deep
+from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
 
 _PATTERN_MAX: Final = 16_000
 """Longer patterns are not searched for in a single pass."""
@@ -514,6 +515,25 @@ class Decoder:
         except Misfit:
             return reason, set()
         return reason, places
+
+
+class SchemaDecoder:
+    """Decodes payloads by the schemas that they name, into the fields that have columns.
+
+    With `evolves` it also finds fields of schemas that are new.
+    """
+
+    def __init__(self, fields: pa.Schema, rows: SchemaRows, *, evolves: bool) -> None:
+        self._fields = fields
+        self._rows = rows
+        self._evolves = evolves
+
+    def decode(self, values: pa.Array, headers: pa.Array | None) -> Decoded:
+        """Decode a column of payloads, whose schemas may be named in headers."""
+        read = self._rows.read(values, headers)
+        found = grown_by(self._fields, read.found) if self._evolves and read.found else self._fields
+        columns = columns_of(read, self._fields)
+        return Decoded(columns, pa.array(read.reasons, pa.string()), found)
 
 
 def _texts(values: pa.Array) -> pa.Array | None:

@@ -23,6 +23,7 @@ DEPTH_MAX: Final = 12
 """Deeper values are text."""
 
 NOTHING: Final = pa.null()
+_DIGITS_MAX: Final = 38
 _LONG_MIN: Final = -(2**63)
 _LONG_MAX: Final = 2**63 - 1
 
@@ -55,6 +56,10 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return other
     if _is_number(one) and _is_number(other):
         return pa.float64()
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        scale = max(one.scale, other.scale)
+        digits = max(one.precision - one.scale, other.precision - other.scale)
+        return pa.decimal128(digits + scale, scale) if digits + scale <= _DIGITS_MAX else pa.string()
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(pa.field("element", joined(one.value_type, other.value_type)))
     if pa.types.is_struct(one) and pa.types.is_struct(other):
@@ -112,10 +117,12 @@ def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -
 
 def _settled(found: pa.DataType, depth: int) -> pa.DataType:
     """Return the type of a new column, with nothing undecided in it; null if nothing is known yet."""
-    if pa.types.is_null(found) or pa.types.is_boolean(found) or _is_number(found):
+    if not pa.types.is_nested(found):
         return found
-    if depth <= 0 or not (pa.types.is_struct(found) or pa.types.is_list(found)):
+    if depth <= 0:
         return pa.string()
+    if pa.types.is_map(found):
+        return found
     if pa.types.is_list(found):
         element = _settled(found.value_type, depth - 1)
         return element if pa.types.is_null(element) else pa.list_(pa.field("element", element))

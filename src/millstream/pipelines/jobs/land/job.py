@@ -27,7 +27,7 @@ from millstream.core.errors import InvalidSetting, LostData, MillstreamError, St
 from millstream.core.ids import NodeId
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
-from millstream.core.pipeline import APPEND, LATEST, UPSERT, LandSettings, Pipeline
+from millstream.core.pipeline import APPEND, BY_SCHEMA, LATEST, NO_DECODING, UPSERT, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
@@ -279,8 +279,9 @@ class LandJob:
             fields=self._fields(schema),
             schema=schema,
             fixed=self._fixed_of(source.topic, schema),
-            decodes=self._settings.decode != "none",
-            evolves=self._settings.decode != "none" and self._given is None,
+            decodes=self._settings.decode != NO_DECODING,
+            by_schema=self._settings.decode == BY_SCHEMA,
+            evolves=self._settings.decode != NO_DECODING and self._given is None,
             is_remade=is_remade,
         )
 
@@ -295,7 +296,7 @@ class LandJob:
 
     def _fields(self, schema: pa.Schema | None) -> pa.Schema:
         """Return the payload fields to decode, with the table's types where it has them."""
-        if self._settings.decode == "none":
+        if self._settings.decode == NO_DECODING:
             return pa.schema([])
         known = payload_fields(schema)
         if self._given is None:

@@ -15,18 +15,18 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.changes import ChangeRule, Flags
-from millstream.pipelines.jobs.land.decoding import Decoder
+from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.inference import KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
 from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
-from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.rows import read_range, task_link
+from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
@@ -141,14 +141,7 @@ def log_start(options: ReadOptions) -> LogStart:
     """Return a function that asks the leader, over the connection that reads."""
 
     def ask(topic: str, partition: int) -> int:
-        timeout_s = options.timeout_s
-        link = link_to(
-            options.brokers,
-            client_id=options.client_id,
-            timeout_s=timeout_s,
-            patience_s=timeout_s,
-            access=options.access,
-        )
+        link = task_link(options)
         listed = link.call(link.client.list_offsets(topic, {partition: OFFSET_EARLIEST}))
         return int(listed[partition].offset)
 
@@ -172,6 +165,8 @@ class Work:
     fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
     """The payload fields that have columns."""
     decodes: bool = False
+    by_schema: bool = False
+    """Whether payloads are decoded by the schemas that they name."""
     evolves: bool = False
     """Whether to look for fields without a column and for numbers that need a wider one."""
     fixed: Mapping[Place, str] = field(default_factory=dict)
@@ -219,9 +214,9 @@ class LandTasks:
 
     def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
         work = self._works[topic]
-        landing = _Landing(topic, work)
         asked = {BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)}
         options = read_options(asked, self._access)
+        landing = _Landing(topic, work, options)
 
         def records(one: Range) -> Iterator[pa.RecordBatch]:
             return _records(one, options, partial(landing.quarantine, one.partition))
@@ -237,14 +232,21 @@ class LandTasks:
             raise
 
 
+def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.Array], Decoded]:
+    """Return what decodes a column of payloads, given with the headers of their messages."""
+    if work.by_schema and options is not None:
+        return SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves).decode
+    by_fields = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
+    return lambda values, _headers: by_fields.decode(values)
+
+
 class _Landing:
     """Writes the messages of one topic; once a field has no column, it only collects fields."""
 
-    def __init__(self, topic: str, work: Work) -> None:
+    def __init__(self, topic: str, work: Work, options: ReadOptions | None = None) -> None:
         self._topic = topic
         self._work = work
-        decoder = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
-        self._decoder = decoder if work.decodes else None
+        self._decode = _decoding(topic, work, options) if work.decodes else None
         self._found = work.fields
         self._rows = 0
         self._files: list[Written] = []
@@ -254,14 +256,14 @@ class _Landing:
         batch = self._without_repeated(batch)
         rule = self._work.changes
         opened = None if rule is None else rule.open(batch)
-        if self._decoder is None:
+        if self._decode is None:
             if rule is None or opened is None:
                 self._work.writer.write(batch)
             else:
                 rows = batch.select((*KEYED_NAMES, "value", "headers"))
                 self._write_changes(batch, *rule.apply(rows, opened, pa.nulls(len(batch), pa.string())))
             return
-        decoded = self._decoder.decode(batch.column("value") if opened is None else opened.values)
+        decoded = self._decode(batch.column("value") if opened is None else opened.values, batch.column("headers"))
         if decoded.found != self._work.fields:
             # Partitions come in no meaningful order, so the first finding must not win.
             self._found = grown_by(self._work.fields, [self._found, decoded.found])

@@ -41,6 +41,7 @@ class TopicBatch:
     merged: Counter[str] = field(default_factory=Counter)
     """What merging changes did, by name."""
     decodes: bool = False
+    by_schema: bool = False
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
     """The offsets of repeated messages, by partition."""
@@ -90,6 +91,7 @@ class TopicBatch:
             quarantine=self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
             fields=self.fields,
             decodes=self.decodes,
+            by_schema=self.by_schema,
             evolves=self.evolves,
             fixed=self.fixed,
             left_out=self.left_out,

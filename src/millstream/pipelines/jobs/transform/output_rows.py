@@ -1,7 +1,8 @@
 """The rows of a statement as messages.
 
 A statement with a column `value` writes messages directly: `value`, and `key`, `headers`, `partition` and `timestamp`
-if it has them. Otherwise the columns are the fields of a JSON object in the value, except `key`, which is the key.
+if it has them. Otherwise the columns are the fields of a JSON object in the value, or of what a schema encodes, except
+`key`, which is the key.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
         names = [name for name in frame.columns if name != "key"]
         if not names:
             raise InvalidSetting("the statement has only a key and nothing else; add a column `value`, or others")
-        columns = [functions.to_json(functions.struct(*(f"`{name}`" for name in names))).alias("value")]
+        row = functions.struct(*(f"`{name}`" for name in names))
+        columns = [(row if options.schema is not None else functions.to_json(row)).alias("value")]
         if "key" in frame.columns:
             key = functions.col("key")
             columns.insert(0, key if kinds["key"] in _AS_THEY_ARE else key.cast("string").alias("key"))

@@ -18,13 +18,15 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, NullType, StructField, StructType
 
-from millstream.core.errors import InvalidSetting
+from millstream.core.errors import InvalidSetting, SchemaRegistryError
+from millstream.core.schema import RegistryCode
 from millstream.pipelines.jobs.batch_loop import BatchLoop
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import grown
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, ranges_between
 from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.schema_decoder import payload_fields_of
 from millstream.pipelines.source.shape import default_schema, shape_of
 
 SAMPLE_MAX: Final = 1000
@@ -40,10 +42,19 @@ _UNREAD: Final = (MapType, BinaryType, NullType)
 class PayloadSchemas:
     """The fields of a statement's topics; None where payloads are not decoded."""
 
-    def __init__(self, given: Mapping[str, StructType], found: Mapping[str, StructType], *, decodes: bool) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, StructType],
+        found: Mapping[str, StructType],
+        *,
+        decodes: bool,
+        by_schema: bool = False,
+    ) -> None:
         self._given = given
         self._found = dict(found)
         self._decodes = decodes
+        self.by_schema = by_schema
+        """Whether payloads are decoded by the registered schemas that they name."""
 
     @property
     def found(self) -> Mapping[str, StructType]:
@@ -66,7 +77,9 @@ class PayloadSchemas:
                 known = to_arrow(self._found.get(topic, StructType()))
                 larger[topic] = to_spark(grown(known, fields))
         is_same = larger == self._found
-        return None if is_same else PayloadSchemas(self._given, larger, decodes=self._decodes)
+        if is_same:
+            return None
+        return PayloadSchemas(self._given, larger, decodes=self._decodes, by_schema=self.by_schema)
 
 
 def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
@@ -132,6 +145,17 @@ def find_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
     if not values:
         return None
     return Decoder(pa.schema([]), evolves=True).decode(pa.array(values, pa.binary())).found
+
+
+def registered_fields(loop: BatchLoop, topic: str) -> pa.Schema | None:
+    """Return the fields that the schemas of a topic have; None if none is registered yet."""
+    options = read_options({BROKERS: loop.options.brokers, "subscribe": topic}, loop.options.access)
+    try:
+        return payload_fields_of(options)
+    except SchemaRegistryError as error:
+        if error.code == RegistryCode.SUBJECT_NOT_FOUND:
+            return None
+        raise
 
 
 class KeptSchemas:

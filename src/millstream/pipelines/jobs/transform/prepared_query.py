@@ -17,12 +17,18 @@ import pyarrow.dataset as pads
 from deltalake import DeltaTable
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
+from millstream.core.pipeline import BY_SCHEMA, NO_DECODING, Pipeline, TransformSettings, named_texts
 from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.output_rows import as_messages
-from millstream.pipelines.jobs.transform.payload_schema import KeptSchemas, PayloadSchemas, find_fields, parse_schemas
+from millstream.pipelines.jobs.transform.payload_schema import (
+    KeptSchemas,
+    PayloadSchemas,
+    find_fields,
+    parse_schemas,
+    registered_fields,
+)
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
 from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, view_of
 from millstream.pipelines.lake.storage import Storage
@@ -455,7 +461,10 @@ class PreparedQuery:
 
     def understand(self) -> None:
         """Analyse the statement with the known fields; raise `InvalidSetting` if that fails."""
-        self.whole = {topic: view_of(topic, self.schemas.fields(topic)) for topic in self.statement.topics}
+        self.whole = {
+            topic: view_of(topic, self.schemas.fields(topic), by_schema=self.schemas.by_schema)
+            for topic in self.statement.topics
+        }
         for topic, view in self.whole.items():
             view.example(self.spark).createOrReplaceTempView(f"`{topic}`")
         rows = self.frame()
@@ -538,7 +547,12 @@ def prepare(
     given, watermarks = parse_schemas(named_texts("schemas", settings.schemas)), settings.delays()
     _check_topics("schemas", given, statement)
     _check_topics("watermarks", watermarks, statement)
-    known = PayloadSchemas(given, of_stream or kept.read(), decodes=settings.decode != "none")
+    known = PayloadSchemas(
+        given,
+        of_stream or kept.read(),
+        decodes=settings.decode != NO_DECODING,
+        by_schema=settings.decode == BY_SCHEMA,
+    )
     schemas = known if of_stream else _sampled(known, statement, loop)
     if schemas is None:
         return None
@@ -546,7 +560,7 @@ def prepare(
         spark=spark,
         loop=loop,
         statement=statement,
-        options=loop.options_for(settings.into),
+        options=replace(loop.options_for(settings.into), schema=settings.into_schema or None),
         folder=folder,
         stream_folder=stream,
         watermarks=watermarks,
@@ -581,7 +595,7 @@ def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop) -> Pa
     """Add the fields of the newest messages to the known ones; None if a topic has neither."""
     found: dict[str, pa.Schema] = {}
     for topic in filter(known.grows, statement.topics):
-        fields = find_fields(loop, topic)
+        fields = registered_fields(loop, topic) if known.by_schema else find_fields(loop, topic)
         if fields is not None:
             found[topic] = fields
         elif topic not in known.found:

@@ -254,7 +254,9 @@ class StreamLoop:
             .option("failOnUnreadable", "false")
             .load()
         )
-        return stream.mapInArrow(Marked(decoding(view, self._prepared.accumulator)), view.schema)
+        access = self._prepared.loop.reading_access([topic])
+        decode = decoding(view, self._prepared.accumulator, self._context.brokers, access)
+        return stream.mapInArrow(Marked(decode), view.schema)
 
     def _counts(self) -> dict[str, int]:
         """Return the counts since the last step."""

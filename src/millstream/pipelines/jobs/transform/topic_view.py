@@ -19,14 +19,15 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, numbers_of
-from millstream.pipelines.jobs.land.decoding import Decoded, Decoder
+from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
-from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.rows import read_range, task_link
+from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import TYPES, Column, Shape
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class TopicView:
     """The fields that payloads are decoded for; others are ignored."""
     evolves: bool = False
     """Whether to look for unknown fields."""
+    by_schema: bool = False
+    """Whether payloads are decoded by the registered schemas that they name."""
 
     @property
     def schema(self) -> StructType:
@@ -138,7 +141,7 @@ class TopicView:
         """Return the record columns that are needed."""
         named = {one.source for one in self.columns if one.origin is Origin.RECORD}
         if any(one.origin is not Origin.RECORD for one in self.columns):
-            named.add("value")
+            named |= {"value", "headers"} if self.by_schema else {"value"}
         return tuple(name for name in TYPES if name in named)
 
     def narrowed(self, names: Collection[str]) -> TopicView:
@@ -172,7 +175,7 @@ class TopicView:
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
 
-def view_of(topic: str, payload: StructType | None) -> TopicView:
+def view_of(topic: str, payload: StructType | None, *, by_schema: bool = False) -> TopicView:
     """Return the view of a topic with these payload fields; None leaves payloads undecoded."""
     columns = [ViewColumn(name, name, kind, Origin.RECORD) for name, kind in TYPES.items()]
     if payload is None:
@@ -187,7 +190,7 @@ def view_of(topic: str, payload: StructType | None) -> TopicView:
             name = f"{CLASH_PREFIX}{name}"
         taken.add(name.lower())
         columns.append(ViewColumn(name, field.name, field.dataType, Origin.FIELD))
-    return TopicView(topic, tuple(columns), payload)
+    return TopicView(topic, tuple(columns), payload, by_schema=by_schema)
 
 
 def fetching(
@@ -199,7 +202,7 @@ def fetching(
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """Return the function of a task that fetches the ranges of the given numbers."""
     shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
-    decode = decoding(view, accumulator)
+    decode = decoding(view, accumulator, brokers, access)
 
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
         asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
@@ -211,18 +214,29 @@ def fetching(
     return lambda batches: decode(records(batches))
 
 
-def decoding(view: TopicView, accumulator: FindingsAccumulator) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+def decoding(
+    view: TopicView, accumulator: FindingsAccumulator, brokers: str, access: Access
+) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """Return the function of a task that converts records to rows of the view."""
     schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
     known = to_arrow(view.fields)
     is_plain = all(one.origin is Origin.RECORD for one in view.columns)
-    decoder = None if is_plain else Decoder(known, evolves=view.evolves)
+    by_fields = Decoder(known, evolves=view.evolves)
+
+    def decoded_by() -> Callable[[pa.RecordBatch], Decoded]:
+        if not view.by_schema:
+            return lambda batch: by_fields.decode(batch.column("value"))
+        asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID}
+        rows = SchemaRows(task_link(read_options(asked, access)), view.topic)
+        by_schema = SchemaDecoder(known, rows, evolves=view.evolves)
+        return lambda batch: by_schema.decode(batch.column("value"), batch.column("headers"))
 
     def decode(batches: Iterable[pa.RecordBatch]) -> Rows:
+        payloads = None if is_plain else decoded_by()
         for batch in batches:
             parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
-            if decoder is not None:
-                decoded = decoder.decode(batch.column("value"))
+            if payloads is not None:
+                decoded = payloads(batch)
                 _note(decoded, known, view.topic, accumulator)
                 parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
                 fields = zip(known.names, decoded.columns.flatten(), strict=True)

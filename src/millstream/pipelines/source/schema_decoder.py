@@ -1,0 +1,754 @@
+"""Payloads as typed columns, by the schemas that they name, with one typed decoder per schema id; and back.
+
+Integers are long and floating-point numbers double, as in tables of JSON payloads, so that the promotions that schema
+evolution allows need no new column. Decimals, days and times keep their types; uuids and enums are text, maps are maps,
+and records are structs. A union of several types is a struct with a field per type, of which one is set. What a column
+cannot hold (a type that contains itself, a JSON Schema that leaves the type open) is text, its JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, DecimalException
+from typing import Any, Final
+from uuid import UUID
+
+import pyarrow as pa
+
+from millstream.client.admin.schemas import SchemaClient
+from millstream.client.schemas import RegisteredCodec, codecs_of
+from millstream.core.errors import InvalidSetting, MillstreamError, SchemaMismatch, SchemaRegistryError
+from millstream.core.topic import SCHEMA_VALUE
+from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.options import ReadOptions
+from millstream.protocol.private.schema_messages import GetSubject
+from millstream.protocol.schemas.codec import (
+    AvroCodec,
+    JsonCodec,
+    ProtobufCodec,
+    codec_of,
+    is_map,
+    is_repeated,
+    to_json,
+)
+from millstream.protocol.schemas.formats import COMPILED
+from millstream.protocol.schemas.framing import HEADERS, Framed, read_indexes, unframe
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.topic_configs import topic_configs
+
+Convert = Callable[[Any], Any]
+PRECISION_MAX: Final = 38
+DEPTH_MAX: Final = 12
+"""Deeper values are text."""
+PARTS_MAX: Final = 5000
+ELEMENT: Final = "element"
+VALUE: Final = "value"
+"""The field of a schema that is no record."""
+TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
+_LONG: Final = 2**63
+_SHOWN_MAX: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """The type of a part of a schema, and how decoded values are converted where that is needed."""
+
+    kind: pa.DataType
+    convert: Convert | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TypedSchema:
+    """The fields of a schema's payloads, and how they are read."""
+
+    fields: pa.Schema
+    read: Callable[[Framed], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class ReadPayloads:
+    """The payloads of a batch as dictionaries, with reasons for those that cannot be decoded."""
+
+    rows: list[dict[str, Any]]
+    reasons: list[str | None]
+    found: list[pa.Schema] = field(default_factory=list)
+    """The fields of every schema that occurs."""
+
+
+def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
+    """Return the typed decoder of a schema."""
+    codec = found.codec
+    if isinstance(codec, AvroCodec):
+        return _of_avro(codec)
+    if isinstance(codec, JsonCodec):
+        return _of_json(codec)
+    if isinstance(codec, ProtobufCodec):
+        return _of_protobuf(codec, indexes)
+    raise SchemaMismatch("the schema has an unknown type")
+
+
+class SchemaRows:
+    """Decodes the payloads of one topic; schemas are fetched when they first occur."""
+
+    def __init__(self, link: Link, topic: str) -> None:
+        self._link = link
+        self._codecs = codecs_of(link.client)
+        self._subject = f"{topic}-value"
+        self._typed: dict[tuple[str, tuple[int, ...]], TypedSchema | str] = {}
+
+    def read(self, values: pa.Array, headers: pa.Array | None) -> ReadPayloads:
+        """Decode a column of payloads; a message without one has no fields, which is not an error."""
+        listed = values.to_pylist()
+        named = headers.to_pylist() if headers is not None else [None] * len(listed)
+        read = ReadPayloads([], [])
+        seen: dict[int, pa.Schema] = {}
+        for value, head in zip(listed, named, strict=True):
+            row: dict[str, Any] = {}
+            reason: str | None = None
+            if value is not None:
+                try:
+                    framed = unframe(value, _schema_header(head) if head else None)
+                except SchemaMismatch as error:
+                    reason = str(error)
+                else:
+                    typed = self._typed_of(framed)
+                    if isinstance(typed, str):
+                        reason = f"schema {framed.named}: {typed}"
+                    else:
+                        seen[id(typed)] = typed.fields
+                        try:
+                            row = typed.read(framed)
+                        except SchemaMismatch as error:
+                            reason = f"schema {framed.named}: {error}"
+            read.rows.append(row)
+            read.reasons.append(reason)
+        read.found = list(seen.values())
+        return read
+
+    def _typed_of(self, framed: Framed) -> TypedSchema | str:
+        """Return the decoder of a schema, or why there is none."""
+        place = (framed.named, ())
+        known = self._typed.get(place)
+        if known is None:
+            try:
+                found = self._link.call(self._codecs.named(framed, self._subject))
+                if isinstance(found.codec, ProtobufCodec):
+                    return self._of_message(framed, found)
+                known = typed_schema(found)
+            except (SchemaMismatch, SchemaRegistryError) as error:
+                known = str(error)
+            self._typed[place] = known
+        return known
+
+    def _of_message(self, framed: Framed, found: RegisteredCodec) -> TypedSchema | str:
+        """A Protobuf file has several messages, each with its own fields."""
+        try:
+            indexes = read_indexes(framed.content if framed.indexes is None else framed.indexes)[0]
+            place = (framed.named, indexes)
+            if place not in self._typed:
+                self._typed[place] = typed_schema(found, indexes)
+            return self._typed[place]
+        except SchemaMismatch as error:
+            return str(error)
+
+
+def _schema_header(headers: Sequence[Mapping[str, Any]]) -> bytes | None:
+    found: list[bytes] = [one["value"] for one in headers if one["key"] == HEADERS[VALUE]]
+    return found[-1] if found else None
+
+
+def payload_fields_of(options: ReadOptions) -> pa.Schema:
+    """Return the fields that the schemas of a query's topics have, of all their versions."""
+    link = link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, access=options.access)
+    if options.subject is None and options.pattern is not None:
+        raise InvalidSetting("decode=schema with a pattern needs the option schemaSubject, or a schema of the query")
+    topics = options.subscribe or tuple(options.assign or ())
+    found: list[pa.Schema] = link.call(_fields_of(link.client, topics, options.subject))
+    return _merged(found)
+
+
+async def _fields_of(client: Client, topics: Sequence[str], subject: str | None) -> list[pa.Schema]:
+    schemas = SchemaClient(client)
+    subjects = [subject] if subject is not None else [await _subject_of(client, topic) for topic in topics]
+    fields = []
+    for one in subjects:
+        for number in (await schemas.subject(GetSubject(subject=one))).versions:
+            response = await schemas.subject(GetSubject(subject=one, version=str(number), format=COMPILED))
+            if response.schema is not None:
+                codec = codec_of(response.schema.schema_type, response.schema.schema)
+                fields.append(typed_schema(RegisteredCodec(response.schema, codec)).fields)
+    return fields
+
+
+async def _subject_of(client: Client, topic: str) -> str:
+    """The subject that a topic's rule names, or the one that serialisers use."""
+    rule = (await topic_configs(client, topic)).get(SCHEMA_VALUE)
+    return (rule.value if rule is not None else None) or f"{topic}-value"
+
+
+def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The fields of several versions; one that has several types is text, numbers are double."""
+    merged: dict[str, pa.Field] = {}
+    for one in (each for schema in schemas for each in schema):
+        known = merged.setdefault(one.name.lower(), one)
+        merged[one.name.lower()] = known.with_type(_merged_type(known.type, one.type))
+    return pa.schema([one.with_type(_without_null(one.type)) for one in merged.values()])
+
+
+def _merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return pa.struct(list(_merged([pa.schema(list(one)), pa.schema(list(other))])))
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return _list(_merged_type(one.value_type, other.value_type))
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    return pa.string()
+
+
+def _without_null(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_null(kind) else kind
+
+
+def encode_values(link: Link, subject: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Encode the structs of the column `value` with the latest schema of a subject."""
+    codecs = codecs_of(link.client)
+    structs = batch.column(VALUE).to_pylist(maps_as_pydicts="strict")
+
+    async def encode() -> list[bytes | None]:
+        return [None if one is None else await codecs.encode(subject, one) for one in structs]
+
+    encoded: list[bytes | None] = link.call(encode())
+    return batch.set_column(batch.schema.get_field_index(VALUE), VALUE, pa.array(encoded, pa.binary()))
+
+
+# -- columns ------------------------------------------------------------------------------------------------
+
+
+class Misfit(MillstreamError):
+    """A value does not fit its column."""
+
+
+def columns_of(read: ReadPayloads, fields: pa.Schema) -> pa.StructArray:
+    """Convert rows to columns; a row that does not fit gets a reason and no values."""
+    fit = _fitter(pa.struct(list(fields)), "")
+    rows: list[Any] = []
+    for at, row in enumerate(read.rows):
+        try:
+            rows.append(fit(row) if row else {})
+        except Misfit as misfit:
+            rows.append({})
+            read.reasons[at] = read.reasons[at] or str(misfit)
+    return pa.array(rows, pa.struct(list(fields)))
+
+
+def _refuse(value: Any, kind: pa.DataType, path: str) -> Misfit:
+    shown = to_json(value).decode(errors="replace")
+    return Misfit(f"{path}: {shown[:_SHOWN_MAX]} does not fit the column's type {kind}")
+
+
+def _fitter(kind: pa.DataType, path: str) -> Convert:
+    """Return a function that converts decoded values to what a column of this type takes."""
+    if pa.types.is_struct(kind):
+        parts = [(one.name, one.name.lower(), _fitter(one.type, _join(path, one.name))) for one in kind]
+
+        def fit_struct(value: Any) -> Any:
+            if value is None:
+                return None
+            if not isinstance(value, dict):
+                raise _refuse(value, kind, path)
+            lower: dict[str, Any] | None = None
+            fitted = {}
+            for name, other, fit in parts:
+                found = value.get(name)
+                if found is None and name not in value:
+                    lower = {key.lower(): one for key, one in value.items()} if lower is None else lower
+                    found = lower.get(other)
+                fitted[name] = None if found is None else fit(found)
+            return fitted
+
+        return fit_struct
+    if pa.types.is_list(kind):
+        fit_item = _fitter(kind.value_type, f"{path}[]")
+
+        def fit_list(value: Any) -> Any:
+            if not isinstance(value, list | tuple):
+                raise _refuse(value, kind, path)
+            return [None if one is None else fit_item(one) for one in value]
+
+        return fit_list
+    if pa.types.is_map(kind):
+        fit_value = _fitter(kind.item_type, f"{path}{{}}")
+
+        def fit_map(value: Any) -> Any:
+            if not isinstance(value, dict):
+                raise _refuse(value, kind, path)
+            return [(str(key), None if one is None else fit_value(one)) for key, one in value.items()]
+
+        return fit_map
+    return _scalar_fitter(kind, path)
+
+
+def _scalar_fitter(kind: pa.DataType, path: str) -> Convert:
+    accept = next((convert for test, convert in _SCALARS if test(kind)), None)
+
+    def fit(value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            fitted = None if accept is None else accept(value, kind)
+        except (ValueError, OverflowError, DecimalException, TypeError, AttributeError) as error:
+            raise _refuse(value, kind, path) from error
+        if fitted is None:
+            raise _refuse(value, kind, path)
+        return fitted
+
+    return fit
+
+
+def _text(value: Any, _kind: pa.DataType) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, UUID | Decimal):
+        return str(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return to_json(value).decode()
+
+
+def _integer(value: Any, kind: pa.DataType) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or value != int(value):
+        return None
+    number, limit = int(value), 2 ** (kind.bit_width - 1)
+    return number if -limit <= number < limit else None
+
+
+def _double(value: Any, _kind: pa.DataType) -> float | None:
+    return None if isinstance(value, bool | str) else float(value)
+
+
+def _decimal(value: Any, kind: pa.DataType) -> Decimal | None:
+    if isinstance(value, bool):
+        return None
+    number = value if isinstance(value, Decimal) else Decimal(str(value))
+    exponent = number.as_tuple().exponent
+    if not isinstance(exponent, int):
+        return None
+    rounded = number if -exponent <= kind.scale else number.quantize(Decimal(1).scaleb(-kind.scale))
+    if rounded != number or rounded.adjusted() >= kind.precision - kind.scale:
+        return None
+    return rounded
+
+
+def _day(value: Any, _kind: pa.DataType) -> datetime.date | None:
+    if isinstance(value, str):
+        return datetime.date.fromisoformat(value)
+    return value if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime) else None
+
+
+def _moment(value: Any, kind: pa.DataType) -> datetime.datetime | None:
+    moment = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
+    if not isinstance(moment, datetime.datetime):
+        return None
+    if kind.tz is None:
+        return moment.replace(tzinfo=None)
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
+
+
+def _binary(value: Any, _kind: pa.DataType) -> bytes | None:
+    return value if isinstance(value, bytes) else None
+
+
+def _boolean(value: Any, _kind: pa.DataType) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_SCALARS: Final[tuple[tuple[Callable[[pa.DataType], bool], Callable[[Any, pa.DataType], Any]], ...]] = (
+    (pa.types.is_string, _text),
+    (pa.types.is_boolean, _boolean),
+    (pa.types.is_integer, _integer),
+    (pa.types.is_floating, _double),
+    (pa.types.is_decimal, _decimal),
+    (pa.types.is_date, _day),
+    (pa.types.is_timestamp, _moment),
+    (pa.types.is_binary, _binary),
+)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field(ELEMENT, kind))
+
+
+def _struct(fields: Sequence[pa.Field]) -> pa.DataType:
+    """A struct; text if it would have no fields, which no file format takes."""
+    return pa.struct(fields) if fields else pa.string()
+
+
+def _schema(typed: Typed, read: Callable[[Framed], Any]) -> TypedSchema:
+    """The decoder of a whole schema: its fields, or one field if it is no record."""
+    convert = typed.convert or _same
+    if pa.types.is_struct(typed.kind):
+        return TypedSchema(pa.schema(list(typed.kind)), lambda framed: convert(read(framed)))
+    return TypedSchema(pa.schema([pa.field(VALUE, typed.kind)]), lambda framed: {VALUE: convert(read(framed))})
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# -- Avro ---------------------------------------------------------------------------------------------------
+
+_AVRO: Final[Mapping[str, pa.DataType]] = {
+    "boolean": pa.bool_(),
+    "int": pa.int64(),
+    "long": pa.int64(),
+    "float": pa.float64(),
+    "double": pa.float64(),
+    "bytes": pa.binary(),
+    "string": pa.string(),
+}
+_AVRO_LOGICAL: Final[Mapping[str, pa.DataType]] = {
+    "date": pa.date32(),
+    "time-millis": pa.string(),
+    "time-micros": pa.string(),
+    "timestamp-millis": TIMESTAMP,
+    "timestamp-micros": TIMESTAMP,
+    # A time without a zone is no moment; tables have only those.
+    "local-timestamp-millis": pa.string(),
+    "local-timestamp-micros": pa.string(),
+    "uuid": pa.string(),
+}
+_PYTHON_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "boolean": (bool,),
+    "int": (int,),
+    "long": (int,),
+    "float": (float,),
+    "double": (float,),
+    "bytes": (bytes, Decimal),
+    "string": (str, UUID),
+    "array": (list,),
+    "map": (dict,),
+}
+
+
+class _Budget:
+    """Bounds the parts of a schema, whose types may use each other again and again; the rest is text."""
+
+    def __init__(self) -> None:
+        self._left = PARTS_MAX
+
+    def is_spent(self) -> bool:
+        """Count one part."""
+        self._left -= 1
+        return self._left < 0
+
+
+def _of_avro(codec: AvroCodec) -> TypedSchema:
+    return _schema(_AvroTypes().type(codec.source, "", 0), codec.decode_named)
+
+
+class _AvroTypes:
+    def __init__(self) -> None:
+        self._budget = _Budget()
+        self._named: dict[str, Any] = {}
+        self._open: set[str] = set()
+
+    def type(self, source: Any, space: str, depth: int) -> Typed:
+        if self._budget.is_spent():
+            return Typed(pa.string(), _untagged)
+        if isinstance(source, list):
+            return self._union(source, space, depth)
+        if isinstance(source, str):
+            if source in _AVRO:
+                return Typed(_AVRO[source])
+            if source == "null":
+                return Typed(pa.null())
+            name = source if "." in source or not space else f"{space}.{source}"
+            found = self._named.get(name, self._named.get(source))
+            if found is None or name in self._open or source in self._open or depth > DEPTH_MAX:
+                return Typed(pa.string(), _untagged)
+            return self.type(found, name.rpartition(".")[0], depth)
+        kind = source["type"]
+        if isinstance(kind, list | dict):
+            return self.type(kind, space, depth)
+        name = self._declare(source, space)
+        logical = self._logical(source)
+        if logical is not None:
+            return Typed(logical)
+        if kind in ("record", "error"):
+            return self._record(source, name, depth)
+        if kind == "enum":
+            return Typed(pa.string())
+        if kind == "fixed":
+            return Typed(pa.binary())
+        if kind == "array":
+            inner = self.type(source["items"], space, depth + 1)
+            return Typed(_list(inner.kind), None if inner.convert is None else _each_item(inner.convert))
+        if kind == "map":
+            inner = self.type(source["values"], space, depth + 1)
+            kinds = pa.map_(pa.string(), inner.kind)
+            return Typed(kinds, None if inner.convert is None else _each_value(inner.convert))
+        return self.type(kind, space, depth)
+
+    def _declare(self, source: Mapping[str, Any], space: str) -> str:
+        """Remember a named type; return its full name."""
+        if "name" not in source:
+            return space
+        name, own = source["name"], source.get("namespace", space)
+        full = name if "." in name or not own else f"{own}.{name}"
+        self._named[full] = source
+        return str(full)
+
+    def _logical(self, source: Mapping[str, Any]) -> pa.DataType | None:
+        logical = source.get("logicalType")
+        if logical == "decimal" and source["type"] in ("bytes", "fixed"):
+            precision, scale = source.get("precision", 0), source.get("scale", 0)
+            fits = isinstance(precision, int) and isinstance(scale, int) and 0 < precision <= PRECISION_MAX
+            return pa.decimal128(precision, scale) if fits and 0 <= scale <= precision else pa.string()
+        return _AVRO_LOGICAL.get(str(logical)) if source["type"] in ("int", "long", "string") else None
+
+    def _record(self, source: Mapping[str, Any], name: str, depth: int) -> Typed:
+        if depth > DEPTH_MAX or name in self._open:
+            return Typed(pa.string(), _untagged)
+        self._open.add(name)
+        space = name.rpartition(".")[0]
+        parts = [(each["name"], self.type(each["type"], space, depth + 1)) for each in source["fields"]]
+        self._open.discard(name)
+        converts = {part: typed.convert for part, typed in parts if typed.convert is not None}
+        kind = _struct([pa.field(part, typed.kind) for part, typed in parts if not pa.types.is_null(typed.kind)])
+
+        def convert(value: Any) -> Any:
+            record = _untag(value)
+            return {**record, **{part: one(record.get(part)) for part, one in converts.items()}}
+
+        return Typed(kind, convert)
+
+    def _union(self, branches: Sequence[Any], space: str, depth: int) -> Typed:
+        kept = [one for one in branches if one != "null"]
+        if not kept:
+            return Typed(pa.null())
+        typed = [self.type(one, space, depth if len(kept) == 1 else depth + 1) for one in kept]
+        if len(kept) == 1:
+            convert = typed[0].convert
+            return Typed(typed[0].kind, None if convert is None else lambda value: _or_none(convert, value))
+        kinds = {one.kind for one in typed}
+        if kinds <= {pa.int64(), pa.float64()}:
+            return Typed(pa.float64() if pa.float64() in kinds else pa.int64())
+        if kinds == {pa.string()}:
+            return Typed(pa.string(), _untagged)
+        names = [self._branch(one, space) for one in kept]
+        chosen = list(zip(names, kept, typed, strict=True))
+
+        def choose(value: Any) -> Any:
+            if value is None:
+                return None
+            for name, source, one in chosen:
+                if self._is_of(value, name, source, space):
+                    inner = _untag(value)
+                    return {name.rpartition(".")[2]: inner if one.convert is None else one.convert(inner)}
+            return None
+
+        fields = [pa.field(name.rpartition(".")[2], one.kind) for name, _, one in chosen]
+        return Typed(pa.struct(fields), choose)
+
+    def _branch(self, source: Any, space: str) -> str:
+        if isinstance(source, str):
+            return source
+        if "name" in source:
+            name, own = source["name"], source.get("namespace", space)
+            return str(name if "." in name or not own else f"{own}.{name}")
+        return str(source["type"])
+
+    def _is_of(self, value: Any, name: str, source: Any, space: str) -> bool:
+        """Whether a value was written as a branch of a union; named types carry their name where that is in doubt."""
+        if isinstance(value, tuple):
+            return bool(value[0] == name or value[0] == f"{space}.{name}")
+        kind = source if isinstance(source, str) else source["type"]
+        if kind not in _PYTHON_TYPES:
+            declared = self._named.get(name, self._named.get(f"{space}.{name}", {}))
+            kind = declared.get("type", "record") if isinstance(declared, dict) else "record"
+            kinds: tuple[type, ...] = {"enum": (str,), "fixed": (bytes, Decimal)}.get(kind, (dict,))
+            return isinstance(value, kinds)
+        if isinstance(source, dict) and source.get("logicalType"):
+            return isinstance(value, (*_PYTHON_TYPES[kind], datetime.date, datetime.time))
+        return isinstance(value, _PYTHON_TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+
+
+def _each_item(convert: Convert) -> Convert:
+    return lambda value: [convert(one) for one in value]
+
+
+def _each_value(convert: Convert) -> Convert:
+    return lambda value: {key: convert(one) for key, one in value.items()}
+
+
+def _or_none(convert: Convert, value: Any) -> Any:
+    return None if value is None else convert(value)
+
+
+def _untag(value: Any) -> Any:
+    return value[1] if isinstance(value, tuple) else value
+
+
+def _untagged(value: Any) -> Any:
+    """Remove the names of types from a value that becomes text."""
+    if isinstance(value, tuple):
+        return _untagged(value[1])
+    if isinstance(value, dict):
+        return {key: _untagged(one) for key, one in value.items()}
+    return [_untagged(one) for one in value] if isinstance(value, list) else value
+
+
+# -- JSON Schema --------------------------------------------------------------------------------------------
+
+_JSON: Final[Mapping[str, pa.DataType]] = {
+    "string": pa.string(),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "boolean": pa.bool_(),
+    "null": pa.null(),
+}
+
+
+def _of_json(codec: JsonCodec) -> TypedSchema:
+    return _schema(Typed(_JsonTypes(codec).type(codec.source, 0)), codec.decode)
+
+
+class _JsonTypes:
+    def __init__(self, codec: JsonCodec) -> None:
+        self._codec = codec
+        self._budget = _Budget()
+        self._open: set[str] = set()
+
+    def type(self, raw: Any, depth: int) -> pa.DataType:
+        """The type of a schema; text if it allows several, or refers to itself."""
+        if not isinstance(raw, dict) or depth > DEPTH_MAX or self._budget.is_spent():
+            return pa.string()
+        reference = raw.get("$ref")
+        if isinstance(reference, str):
+            if reference in self._open:
+                return pa.string()
+            self._open.add(reference)
+            found = self.type(self._codec.referred(reference), depth + 1)
+            self._open.discard(reference)
+            return found
+        kinds = raw.get("type")
+        listed = [kinds] if isinstance(kinds, str) else [one for one in kinds or () if one != "null"]
+        if not listed:
+            return self._combined(raw, depth)
+        if set(listed) == {"integer", "number"}:
+            return pa.float64()
+        if len(listed) > 1:
+            return pa.string()
+        if listed[0] == "array":
+            items = raw.get("items")
+            return _list(self.type(items, depth + 1)) if isinstance(items, dict) else _list(pa.string())
+        if listed[0] == "object":
+            return self._object(raw, depth)
+        if listed[0] == "string" and raw.get("format") in ("date", "date-time"):
+            return pa.date32() if raw["format"] == "date" else TIMESTAMP
+        return _JSON.get(listed[0], pa.string())
+
+    def _object(self, raw: Mapping[str, Any], depth: int) -> pa.DataType:
+        properties = raw.get("properties")
+        if isinstance(properties, dict) and properties:
+            typed = [pa.field(name, self.type(one, depth + 1)) for name, one in properties.items()]
+            return _struct([one for one in typed if not pa.types.is_null(one.type)])
+        rest = raw.get("additionalProperties")
+        if isinstance(rest, dict) and rest:
+            return pa.map_(pa.string(), self.type(rest, depth + 1))
+        return pa.string()
+
+    def _combined(self, raw: Mapping[str, Any], depth: int) -> pa.DataType:
+        for name in ("anyOf", "oneOf", "allOf"):
+            parts = raw.get(name)
+            if isinstance(parts, list):
+                kinds = [kind for part in parts if not pa.types.is_null(kind := self.type(part, depth + 1))]
+                if len(kinds) == 1:
+                    return kinds[0]
+                if name == "allOf" and kinds and all(pa.types.is_struct(kind) for kind in kinds):
+                    merged = {one.name: one for kind in kinds for one in kind}
+                    return pa.struct(list(merged.values()))
+                return pa.string()
+        if isinstance(raw.get("properties"), dict):
+            return self._object(raw, depth)
+        values = raw.get("enum", [raw["const"]] if "const" in raw else [])
+        kinds_of_values = {type(one) for one in values if one is not None}
+        if len(kinds_of_values) == 1:
+            named = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+            return named.get(kinds_of_values.pop(), pa.string())
+        return pa.string()
+
+
+# -- Protobuf -----------------------------------------------------------------------------------------------
+
+_UNSIGNED: Final = pa.decimal128(20, 0)
+_PROTOBUF: Final[Mapping[int, pa.DataType]] = {
+    **dict.fromkeys((1, 2), pa.float64()),
+    **dict.fromkeys((3, 5, 7, 13, 15, 16, 17, 18), pa.int64()),
+    **dict.fromkeys((4, 6), _UNSIGNED),
+    8: pa.bool_(),
+    9: pa.string(),
+    12: pa.binary(),
+    14: pa.string(),
+}
+"""By the number of a field's type in descriptors."""
+_KNOWN_MESSAGES: Final[Mapping[str, pa.DataType]] = {
+    "google.protobuf.Timestamp": TIMESTAMP,
+    "google.protobuf.DoubleValue": pa.float64(),
+    "google.protobuf.FloatValue": pa.float64(),
+    "google.protobuf.Int64Value": pa.int64(),
+    "google.protobuf.Int32Value": pa.int64(),
+    "google.protobuf.UInt32Value": pa.int64(),
+    "google.protobuf.UInt64Value": _UNSIGNED,
+    "google.protobuf.BoolValue": pa.bool_(),
+    "google.protobuf.StringValue": pa.string(),
+    "google.protobuf.BytesValue": pa.binary(),
+    "google.protobuf.Struct": pa.string(),
+    "google.protobuf.Value": pa.string(),
+    "google.protobuf.ListValue": pa.string(),
+    "google.protobuf.Any": pa.string(),
+    "confluent.type.Decimal": pa.string(),
+}
+
+
+def _of_protobuf(codec: ProtobufCodec, indexes: tuple[int, ...]) -> TypedSchema:
+    kind = _ProtobufTypes().message(codec.message_class(indexes).DESCRIPTOR, frozenset(), 0)
+    return _schema(Typed(kind), codec.decode)
+
+
+class _ProtobufTypes:
+    def __init__(self) -> None:
+        self._budget = _Budget()
+
+    def message(self, descriptor: Any, outer: frozenset[str], depth: int) -> pa.DataType:
+        name = descriptor.full_name
+        if name in _KNOWN_MESSAGES:
+            return _KNOWN_MESSAGES[name]
+        if name in outer or depth > DEPTH_MAX:
+            return pa.string()
+        inside = outer | {name}
+        return _struct([pa.field(one.name, self._field(one, inside, depth)) for one in descriptor.fields])
+
+    def _field(self, described: Any, outer: frozenset[str], depth: int) -> pa.DataType:
+        if self._budget.is_spent():
+            return pa.string()
+        if is_map(described):
+            value = described.message_type.fields_by_name["value"]
+            return pa.map_(pa.string(), self._single(value, outer, depth))
+        kind = self._single(described, outer, depth)
+        return _list(kind) if is_repeated(described) else kind
+
+    def _single(self, described: Any, outer: frozenset[str], depth: int) -> pa.DataType:
+        if described.message_type is not None:
+            return self.message(described.message_type, outer, depth + 1)
+        return _PROTOBUF[described.type]

@@ -1,0 +1,246 @@
+"""Payloads with registered schemas become typed columns: in lake tables, in the data source, and back into topics."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deltalake
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.avro import AvroSerializer
+from confluent_kafka.schema_registry.json_schema import JSONSerializer
+from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf.struct_pb2 import Struct
+
+from millstream.core.lake_url import QUARANTINE_SUFFIX
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.transform.job import TransformJob
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
+pytestmark = pytest.mark.timeout(900)
+
+DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 10, "scale": 2}
+FIELDS: list[Any] = [
+    {"name": "id", "type": "int"},
+    {"name": "total", "type": DECIMAL},
+    {"name": "day", "type": {"type": "int", "logicalType": "date"}},
+    {"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}},
+    {"name": "ref", "type": {"type": "string", "logicalType": "uuid"}},
+    {"name": "kind", "type": {"type": "enum", "name": "Kind", "symbols": ["CARD", "CASH"]}},
+    {"name": "parts", "type": {"type": "map", "values": "double"}},
+    {
+        "name": "who",
+        "type": ["null", "string", {"type": "record", "name": "Who", "fields": [{"name": "n", "type": "int"}]}],
+    },
+    {"name": "tags", "type": {"type": "array", "items": "string"}},
+]
+MOMENT = datetime.datetime(2026, 11, 16, 12, 0, tzinfo=datetime.UTC)
+ORDER = {
+    "id": 1,
+    "total": Decimal("12.50"),
+    "day": datetime.date(2026, 11, 16),
+    "at": MOMENT,
+    "ref": str(uuid.UUID(int=5)),
+    "kind": "CASH",
+    "parts": {"a": 1.5},
+    "who": {"n": 3},
+    "tags": ["x", "y"],
+}
+PAID = {
+    "type": "object",
+    "title": "Paid",
+    "properties": {
+        "id": {"type": "integer"},
+        "at": {"type": "string", "format": "date-time"},
+        "to": {"$ref": "#/$defs/to"},
+    },
+    "$defs": {"to": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "required": ["id"],
+}
+
+
+def avro(*more: Any) -> str:
+    return json.dumps({"type": "record", "name": "Order", "fields": [*FIELDS, *more]})
+
+
+def of(topic: str) -> SerializationContext:
+    return SerializationContext(topic, MessageField.VALUE)
+
+
+@pytest.fixture(scope="module")
+def registry(server: Server) -> Iterator[Any]:
+    with SchemaRegistryClient({"url": f"http://{server.http}/registry"}) as client:
+        yield client
+
+
+def publish(server: Server, topic: str, *values: bytes | None) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for value in values:
+        producer.produce(topic, value, key=b"k")
+    assert producer.flush(60) == 0
+
+
+def land(spark: SparkSession, server: Server, lake: Path, *topics: str) -> None:
+    pipeline = Pipeline(
+        pipeline_id=uuid.uuid4(),
+        name=f"land-{uuid.uuid4().hex[:8]}",
+        kind=PipelineKind.LAND,
+        overrides={"topics": ",".join(topics), "decode": "schema"},
+    )
+    job = LandJob(pipeline, JobContext(spark=spark, brokers=server.kafka, lake=str(lake), folder=""))
+    try:
+        while job.step().lag:
+            pass
+    finally:
+        job.close()
+
+
+def rows_of(place: Path) -> list[dict[str, Any]]:
+    return sorted(deltalake.DeltaTable(str(place)).to_pyarrow_table().to_pylist(), key=lambda row: int(row["offset"]))
+
+
+def test_a_table_has_the_types_of_the_schemas_and_follows_their_versions(
+    spark: SparkSession, server: Server, registry: Any, topic: str, tmp_path: Path
+) -> None:
+    assert CommandLine(server.kafka)("topic", "create", topic, "--partitions", "1").code == 0
+    first = AvroSerializer(registry, avro())(ORDER, of(topic)) or b""
+    publish(server, topic, first, None, b"no schema", b"\0\0\1\0\0" + first[5:], first[:-1])
+    land(spark, server, tmp_path, topic)
+    kinds = {field.name: field.type for field in deltalake.DeltaTable(str(tmp_path / topic)).schema().fields}
+    assert [json.loads(kinds[name].to_json()) for name in ("id", "total", "day", "at", "ref", "kind")] == [
+        "long",
+        "decimal(10,2)",
+        "date",
+        "timestamp",
+        "string",
+        "string",
+    ]
+    row, empty = rows_of(tmp_path / topic)
+    assert {name: row[name] for name in ORDER} == {
+        **ORDER,
+        "parts": [("a", 1.5)],
+        "who": {"string": None, "Who": {"n": 3}},
+    }
+    assert (empty["id"], empty["value"]) == (None, None)
+    refused = rows_of(tmp_path / f"{topic}{QUARANTINE_SUFFIX}")
+    assert [one["offset"] for one in refused] == [2, 3, 4]
+    assert "does not start with a schema id" in refused[0]["reason"]
+    assert "schema id 65536: Schema 65536 not found" in refused[1]["reason"]
+    assert "does not decode as Avro" in refused[2]["reason"]
+
+    # A later version adds a field; what was landed stays as it is.
+    note = {"name": "note", "type": ["null", "string"], "default": None}
+    wider = AvroSerializer(registry, avro(note).replace('"name": "id", "type": "int"', '"name": "id", "type": "long"'))
+    publish(server, topic, wider({**ORDER, "id": 2**40, "note": "new"}, of(topic)), first)
+    land(spark, server, tmp_path, topic)
+    assert [(one["id"], one["note"]) for one in rows_of(tmp_path / topic)] == [
+        (1, None),
+        (None, None),
+        (2**40, "new"),
+        (1, None),
+    ]
+
+
+def test_json_and_protobuf_become_columns(
+    spark: SparkSession, server: Server, registry: Any, topic: str, tmp_path: Path
+) -> None:
+    documents, messages = f"{topic}-j", f"{topic}-p"
+    paid = (
+        JSONSerializer(json.dumps(PAID), registry)(
+            {"id": 1, "at": "2026-11-16T12:00:00Z", "to": {"city": "Ghent"}}, of(documents)
+        )
+        or b""
+    )
+    struct = Struct()
+    struct.update({"a": 1})
+    publish(server, documents, paid, paid[:5] + b'{"id": "x"}')
+    publish(server, messages, ProtobufSerializer(Struct, registry)(struct, of(messages)))
+    land(spark, server, tmp_path, documents, messages)
+    (row,) = rows_of(tmp_path / documents)
+    assert (row["id"], row["at"], row["to"]) == (1, MOMENT, {"city": "Ghent"})
+    (message,) = rows_of(tmp_path / messages)
+    # A message without columns of its own.
+    assert message["payload_value"] == '{"a":1.0}'
+
+
+def test_the_data_source_reads_and_writes_typed_columns(
+    spark: SparkSession, server: Server, registry: Any, topic: str
+) -> None:
+    command = CommandLine(server.kafka)
+    publish(server, topic, AvroSerializer(registry, avro())(ORDER, of(topic)), b"plain")
+    copy = f"{topic}-copy"
+    made = command(
+        "topic", "create", copy, "--partitions", "1", "--schema", f"value={topic}-value", "--validate", "content"
+    )
+    assert made.code == 0, made
+    source = spark.read.format("millstream").option("kafka.bootstrap.servers", server.kafka)
+    frame = source.option("subscribe", topic).option("decode", "schema").load()
+    assert dict(frame.dtypes)["total"] == "decimal(10,2)"
+    assert dict(frame.dtypes)["parts"] == "map<string,double>"
+    good = frame.where("payload_error is null and total > 12").collect()
+    assert [(one["id"], one["total"], one["day"], one["who"]["Who"]["n"]) for one in good] == [
+        (1, Decimal("12.50"), ORDER["day"], 3)
+    ]
+    (bad,) = frame.where("payload_error is not null").collect()
+    assert (bad["value"], bad["id"]) == (bytearray(b"plain"), None)
+    parts = ", ".join(f"'{name}', {name}" for name in ORDER if name != "who")
+    value = f"named_struct({parts}, 'who', who.Who) as value"
+    rows = frame.where("payload_error is null").selectExpr("key", value)
+    target = rows.write.format("millstream").option("kafka.bootstrap.servers", server.kafka).option("topic", copy)
+    target.option("schema", f"{topic}-value").mode("append").save()
+    (stored,) = command("tail", copy, "--json").documents
+    assert (stored["decoded"]["id"], stored["decoded"]["total"], stored["decoded"]["who"]) == (1, "12.50", {"n": 3})
+    assert stored["key"] == "k"
+    with pytest.raises(Exception, match="that is a struct"):
+        frame.selectExpr("value").write.format("millstream").option("kafka.bootstrap.servers", server.kafka).option(
+            "topic", copy
+        ).option("schema", f"{topic}-value").mode("append").save()
+
+
+def test_a_transform_reads_and_writes_by_schemas(
+    spark: SparkSession, server: Server, registry: Any, topic: str, tmp_path: Path
+) -> None:
+    command, copy = CommandLine(server.kafka), f"{topic}-totals"
+    publish(server, topic, AvroSerializer(registry, avro())(ORDER, of(topic)), b"plain")
+    total = json.dumps(
+        {"type": "record", "name": "T", "fields": [{"name": "id", "type": "long"}, {"name": "total", "type": DECIMAL}]}
+    )
+    (tmp_path / "total.avsc").write_text(total)
+    assert command("schema", "register", f"{copy}-value", tmp_path / "total.avsc").code == 0
+    assert command("topic", "create", copy, "--schema", f"value={copy}-value", "--validate", "content").code == 0
+    pipeline = Pipeline(
+        pipeline_id=uuid.uuid4(),
+        name=f"totals-{uuid.uuid4().hex[:8]}",
+        kind=PipelineKind.TRANSFORM,
+        overrides={
+            "sql": f"SELECT id, total * 2 AS total FROM `{topic}` WHERE payload_error IS NULL",
+            "into": copy,
+            "into.schema": f"{copy}-value",
+            "decode": "schema",
+        },
+    )
+    job = TransformJob(
+        pipeline, JobContext(spark=spark, brokers=server.kafka, lake=str(tmp_path), folder=str(tmp_path))
+    )
+    try:
+        while job.step().lag:
+            pass
+    finally:
+        job.close()
+    (written,) = command("tail", copy, "--json").documents
+    assert written["decoded"] == {"id": 1, "total": "25.00"}

@@ -1,0 +1,160 @@
+"""Which records conform to a schema rule: the compiled check and the plain one agree, whatever is in a batch."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from millstream.core.errors import SchemaMismatch
+from millstream.protocol.records.batch import HEADER_BYTES, read_header
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.schemas.codec import Codec, codec_of
+from millstream.protocol.schemas.formats import COMPILED, SchemaText, render
+from millstream.protocol.schemas.framing import (
+    VALUE_HEADER,
+    Framed,
+    prefix,
+    read_indexes,
+    unframe,
+    write_indexes,
+)
+from millstream.protocol.schemas.record_check import FieldRule, check_content, check_ids, have_known_ids
+
+GUID = "00000000-0000-0000-0000-00000000000a"
+RULE = FieldRule(subject="orders-value", context=".", guids={7: GUID, 300: "b"})
+GUID_HEADER = ((VALUE_HEADER, b"\1" + bytes(15) + b"\x0a"),)
+
+payloads = some.one_of(
+    some.none(),
+    some.binary(max_size=8),
+    some.sampled_from([7, 8, 300, 2**31]).map(prefix),
+    some.binary(max_size=4).map(lambda rest: prefix(7) + rest),
+)
+headers = some.sampled_from(
+    [(), (("a", b"b"),), GUID_HEADER, ((VALUE_HEADER, b"\0\0\0\0\7"),), ((VALUE_HEADER, b"?"),)]
+)
+records = some.lists(some.builds(NewRecord, payloads, payloads, headers, some.integers(0, 5)), min_size=1, max_size=12)
+
+
+def is_fine(record: NewRecord) -> bool:
+    for payload, is_value in ((record.key, False), (record.value, True)):
+        if payload is None:
+            continue
+        named = dict(record.headers).get(VALUE_HEADER) if is_value else None
+        if named is not None:
+            if named not in (GUID_HEADER[0][1], prefix(7)):
+                return False
+        elif payload[:5] not in (prefix(7), prefix(300)):
+            return False
+    return True
+
+
+@given(records, some.booleans())
+@settings(max_examples=150, deadline=None)
+def test_exactly_the_records_at_fault_are_named(given_records: list[NewRecord], with_keys: bool) -> None:
+    batch = bytes(encode_batch(given_records))
+    header, section = read_header(batch), batch[HEADER_BYTES:]
+    rules = {"key": RULE, "value": RULE} if with_keys else {"value": RULE}
+    plain = given_records if with_keys else [one._replace(key=None) for one in given_records]
+    wrong = [index for index, record in enumerate(plain) if not is_fine(record)]
+    assert [one.batch_index for one in check_ids(section, header, rules)] == wrong
+    # The compiled check may be in doubt, and then says no; it never accepts what is wrong.
+    if have_known_ids(section, header, rules):
+        assert not wrong
+    elif not any(VALUE_HEADER in dict(one.headers) for one in given_records):
+        assert wrong
+
+
+@given(some.lists(some.integers(0, 2**20), min_size=1, max_size=6))
+def test_message_indexes_are_read_as_they_are_written(indexes: list[int]) -> None:
+    written = write_indexes(indexes)
+    assert read_indexes(written + b"rest") == (tuple(indexes), len(written))
+
+
+@pytest.mark.parametrize("broken", [b"", b"\x02", b"\xff" * 9, b"\x01", b"\xfe\xff\xff\xff\x0f"])
+def test_broken_message_indexes_are_refused(broken: bytes) -> None:
+    with pytest.raises(SchemaMismatch):
+        read_indexes(broken)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0\0\0\0", b"\1\0\0\0\1", b"{}   "])
+def test_a_payload_without_a_prefix_names_no_schema(payload: bytes) -> None:
+    with pytest.raises(SchemaMismatch, match="schema id"):
+        unframe(payload)
+
+
+AVRO = {
+    "type": "record",
+    "name": "R",
+    "fields": [
+        {"name": "a", "type": "long"},
+        {"name": "s", "type": ["null", "string"]},
+        {"name": "r", "type": ["null", "R"]},
+        {"name": "e", "type": {"type": "enum", "name": "E", "symbols": ["X", "Y"]}},
+        {"name": "m", "type": {"type": "map", "values": "double"}},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}},
+    ],
+}
+JSON = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}}, "required": ["a"]}
+PROTO = 'syntax = "proto3"; message R { int64 a = 1; string s = 2; R r = 3; message In { bytes b = 1; } }'
+
+
+def codec(kind: str, text: str) -> Codec:
+    return codec_of(kind, render(SchemaText(schema_type=kind, text=text), COMPILED))
+
+
+CODECS = {
+    "AVRO": codec("AVRO", json.dumps(AVRO)),
+    "JSON": codec("JSON", json.dumps(JSON)),
+    "PROTOBUF": codec("PROTOBUF", PROTO),
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "AVRO": {"a": 1, "s": "x", "r": None, "e": "Y", "m": {"k": 1.0}, "at": 10**15},
+    "JSON": {"a": 1},
+    "PROTOBUF": {"a": 1, "s": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@given(some.binary(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_accepted_or_refused_with_a_reason(kind: str, content: bytes) -> None:
+    # Anything but this error fails the test.
+    with suppress(SchemaMismatch):
+        CODECS[kind].check(Framed(1, None, content, None))
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_what_is_encoded_is_accepted_and_changes_are_not(kind: str) -> None:
+    body = CODECS[kind].encode(VALUES[kind])
+    rule = FieldRule(subject="s", context=".", guids={7: GUID})
+    batch = bytes(
+        encode_batch([NewRecord(None, prefix(7) + body), NewRecord(None, prefix(7) + body[:-1]), NewRecord(None, None)])
+    )
+    section, header = batch[HEADER_BYTES:], read_header(batch)
+    wrong = check_content(section, header, {"value": rule}, lambda _rule, _id: CODECS[kind])
+    assert [one.batch_index for one in wrong] == [1]
+    with pytest.raises(SchemaMismatch):
+        CODECS[kind].encode({"a": "no number"})
+
+
+def test_a_time_beyond_the_calendar_is_valid_avro() -> None:
+    avro = CODECS["AVRO"]
+    avro.check(Framed(1, None, avro.encode({**VALUES["AVRO"], "at": 2**60}), None))
+
+
+def test_a_schema_that_refers_to_the_network_is_refused_when_it_is_used() -> None:
+    remote = codec_of("JSON", json.dumps([{"properties": {"a": {"$ref": "http://127.0.0.1:1/x.json"}}}, {}]))
+    with pytest.raises(SchemaMismatch, match="not among its references"):
+        remote.check(Framed(1, None, b'{"a": 1}', None))
+
+
+def test_an_exploding_pattern_ends() -> None:
+    exploding = codec_of("JSON", json.dumps([{"type": "string", "pattern": "^(a|a?)+(?!b)$"}, {}]))
+    with pytest.raises(SchemaMismatch):
+        exploding.check(Framed(1, None, json.dumps("a" * 5000 + "!").encode(), None))
