@@ -117,6 +117,9 @@ def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -
 
 def _settled(found: pa.DataType, depth: int) -> pa.DataType:
     """Return the type of a new column, with nothing undecided in it; null if nothing is known yet."""
+    if pa.types.is_timestamp(found) and found.tz is None:
+        # Text that looks like a time to Arrow's JSON parser; schemas have times with a zone.
+        return pa.string()
     if not pa.types.is_nested(found):
         return found
     if depth <= 0:

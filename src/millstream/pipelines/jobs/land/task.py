@@ -232,12 +232,13 @@ class LandTasks:
             raise
 
 
-def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.Array], Decoded]:
-    """Return what decodes a column of payloads, given with the headers of their messages."""
+def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[pa.Array, pa.RecordBatch], Decoded]:
+    """Return what decodes a column of payloads, given with their messages."""
     if work.by_schema and options is not None:
-        return SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves).decode
+        by_schema = SchemaDecoder(work.fields, SchemaRows(task_link(options), topic), evolves=work.evolves)
+        return lambda values, batch: by_schema.decode(values, batch.column("headers"))
     by_fields = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
-    return lambda values, _headers: by_fields.decode(values)
+    return lambda values, _batch: by_fields.decode(values)
 
 
 class _Landing:
@@ -263,7 +264,7 @@ class _Landing:
                 rows = batch.select((*KEYED_NAMES, "value", "headers"))
                 self._write_changes(batch, *rule.apply(rows, opened, pa.nulls(len(batch), pa.string())))
             return
-        decoded = self._decode(batch.column("value") if opened is None else opened.values, batch.column("headers"))
+        decoded = self._decode(batch.column("value") if opened is None else opened.values, batch)
         if decoded.found != self._work.fields:
             # Partitions come in no meaningful order, so the first finding must not win.
             self._found = grown_by(self._work.fields, [self._found, decoded.found])
