@@ -19,8 +19,11 @@ import psutil
 import pytest
 
 from millstream.cli import cluster_up
+from millstream.cli.cluster_up import LocalCluster, Plan
 from millstream.cli.local_process import LocalServerFailed
 from millstream_testing.command import CommandLine
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
 
 READY_S_MAX = 90
 STOP_S_MAX = 60
@@ -87,6 +90,24 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     yield start
     for one in started:
         one.stop()
+
+
+def test_a_locked_cluster_knows_its_administrator_and_nobody_else(
+    up: Callable[..., Up],
+    etcd: EtcdServer,
+    postgres: PostgresServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores = ("--nodes", "2", "--cluster", "locks-itself", "--etcd", etcd.url, "--catalog", postgres.new_database())
+    cluster = up(*stores, "--locked")
+    assert cluster.command("topic", "create", "orders").code == 4
+    monkeypatch.setenv("MILLSTREAM_PROFILES", cluster.ready["profiles"])
+    monkeypatch.setenv("MILLSTREAM_PROFILE", "admin")
+    assert cluster.command("topic", "create", "orders", "--replication", "2").code == 0
+    cluster.wait_until(lambda: not cluster.status()["under_replicated"])
+    # Without the flag, too, once it was locked.
+    data = Path(cluster.ready["profiles"]).parent
+    assert LocalCluster(Plan(nodes=2, data=data, name="locks-itself")).is_locked
 
 
 def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., Up]) -> None:

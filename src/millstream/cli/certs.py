@@ -47,24 +47,31 @@ def init(
     With another --node-id than 1 the files are called node-ID.pem and node-ID.key. Use them for trials; where
     others rely on them, have an authority of your own sign the certificates.
     """
+    files = make_node_certificate(dir, host or ["localhost", "127.0.0.1", "::1"], cluster, NodeId(node_id))
+    certificate, key = files["certificate"], files["key"]
+    print_answer(
+        files,
+        f"Made {certificate} and {key}, signed by {files['ca']}.\n"
+        f"Try: millstream serve --tls-cert {certificate} --tls-key {key}",
+        as_json=as_json,
+    )
+
+
+def make_node_certificate(folder: Path, hosts: list[str], cluster: str, node_id: NodeId) -> dict[str, str]:
+    """Make the certificate of a node, and an authority if there is none yet; returns their files."""
     from millstream.protocol.wire.credentials import NodeName
 
-    hosts = host or ["localhost", "127.0.0.1", "::1"]
     for one in hosts:
         _check_host(one)
-    dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     stem = "node" if node_id == 1 else f"node-{node_id}"
-    certificate, key = dir / f"{stem}.pem", dir / f"{stem}.key"
+    certificate, key = folder / f"{stem}.pem", folder / f"{stem}.key"
     if certificate.exists() or key.exists():
         raise CommandFailed(f"{certificate} exists already; remove it first, or give another --dir", ExitCode.CONFLICT)
-    authority = _authority(dir / "ca.pem", dir / "ca.key")
-    uri = NodeName(cluster=cluster, node_id=NodeId(node_id)).uri
+    authority = _authority(folder / "ca.pem", folder / "ca.key")
+    uri = NodeName(cluster=cluster, node_id=node_id).uri
     _issue(authority, f"node {node_id} of {cluster}", hosts, uri, certificate, key)
-    files = {"ca": str(dir / "ca.pem"), "certificate": str(certificate), "key": str(key)}
-    text = f"{files['certificate']} and {files['key']}, signed by {files['ca']}"
-    print_answer(
-        files, f"Made {text}.\nTry: millstream serve --tls-cert {certificate} --tls-key {key}", as_json=as_json
-    )
+    return {"ca": str(folder / "ca.pem"), "certificate": str(certificate), "key": str(key)}
 
 
 @app.command("client")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +85,14 @@ Settings = Annotated[
     ),
 ]
 
+Locked = Annotated[
+    bool,
+    typer.Option(
+        "--locked",
+        help="With TLS, authentication and a user that may do everything; makes what that needs in DIR.",
+    ),
+]
+
 app = typer.Typer(
     help="Start a cluster on this machine, show the status of one, move its partitions, and rebuild what etcd lost.",
     no_args_is_help=True,
@@ -105,6 +114,7 @@ def up(
     kafka_port: KafkaPort = None,
     http_port: HttpPort = None,
     settings: Settings = None,
+    locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
     """Start a cluster on this machine for evaluation: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
@@ -126,6 +136,7 @@ def up(
         kafka_port=first_port(DEFAULT_KAFKA_PORT, nodes) if kafka_port is None else kafka_port,
         http_port=first_port(DEFAULT_HTTP_PORT, nodes) if http_port is None else http_port,
         settings=parse_assignments(settings or [], flag="--set"),
+        locked=locked,
     )
     if not as_json:
         print_note(f"starting {counted(nodes, 'node')} in {plan.data} ...")
@@ -141,10 +152,17 @@ def up(
 
 
 def _print_running(running: LocalCluster) -> None:
+    from millstream.cli.cluster_up import ADMIN
+
     rows = [[node.node_id, node.process.pid, node.kafka, node.http] for node in running.nodes]
     print_table(("node", "pid", "kafka", "http"), rows)
     print_line()
-    print_line(f"Ready. Check its status with: millstream cluster status --brokers {running.nodes[0].kafka}")
+    if running.is_locked:
+        print_line("Ready, with TLS and authentication. To be its administrator in another terminal:")
+        print_line(f"  export MILLSTREAM_PROFILES={shlex.quote(str(running.profiles))} MILLSTREAM_PROFILE={ADMIN}")
+        print_line("  millstream cluster status")
+    else:
+        print_line(f"Ready. Check its status with: millstream cluster status --brokers {running.nodes[0].kafka}")
     print_line("To restart a node that was killed:")
     for node in running.nodes:
         print_line(f"  {node.command}")

@@ -27,14 +27,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import SecretKey, write_keys
 from millstream.broker.log.folder import make_private
+from millstream.cli.certs import make_node_certificate
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_process import LocalProcess, LocalServerFailed, is_free
 from millstream.cli.output import print_note
 from millstream.cli.reserved_port import ReservedPort
 from millstream.core.config import ENVIRONMENT_PREFIX
+from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import DataFolderInUse, MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.private_file import write_private
 
 SERVER_STOP_S_MAX = 15.0
 _SERVER_PROBE_S = 0.05
@@ -293,6 +298,9 @@ _HOST = "127.0.0.1"
 
 _PROBE_S = 0.1
 
+ADMIN: Final = "admin"
+"""The user of a locked cluster that may do everything, and the name of its profile."""
+
 
 class StopAsked(BaseException):
     """SIGTERM or Ctrl-C arrived. Not an `Exception`: it passes every handler."""
@@ -315,6 +323,8 @@ class Plan:
     """Port of the first node, the others count up from it; 0 picks free ports."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Further flags of `serve`, for every node."""
+    locked: bool = False
+    """Whether nodes use TLS and require authentication; a cluster that did once always does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +376,18 @@ class LocalCluster:
     def described(self) -> dict[str, Any]:
         """Return a JSON document for programs, once all are ready."""
         nodes = [node.described() for node in self.nodes]
-        return {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
+        described = {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
+        return {**described, "profiles": str(self.profiles)} if self.is_locked else described
+
+    @property
+    def is_locked(self) -> bool:
+        """Return whether clients have to authenticate."""
+        return self._plan.locked or self._certificates.exists()
+
+    @property
+    def profiles(self) -> Path:
+        """The file with the profile of the administrator of a locked cluster."""
+        return self._plan.data / "profiles.toml"
 
     def watch(self) -> None:
         """Wait and report every child that exits, until none is left.
@@ -421,6 +442,8 @@ class LocalCluster:
             self.catalog = postgres.url
             self._note(postgres.process)
         self._stack.callback(self._note_orphans)
+        if self.is_locked:
+            self._prepare_locked()
         processes = {number: self._node(number) for number in range(1, self._plan.nodes + 1)}
         self._stack.callback(_stop_together, list(processes.values()))
         for process in processes.values():
@@ -430,6 +453,56 @@ class LocalCluster:
             ready = json.loads(process.first_line(within_s=READY_S_MAX))
             settings = self._keep_settings(number, ready)
             self.nodes.append(RunningNode(number, process, ready["kafka"], ready["http"], settings))
+        if self.is_locked:
+            self._write_profile()
+
+    def _prepare_locked(self) -> None:
+        """Make what a locked cluster needs and does not have yet: certificates, and a user that may do everything."""
+        for number in range(1, self._plan.nodes + 1):
+            if not Path(self._tls_files(number)[0]).exists():
+                make_node_certificate(self._certificates, ["localhost", _HOST], self._plan.name, NodeId(number))
+        if not self._password_file.exists():
+            write_private(self._password_file, secrets.token_urlsafe(18).encode())
+        catalog = Catalog.open_shared(self.catalog)
+        try:
+            if ADMIN not in {one.user for one in catalog.security().credentials}:
+                password = self._password_file.read_text(encoding="utf-8")
+                catalog.change_security(SecurityChange(put_credentials=new_credentials(ADMIN, password)))
+        finally:
+            catalog.close()
+
+    def _write_profile(self) -> None:
+        profile = {
+            "brokers": ",".join(node.kafka for node in self.nodes),
+            "tls-ca": str(self._certificates / "ca.pem"),
+            "user": ADMIN,
+            "password-file": str(self._password_file),
+        }
+        # A JSON string is a valid TOML string.
+        lines = [f"[{ADMIN}]", *(f"{name} = {json.dumps(value)}" for name, value in profile.items())]
+        write_private(self.profiles, "".join(f"{line}\n" for line in lines).encode(), replace=True)
+
+    @property
+    def _certificates(self) -> Path:
+        return self._plan.data / "certs"
+
+    @property
+    def _password_file(self) -> Path:
+        return self._plan.data / "admin-password"
+
+    def _tls_files(self, number: int) -> tuple[str, str]:
+        stem = self._certificates / ("node" if number == 1 else f"node-{number}")
+        return f"{stem}.pem", f"{stem}.key"
+
+    def _lock_flags(self, number: int) -> dict[str, object]:
+        certificate, key = self._tls_files(number)
+        return {
+            "auth": "required",
+            "super-users": ADMIN,
+            "tls-cert": certificate,
+            "tls-key": key,
+            "tls-client-ca": self._certificates / "ca.pem",
+        }
 
     def _note(self, process: LocalProcess | None) -> None:
         if process is not None:
@@ -449,6 +522,7 @@ class LocalCluster:
             "advertise": "",
             "cluster": self._plan.name,
             "secrets-key-file": self._key_file,
+            **(self._lock_flags(number) if self.is_locked else {}),
             **self._plan.settings,
         }
 
@@ -481,7 +555,6 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
     from millstream.broker.cluster.etcd_store import EtcdStore
     from millstream.broker.cluster.store_values import NodeRegistration
     from millstream.core.clock import SystemClock
-    from millstream.core.ids import NodeId
 
     async def read() -> dict[int, str]:
         store = EtcdStore(EtcdAddress.parse(etcd), cluster, SystemClock(), request_s_max=1.0)

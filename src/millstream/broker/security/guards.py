@@ -77,9 +77,9 @@ _GROUP_DENIED: Final = ErrorCode.group_authorization_failed
 _CLUSTER_DENIED: Final = ErrorCode.cluster_authorization_failed
 _TRANSACTION_DENIED: Final = ErrorCode.transactional_id_authorization_failed
 _MESSAGES: Final = {
-    _TOPIC_DENIED: "the topic authorization failed",
-    _GROUP_DENIED: "the group authorization failed",
-    _CLUSTER_DENIED: "the cluster authorization failed",
+    _TOPIC_DENIED: "not authorized for this topic",
+    _GROUP_DENIED: "not authorized for this group",
+    _CLUSTER_DENIED: "not authorized for the cluster",
 }
 _NOT_ASKED: Final = i32(-(2**31))
 _CONFIG_TOPIC, _CONFIG_GROUP = 2, 32
