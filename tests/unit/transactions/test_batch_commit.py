@@ -251,7 +251,7 @@ def test_a_run_that_was_given_up_begins_nothing_more() -> None:
     one.coordinator.run(lambda shard: shard.batches.abort(QUERY, 0, "first"))
     assert one.states() == {"spark/q/0/0/first-a": "PrepareAbort"}
     for late in ("spark/q/0/1/first-b", "spark/q/1/0/first-c"):
-        with pytest.raises(ProducerFenced, match="given up"):
+        with pytest.raises(ProducerFenced, match="was aborted"):
             one.begin(late)
     again = one.begin("spark/q/0/0/second-d")
     one.write(again)
