@@ -13,10 +13,10 @@ from typing import Any, Self
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
-from millstream.broker.cluster.cluster_topics import ClusterTopics
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.cluster.view import ClusterView
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
@@ -38,8 +38,11 @@ class _DeadLink:
         pass
 
 
-class _DeadLinks:
+class DeadLinks:
+    """Reaches no other node."""
+
     def open(self, node: NodeId) -> _DeadLink:
+        """Return a link that fails."""
         return _DeadLink()
 
 
@@ -66,7 +69,7 @@ class GroupNode:
         return self._cluster
 
     @property
-    def topics(self) -> ClusterTopics:
+    def topics(self) -> Topics:
         """The node's topics."""
         return self.cluster.topics
 
@@ -94,7 +97,7 @@ class GroupNode:
                 log_store=self._log_store,
                 coordination=self._store,
                 declarations=group.declarations,
-                links=lambda _find: _DeadLinks(),
+                links=lambda _find: DeadLinks(),
                 boot_id=self.boot_id,
                 supervise=self._supervise,
             )

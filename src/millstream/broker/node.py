@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.broker_settings import BrokerSettings
-from millstream.broker.cluster.declarations import CatalogDeclarations, Declarations
-from millstream.broker.cluster.declared_state import DeclaredState
-from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
-from millstream.broker.cluster.last_run import FolderOwner
+from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.last_run import FolderOwner, read_boot_id
+from millstream.broker.cluster.machine_folder import Layout, adopt_known_topics, open_coordination, settle
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.replica_link import WireLinks
 from millstream.broker.cluster.store import CoordinationStore
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.dispatch import Dispatch
 from millstream.broker.log.files import DiskFiles, Files
 from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME, make_private
@@ -34,7 +35,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind, listen
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
+from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.security.state import SecurityState
@@ -51,7 +52,6 @@ from millstream.protocol.records.compression import set_limits
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
 if TYPE_CHECKING:
-    from millstream.broker.cluster.cluster_node import ClusterNode
     from millstream.broker.kafka.served_apis import ServedApis
     from millstream.broker.kafka.subscription_service import SubscriptionService
     from millstream.broker.pipelines.report_board import PipelineBoard
@@ -139,20 +139,31 @@ class ChildProcesses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Core:
-    """What the APIs are built on: the parts of a single node, or of a cluster node."""
+class MachineShare:
+    """What a broker process has from the process that supervises those of its machine."""
 
-    topics: Topics
-    membership: Membership
-    declarations: Declarations
-    declared: DeclaredState
-    secrets: StoredSecrets
-    node: ClusterNode | None = None
+    data: str
+    """The folder of the machine, with the stores that its nodes share."""
+    nodes: tuple[NodeId, ...]
+    """Every node of the machine; the first one serves HTTP and runs pipelines."""
+    secret: str
+    """By which the nodes of the machine and their processes know each other, where clients authenticate."""
+    store: CoordinationStore | None
+    """The coordination store of the machine; None in a cluster, which has one for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reached:
-    """What the nodes of a cluster share."""
+class _Core:
+    """What the APIs are built on."""
+
+    node: ClusterNode
+    membership: Membership
+    secrets: StoredSecrets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stores:
+    """What the nodes of a cluster share, and a single node has for itself."""
 
     coordination: CoordinationStore
     catalog: Catalog
@@ -174,14 +185,17 @@ class Broker:
         clock: Clock | None = None,
         files: Files | None = None,
         is_guest: bool = False,
+        machine: MachineShare | None = None,
     ) -> None:
         self._config = config
+        self._machine = machine
+        self._is_single = not config.in_cluster and machine is None
         self._children = children or ChildProcesses()
         self._is_guest = is_guest
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
-        self._listeners = Listeners(config)
+        self._listeners = Listeners(config, secret=None if machine is None else machine.secret)
         self._sealing = Sealing(None)
         self._gateway_sockets: GatewaySockets | None = None
         # Kept, because the addresses are still asked for after the sockets are closed.
@@ -241,19 +255,26 @@ class Broker:
         # Settings are checked before the log is opened: a start that fails after that leaves the mark of a clean stop,
         # which would hide that the machine went down before.
         self._check_data_folder()
-        self._sealing = Sealing.of_node(config.secrets_key_file, self._data, in_cluster=config.in_cluster)
-        reached = await self._reach_cluster() if config.in_cluster else None
+        self._sealing = Sealing.of_node(config.secrets_key_file, self._shared_data, in_cluster=config.in_cluster)
+        stores = await self._reach_cluster() if config.in_cluster else None
         if self._has_much_to_recover():
             await self._serve_start_report("the logs are checked, because the last stop was not clean")
+        if self._is_single:
+            layout = Layout.of(self._data, config.node_id, 1)
+            await settle(layout, self._files, self._clock, sealing=self._sealing)
         store = self._open_store()
         self._store = store
         make_private(Path(self._data))
         store.on_recovery_progress(lambda done, left: self._report_start(f"{done} of {done + left} logs are recovered"))
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
-        core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
+        core = await self._open_node(store, stores or await self._open_embedded())
         self._supervise("sealed secrets", core.secrets.run())
         store.finish_recovery()
+        if self._is_single:
+            # Nobody else waits for this node, so that its clients find it admitted.
+            await core.node.join(core.membership.me, self.http_address)
+            undo.push_async_callback(core.node.leave)
         self._report_start("the logs are open, the APIs are loading")
         # Not earlier: clients that connect while logs are recovered would wait without knowing why.
         self._listeners.listen()
@@ -263,9 +284,9 @@ class Broker:
         budget = Budget(config.inflight_bytes_max)
         dispatch = Dispatch()
         limits = ConnectionLimits(frame_bytes_max=config.request_bytes_max)
-        listener = self._listener(dispatch, limits, budget, core.topics.broker_settings)
+        listener = self._listener(dispatch, limits, budget, core.node.topics.broker_settings)
         self._revoked = await self._listeners.start(
-            listener, dispatch, limits, core.declared.security, core.membership, self._supervise
+            listener, dispatch, limits, core.node.declared.security, core.membership, self._supervise
         )
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
@@ -275,7 +296,7 @@ class Broker:
             self._supervise("start of the HTTP gateway", self._gateway_serves(self._gateway, dispatch))
             undo.push_async_callback(self._gateway.stop)
         undo.callback(listener.stop_accepting)
-        if core.node is not None:
+        if not self._is_single:
             # Others send requests as soon as they know of this node.
             await self._served_or_failed()
             await core.node.join(core.membership.me, self.http_address)
@@ -348,7 +369,7 @@ class Broker:
             raise InvalidSetting(
                 "--catalog is for nodes of a cluster, which need --etcd too; a single node has its own catalog"
             )
-        if self._files.exists(f"{self._data}/{LAST_RUN_NAME}"):
+        if FolderOwner.read(self._files, self._data).cluster:
             raise ClusterMismatch(
                 f"{self._config.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
             )
@@ -365,7 +386,7 @@ class Broker:
             scrub_interval_ms=self._config.scrub_interval_ms,
         )
 
-    async def _reach_cluster(self) -> _Reached:
+    async def _reach_cluster(self) -> _Stores:
         """Connect to what the nodes of a cluster share, once it belongs to this node's folder."""
         # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
@@ -382,11 +403,11 @@ class Broker:
         catalog = Catalog.of_cluster(config, sealing=self._sealing)
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
-        reached = _Reached(coordination=coordination, catalog=catalog, declarations=declarations)
-        await self._enter(reached, ", ".join(address.endpoints))
-        return reached
+        stores = _Stores(coordination=coordination, catalog=catalog, declarations=declarations)
+        await self._enter(stores, ", ".join(address.endpoints))
+        return stores
 
-    async def _enter(self, reached: _Reached, etcd: str) -> None:
+    async def _enter(self, stores: _Stores, etcd: str) -> None:
         from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
 
         config, random = self._config, SystemRandom()
@@ -400,8 +421,8 @@ class Broker:
         entry = StartupChecks(
             claim,
             FolderOwner.read(self._files, self._data),
-            reached.coordination,
-            reached.declarations,
+            stores.coordination,
+            stores.declarations,
             clock=self._clock,
             backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
             is_running=self._is_answered_by,
@@ -423,35 +444,28 @@ class Broker:
         finally:
             await status.close()
 
-    async def _open_alone(self, store: LogStore) -> _Core:
-        """Open a single node with its own catalog."""
-        catalog = Catalog.open_folder(Path(self._data), sealing=self._sealing)
+    @property
+    def _shared_data(self) -> str:
+        """The folder with what the nodes of this machine share."""
+        return self._data if self._machine is None else self._machine.data
+
+    async def _open_embedded(self) -> _Stores:
+        """Open the stores of a machine that belongs to no cluster; they are in its data folder."""
+        catalog = Catalog.open_folder(Path(self._shared_data), sealing=self._sealing)
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog)
-        topics = Topics(declarations, store, self._config, self._clock)
-        await topics.load()
-        self._undo.callback(topics.close)
-        membership = Membership(catalog.cluster_id, self._advertised())
-        declared = DeclaredState.of(declarations, self._config, self._clock)
-        await declared.load()
-        return _Core(
-            topics=topics,
-            membership=membership,
-            declarations=declarations,
-            declared=declared,
-            secrets=self._stored_secrets(catalog, declared),
-        )
+        if self._machine is not None and self._machine.store is not None:
+            self._undo.push_async_callback(self._machine.store.close)
+            return _Stores(coordination=self._machine.store, catalog=catalog, declarations=declarations)
+        service = open_coordination(self._files, self._data, self._clock)
+        self._undo.callback(service.close)
+        coordination = EmbeddedStore(service, self._clock, sessions_expire=False)
+        await adopt_known_topics(coordination, catalog)
+        return _Stores(coordination=coordination, catalog=catalog, declarations=declarations)
 
-    def _stored_secrets(self, catalog: Catalog, declared: DeclaredState) -> StoredSecrets:
-        return StoredSecrets(catalog, self._sealing, declared.subscriptions, declared.pipelines, declared.mirrors)
-
-    async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
-        """Open one of several nodes, which agree through etcd on what the shared catalog declares."""
-        from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
-        from millstream.broker.cluster.last_run import read_boot_id
-        from millstream.broker.cluster.replica_link import WireLinks
-
-        config, declarations = self._config, reached.declarations
+    async def _open_node(self, store: LogStore, stores: _Stores) -> _Core:
+        """Open this node as a member of its cluster, which may have no other."""
+        config, declarations = self._config, stores.declarations
         node = ClusterNode(
             ClusterDependencies(
                 config=config,
@@ -460,26 +474,27 @@ class Broker:
                 files=self._files,
                 data=self._data,
                 log_store=store,
-                coordination=reached.coordination,
+                coordination=stores.coordination,
                 declarations=declarations,
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
                 boot_id=read_boot_id(),
                 supervise=self._supervise,
                 catalog_away_since_ms=lambda: declarations.away_since_ms,
+                is_single=self._is_single,
+                node_listener=self._listeners.own_listener,
             )
         )
         self._undo.callback(node.topics.close)
         self._undo.push_async_callback(node.close)
         await node.open()
-        membership = await node.membership(self._advertised())
-        return _Core(
-            topics=node.topics,
-            membership=membership,
-            declarations=node.declarations,
-            declared=node.declared,
-            secrets=self._stored_secrets(reached.catalog, node.declared),
-            node=node,
+        secrets = StoredSecrets(
+            stores.catalog,
+            self._sealing,
+            node.declared.subscriptions,
+            node.declared.pipelines,
+            node.declared.mirrors,
         )
+        return _Core(node=node, membership=await node.membership(self._advertised()), secrets=secrets)
 
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
@@ -494,15 +509,16 @@ class Broker:
             kafka=self.kafka_address,
             http=self.http_url,
             data=self._data,
+            machine=() if self._machine is None else self._machine.nodes,
         )
         parts = module.ApiDependencies(
             config=config,
             clock=clock,
-            topics=core.topics,
+            topics=core.node.topics,
             membership=core.membership,
-            producer_ids=ProducerIds(core.declarations),
-            declared=core.declared,
-            plans=None if core.node is None else core.node.plans,
+            producer_ids=ProducerIds(core.node.declarations),
+            declared=core.node.declared,
+            plans=None if self._is_single else core.node.plans,
             knowledge=self._listeners.knowledge,
             secrets=core.secrets,
             budget=budget,
@@ -510,13 +526,14 @@ class Broker:
             sources=[
                 listener,
                 dispatch,
-                core.topics,
+                core.node.topics,
                 store,
-                *(source for source in (core.node, self._revoked) if source is not None),
+                core.node,
+                *([] if self._revoked is None else [self._revoked]),
             ],
-            unready_reasons=lambda: _unready_reasons(store, core.node),
+            unready_reasons=lambda: self._unready_reasons(store, core.node),
             damage=store.damage,
-            warnings=lambda: [*(() if core.node is None else core.node.warnings()), *core.secrets.warnings()],
+            warnings=lambda: [*core.node.warnings(), *core.secrets.warnings()],
             node=node,
             supervise=self._supervise,
         )
@@ -525,6 +542,16 @@ class Broker:
         dispatch.serve(self._served.apis)
         if not self._is_guest:
             freeze_heap()
+
+    def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
+        """Yield why the node should get no traffic although it runs; the first of a machine speaks for all of it."""
+        yield from node.unready_reasons()
+        if self._machine is not None and self._machine.nodes[0] == self._config.node_id:
+            for other in self._machine.nodes[1:]:
+                if other not in node.view.live:
+                    yield f"node {other} of this machine is not running"
+        for partition, reason in islice(store.failures.items(), _REASONS_MAX):
+            yield f"{partition}: {reason}"
 
     async def _served_or_failed(self) -> None:
         if self._serving is not None:
@@ -565,12 +592,12 @@ class Broker:
         return RunningNode(
             config=self._config,
             kafka_address=self._listeners.internal_address,
-            declared_subscriptions=core.declared.subscriptions,
+            declared_subscriptions=node.declared.subscriptions,
             subscription_service=served.subscriptions,
-            pipelines=core.declared.pipelines,
+            pipelines=node.declared.pipelines,
             pipeline_board=served.pipeline_board,
-            security=core.declared.security,
-            pipeline_owner=lambda stands: SoleOwner() if node is None else node.pipeline_owner(stands=stands),
+            security=node.declared.security,
+            pipeline_owner=lambda stands: node.pipeline_owner(stands=stands),
         )
 
     def _begin_gateway(self, gateway: GatewayProcess) -> None:
@@ -613,6 +640,7 @@ class Broker:
             host=host,
             port=port,
             rack=rack,
+            machine=None if self._machine is None else self._machine.nodes[0],
             endpoints=self._listeners.endpoints(),
             assertion_key=self._listeners.assertion_key,
         )
@@ -625,6 +653,11 @@ class Broker:
         if not self._kafka_at:
             raise RuntimeError("the broker has not been started")
         return self._kafka_at
+
+    @property
+    def listener_addresses(self) -> list[str]:
+        """Where the clients of each listener connect, in the order of the settings, with the real ports."""
+        return self._listeners.addresses
 
     @property
     def http_address(self) -> str:
@@ -647,11 +680,3 @@ def _import_served() -> Any:
     from millstream.broker.kafka import served_apis
 
     return served_apis
-
-
-def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
-    """Yield why the node should get no traffic although it runs."""
-    if node is not None:
-        yield from node.unready_reasons()
-    for partition, reason in islice(store.failures.items(), _REASONS_MAX):
-        yield f"{partition}: {reason}"

@@ -193,12 +193,20 @@ def _coerce_only_text() -> None:
 
 
 def call(arguments: list[str]) -> int:
-    """Run one command and return its exit code. Every error becomes one sentence on stderr."""
-    try:
+    """Run one command and return its exit code."""
+
+    def run() -> Any:
         _coerce_only_text()
-        arguments = complete_switches(take_credentials(arguments))
-        app = build_app(_asked_for(arguments))
-        result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+        given = complete_switches(take_credentials(arguments))
+        return build_app(_asked_for(given))(args=given, prog_name=PROGRAM, standalone_mode=False)
+
+    return run_reporting(run)
+
+
+def run_reporting(work: Callable[[], Any]) -> int:
+    """Run something and return its exit code. Every error becomes one sentence on stderr."""
+    try:
+        result = work()
     except (CommandFailed, MillstreamError) as error:
         return _fail(str(error), exit_code_of(error), error)
     except (KeyboardInterrupt, typer.Abort):

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,26 +116,49 @@ def serve(**given: Any) -> None:
 
 
 async def _serve(config: Config, *, as_json: bool) -> None:
+    if config.core_count > 1:
+        await _serve_machine(config, as_json=as_json)
+        return
     from millstream.broker.node import Broker
     from millstream.child_processes import CHILD_PROCESSES
 
-    signals = _StopSignal()
     broker = Broker(config, children=CHILD_PROCESSES)
-    if not await _started(broker, signals):
+    await run_until_stopped(broker, _StopSignal().stop, lambda: _announce(broker, config, as_json=as_json))
+
+
+async def run_until_stopped(broker: Broker, stop: asyncio.Future[None], announce: Callable[[], None]) -> None:
+    """Run a node until it is told to stop or fails; announce when it is ready."""
+    if not await _started(broker.start(), stop):
         return
     try:
-        _announce(broker, config, as_json=as_json)
-        await _first_of(signals.stop, broker.failed)
+        announce()
+        await _first_of(stop, broker.failed)
     finally:
         await broker.stop()
     if broker.stop_failure is not None:
         raise CommandFailed(f"the node has stopped, but not cleanly: {broker.stop_failure}")
 
 
-async def _started(broker: Broker, signals: _StopSignal) -> bool:
+async def _serve_machine(config: Config, *, as_json: bool) -> None:
+    from millstream.cli.machine import Machine
+
+    stop = _StopSignal().stop
+    machine = Machine(config)
+    if not await _started(machine.start(), stop):
+        return
+    try:
+        _announce_machine(machine.described(), config, as_json=as_json)
+        await _first_of(stop, machine.failed)
+    finally:
+        await machine.stop()
+    if machine.stop_failures:
+        raise CommandFailed(f"not cleanly stopped: {', '.join(machine.stop_failures)}; the next start checks its log")
+
+
+async def _started(start: Coroutine[Any, Any, None], stop: asyncio.Future[None]) -> bool:
     """Start, which in a cluster may wait for others; return False if the node was stopped meanwhile."""
-    starting = asyncio.ensure_future(broker.start())
-    await asyncio.wait([starting, signals.stop], return_when=asyncio.FIRST_COMPLETED)
+    starting = asyncio.ensure_future(start)
+    await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.wait([starting])
@@ -179,7 +202,8 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
 
     if as_json:
         registry = {"registry": broker.registry_address} if broker.registry_address else {}
-        print_json({"kafka": broker.kafka_address, "http": broker.http_address, **registry})
+        nodes = [{"id": config.node_id, "pid": os.getpid(), "kafka": broker.kafka_address}]
+        print_json({"kafka": broker.kafka_address, "http": broker.http_address, **registry, "nodes": nodes})
         return
     print_line(f"millstream {__version__} is ready")
     is_everywhere = is_any_address(parse_address(broker.kafka_address, name="kafka")[0])
@@ -195,3 +219,17 @@ def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
         print_line(f"  schema http://{broker.registry_address}")
     print_line(f"  data   {config.data}")
     print_line("Stop with Ctrl-C.")
+
+
+def _announce_machine(described: dict[str, Any], config: Config, *, as_json: bool) -> None:
+    if as_json:
+        print_json(described)
+        return
+    print_line(f"millstream {__version__} is ready with {len(described['nodes'])} broker processes")
+    for node in described["nodes"]:
+        print_line(f"  kafka  {node['kafka']}  (node {node['id']}, process {node['pid']})")
+    if described["http"]:
+        scheme = "http" if config.http_tls is None else "https"
+        print_line(f"  http   {scheme}://{described['http']}  (/docs /healthz /readyz /metrics /registry)")
+    print_line(f"  data   {config.data}")
+    print_line("Connect any Kafka client to one of the addresses. Stop with Ctrl-C.")

@@ -37,6 +37,9 @@ _ORDERED = (
     ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
 )
 
+CORES_MAX = 256
+_ALL_CORES = "auto"
+
 DEFAULT_LISTENER = "default"
 """The name of the listener that `kafka` describes."""
 NO_AUTHENTICATION, AUTHENTICATION_REQUIRED = "none", "required"
@@ -186,6 +189,12 @@ class Config:
         "File with the keys that seal secrets in the catalog, such as those of push; it lies outside the data folder, "
         "and `millstream secrets init` makes one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
         "`~/.local/state` on a single node, made when it is first needed; the nodes of a cluster need the same file.",
+    )
+    cores: str = setting(
+        "cores",
+        "1",
+        "How many broker processes this machine runs, each with a node id, a Kafka port and a folder of its own; "
+        "`auto` means one for each core.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(
@@ -557,6 +566,8 @@ class Config:
     def _check_together(self) -> None:
         if not self.data.strip():
             raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
+        if self.cores != _ALL_CORES and not (self.cores.isdecimal() and 1 <= int(self.cores) <= CORES_MAX):
+            raise InvalidSetting(f"cores must be `auto` or a number from 1 to {CORES_MAX}, not {self.cores!r}")
         self.spark_settings()
         self._check_listeners()
         for smaller, larger in _ORDERED:
@@ -610,8 +621,18 @@ class Config:
 
     @property
     def in_cluster(self) -> bool:
-        """Return whether the node belongs to a cluster of several."""
+        """Return whether the node belongs to a cluster of several machines."""
         return bool(self.etcd)
+
+    @property
+    def core_count(self) -> int:
+        """Return how many broker processes this machine runs."""
+        return len(os.sched_getaffinity(0)) if self.cores == _ALL_CORES else int(self.cores)
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether other nodes may lead what this one does not."""
+        return self.in_cluster or self.core_count > 1
 
     @property
     def topic_flush(self) -> str:

@@ -22,9 +22,11 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _LEVEL_COLUMN = 7
 
 
-def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None) -> None:
-    """Write this process's log lines to `stream` (stderr), from `level` up."""
+def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None, node: int | None = None) -> None:
+    """Write log lines to `stream` (stderr), from `level` up; each names the `node` where several write there."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    if node is not None:
+        handler.addFilter(lambda record: _name_node(record, node))
     handler.setFormatter(JsonLines() if line_format == JSON else TextLines())
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -33,6 +35,11 @@ def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None
     # Libraries log only problems; the level applies to Millstream's own lines.
     root.setLevel(logging.WARNING)
     logging.getLogger(_ROOT).setLevel(level.upper())
+
+
+def _name_node(record: logging.LogRecord, node: int) -> bool:
+    vars(record).setdefault("node", node)
+    return True
 
 
 class TextLines(logging.Formatter):

@@ -9,7 +9,8 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import event
 
-from millstream.broker.catalog.catalog import RESERVE_BYTES, Catalog, Reserve
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.database import RESERVE_BYTES, Reserve
 from millstream.core.errors import StorageFailure
 from millstream.core.topic import Topic
 

@@ -77,7 +77,7 @@ def test_no_command_is_answered_with_help(arguments: list[str]) -> None:
             "'zip' is not one of 'none', 'gzip', 'snappy', 'lz4', 'zstd' (",
         ),
         (["--brokers", "127.0.0.1:1", "launch"], "No such command 'launch'"),
-        (["--brokers", "127.0.0.1:1", "serve"], "No such option: --brokers (see millstream serve --help)"),
+        (["--brokers", "127.0.0.1:1", "serve"], "No such option: --brokers ("),
     ],
 )
 def test_mistakes_in_usage_are_one_sentence(arguments: list[str], said: str) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
-from millstream.broker.cluster.cluster_topics import ClusterTopics
+from millstream.broker.cluster.topics import Topics
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.topic import Topic
 
@@ -23,5 +23,5 @@ def test_coordinators_are_notified_of_a_role_that_their_partition_knows_already(
         _me=NodeId(1),
         _notify_leadership=reported.append,
     )
-    assert ClusterTopics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
+    assert Topics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
     assert reported == [partition]

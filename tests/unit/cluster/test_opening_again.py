@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.broker.cluster import cluster_topics
+from millstream.broker.cluster import topics as cluster_topics
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import StorageFailure

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import Put
-from millstream.broker.pipelines.owner import ElectedOwner, SoleOwner
+from millstream.broker.pipelines.owner import ElectedOwner
 from millstream_testing.node_group import NodeGroup
 
 
@@ -56,10 +56,3 @@ async def test_a_place_that_an_earlier_run_left_behind_is_taken_over(tmp_path: P
         # Somebody took the place away, whatever the reason: it is taken again, as a new owner.
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "7")])  # type: ignore[union-attr]
         await group.until(lambda: candidate.is_elsewhere)
-
-
-async def test_a_node_on_its_own_owns_them() -> None:
-    owner = SoleOwner()
-    owner.on_change(lambda: None)
-    await owner.resign()
-    assert (owner.is_mine, owner.is_elsewhere) == (True, False)

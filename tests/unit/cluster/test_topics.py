@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,6 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.topics import Topics
-from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
-from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (
     DataFolderInvalid,
@@ -29,24 +23,7 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
-
-
-@asynccontextmanager
-async def opened(data: Path, config: Config | None = None) -> AsyncIterator[Topics]:
-    store = LogStore.open(
-        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
-    )
-    running = asyncio.create_task(store.run())
-    catalog = Catalog.open_folder(data)
-    topics = Topics(CatalogDeclarations(catalog), store, config or Config(), SystemClock())
-    await topics.load()
-    try:
-        yield topics
-    finally:
-        topics.close()
-        await store.close()
-        await running
-        catalog.close()
+from millstream_testing.single_node import single_node
 
 
 def batch(value: bytes) -> bytearray:
@@ -54,10 +31,10 @@ def batch(value: bytes) -> bytearray:
 
 
 async def test_topics_and_their_records_survive_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("orders", partitions=3, overrides={"retention.ms": "5000"})
         await topics.partition("orders", 2).append(batch(b"kept"))
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         again = topics.get("orders")
         assert again == topic
         assert topics.by_id(topic.topic_id) == topic
@@ -68,7 +45,7 @@ async def test_topics_and_their_records_survive_a_restart(tmp_path: Path) -> Non
 
 
 async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("short-lived")
         partition = topics.partition("short-lived", 0)
         await partition.append(batch(b"x"))
@@ -86,34 +63,72 @@ async def test_a_deleted_topic_is_gone_with_its_files(tmp_path: Path) -> None:
 
 
 async def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("doomed")
         await topics.partition("doomed", 0).append(batch(b"x"))
     catalog = Catalog.open_folder(tmp_path)
     catalog.delete_topic(topic, now_ms=1)
     catalog.close()
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         assert topics.all() == []
-        assert not any(tmp_path.rglob("*.log"))
-    catalog = Catalog.open_folder(tmp_path)
-    assert catalog.deleted_topic_ids() == set()
-    catalog.close()
+        catalog = Catalog.open_folder(tmp_path)
+        async with asyncio.timeout(30):
+            while catalog.deleted_topic_ids() or any(tmp_path.rglob("*.log")):
+                await asyncio.sleep(0.01)
+        catalog.close()
+
+
+def remove_catalog(data: Path) -> None:
+    for leftover in data.glob("catalog.sqlite*"):
+        leftover.unlink()
+
+
+async def test_a_lost_catalog_gets_the_topics_back_that_the_nodes_agreed_on(tmp_path: Path) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("precious", overrides={"retention.ms": "5000"})
+        await topics.partition("precious", 0).append(batch(b"x"))
+    remove_catalog(tmp_path)
+    async with single_node(tmp_path) as topics:
+        assert topics.all() == [topic]
+        assert topics.partition("precious", 0).high_watermark == 1
+        await topics.alter("precious", {"retention.ms": "6000"})
+
+
+async def test_lost_states_are_derived_from_the_logs(tmp_path: Path) -> None:
+    async with single_node(tmp_path) as topics:
+        topic = await topics.create("precious", partitions=3)
+        await topics.partition("precious", 1).append(batch(b"x"))
+        epoch = topics.partition("precious", 1).leader_epoch
+    (tmp_path / "coordination").unlink()
+    async with single_node(tmp_path) as topics:
+        assert topics.all() == [topic]
+        partition = topics.partition("precious", 1)
+        assert (partition.high_watermark, partition.leader_epoch > epoch) == (1, True)
+        await partition.append(batch(b"y"))
+
+
+async def test_a_node_that_gets_another_id_keeps_its_data(tmp_path: Path) -> None:
+    async with single_node(tmp_path) as topics:
+        await topics.create("precious", partitions=3)
+        await topics.partition("precious", 1).append(batch(b"x"))
+    async with single_node(tmp_path, Config(node_id=7)) as topics:
+        partition = topics.partition("precious", 1)
+        assert (partition.high_watermark, partition.is_leader) == (1, True)
 
 
 async def test_files_without_a_declaration_are_left_alone(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         await topics.create("precious")
         await topics.partition("precious", 0).append(batch(b"x"))
-    (tmp_path / "catalog.sqlite").unlink()
-    for leftover in tmp_path.glob("catalog.sqlite-*"):
-        leftover.unlink()
-    async with opened(tmp_path) as topics:
+    remove_catalog(tmp_path)
+    (tmp_path / "coordination").unlink()
+    async with single_node(tmp_path) as topics:
         assert topics.all() == []
         assert any(tmp_path.rglob("*.log"))
 
 
 async def test_topics_grow_but_never_shrink(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         await topics.create("t", partitions=2)
         await topics.add_partitions("t", 4, validate_only=True)
         with pytest.raises(UnknownTopic):
@@ -125,7 +140,7 @@ async def test_topics_grow_but_never_shrink(tmp_path: Path) -> None:
 
 
 async def test_settings_change_while_running(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         await topics.create("t", overrides={"flush": "os"})
         await topics.alter("t", {"flush": None, "retention.ms": "77"})
         settings = topics.partition("t", 0).log.settings
@@ -154,14 +169,14 @@ async def test_settings_change_while_running(tmp_path: Path) -> None:
 async def test_what_cannot_be_is_refused(
     tmp_path: Path, name: str, arguments: dict[str, object], error: type[Exception]
 ) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         with pytest.raises(error):
             await topics.create(name, **arguments)  # type: ignore[arg-type]
         assert topics.all() == []
 
 
 async def test_names_that_metrics_cannot_distinguish_are_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         await topics.create("a.b_c")
         with pytest.raises(InvalidTopicName, match=r"a\.b_c"):
             await topics.create("a_b.c")
@@ -169,7 +184,7 @@ async def test_names_that_metrics_cannot_distinguish_are_refused(tmp_path: Path)
 
 
 async def test_the_brokers_own_topics_stay_compacted(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         await topics.create("__consumer_offsets", internal=True, overrides={"cleanup.policy": "compact"})
         with pytest.raises(PolicyViolation, match=r"cleanup\.policy"):
             await topics.alter("__consumer_offsets", {"cleanup.policy": None})
@@ -177,7 +192,7 @@ async def test_the_brokers_own_topics_stay_compacted(tmp_path: Path) -> None:
 
 
 async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) -> None:
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         found = await asyncio.gather(*(topics.ensure("wanted") for _ in range(10)))
         assert len({topic.topic_id for topic in found}) == 1
         with pytest.raises(TopicExists):
@@ -185,7 +200,7 @@ async def test_many_asking_for_the_same_missing_topic_get_one(tmp_path: Path) ->
 
 
 async def test_auto_creation_can_be_switched_off(tmp_path: Path) -> None:
-    async with opened(tmp_path, Config(auto_create_topics=False)) as topics:
+    async with single_node(tmp_path, Config(auto_create_topics=False)) as topics:
         with pytest.raises(UnknownTopic, match="auto-create-topics"):
             await topics.ensure("wanted")
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.shard import Shard
 from millstream.broker.coordination.state_machine import StateRecord
@@ -24,32 +20,14 @@ from millstream.broker.groups.requests import (
     SyncRequest,
 )
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.ids import Offset
 from millstream.core.topic import CONSUMER_OFFSETS
 from millstream.protocol.records.record import Record, decode_records
+from millstream_testing.single_node import single_node
 
 CONFIG = Config(group_initial_delay_ms=0, offsets_partitions=2)
-
-
-@asynccontextmanager
-async def opened(data: Path) -> AsyncIterator[Topics]:
-    clock = SystemClock()
-    store = LogStore.open(data, files=DiskFiles(), clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
-    running = asyncio.create_task(store.run())
-    catalog = Catalog.open_folder(data)
-    topics = Topics(CatalogDeclarations(catalog), store, CONFIG, clock)
-    await topics.load()
-    try:
-        yield topics
-    finally:
-        topics.close()
-        await store.close()
-        await running
-        catalog.close()
 
 
 def commit(offset: int, group_id: str = "g", member_id: str = "", generation: int = -1) -> CommitRequest:
@@ -81,7 +59,7 @@ async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) 
         protocols=(("range", b""),),
         knows_member_id_required=False,
     )
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path, CONFIG) as topics:
         await topics.create("orders")
         groups = GroupCoordinator(topics, CONFIG, SystemClock())
         await groups.start()
@@ -92,7 +70,7 @@ async def test_a_stable_group_and_its_offsets_survive_a_restart(tmp_path: Path) 
         await groups.commit(commit(42, member_id=member_id, generation=1))
         await groups.close()
 
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path, CONFIG) as topics:
         groups = GroupCoordinator(topics, CONFIG, SystemClock())
         await groups.start()
         await groups.wait_loaded()
@@ -129,7 +107,7 @@ async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:
         await shard.wait_loaded()
         return shard
 
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path, CONFIG) as topics:
         await topics.create(CONSUMER_OFFSETS, partitions=1, overrides={"cleanup.policy": "compact"}, internal=True)
         shard = await loaded(topics)
         await shard.run(lambda groups: groups.commit(commit(7, "quiet")))
@@ -139,7 +117,7 @@ async def test_a_busy_log_is_rewritten_and_stays_short(tmp_path: Path) -> None:
         log_start = shard.partition.log_start
         assert log_start > Offset(200)
 
-    async with opened(tmp_path) as topics:
+    async with single_node(tmp_path, CONFIG) as topics:
         assert topics.partition(CONSUMER_OFFSETS, 0).log_start == log_start
         shard = await loaded(topics)
         fetched = [shard.submit(lambda groups, name=name: groups.fetch(name, None)) for name in ("quiet", "busy")]  # type: ignore[misc]

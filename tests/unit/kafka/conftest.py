@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,11 +13,9 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
-from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.ids import NodeId
+from millstream_testing.single_node import single_node
 
 
 @pytest.fixture
@@ -55,15 +52,7 @@ async def groups(catalog: Catalog, config: Config) -> DeclaredGroups:
 
 
 @pytest.fixture
-async def topics(tmp_path: Path, config: Config, catalog: Catalog) -> AsyncIterator[Topics]:
+async def topics(tmp_path: Path, config: Config) -> AsyncIterator[Topics]:
     """No topics yet."""
-    store = LogStore.open(
-        tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
-    )
-    running = asyncio.create_task(store.run())
-    loaded = Topics(CatalogDeclarations(catalog), store, config, SystemClock())
-    await loaded.load()
-    yield loaded
-    loaded.close()
-    await store.close()
-    await running
+    async with single_node(tmp_path, config) as loaded:
+        yield loaded

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,11 @@ from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log import append as append_module
 from millstream.broker.log.batch_checks import check_records
-from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Promise, Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.clock import SystemClock
-from millstream.core.config import Config
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import Offset
 from millstream.core.quota import PRODUCER_BYTE_RATE
@@ -41,29 +36,12 @@ from millstream.protocol.messages.codec import load_request_class, read_request_
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.single_node import single_node
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCE_VERSIONS = range(3, 14)
 FETCH_VERSIONS = range(4, 19)
 Api = Produce | Fetch
-
-
-@asynccontextmanager
-async def topics_in(data: Path) -> AsyncIterator[Topics]:
-    store = LogStore.open(
-        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
-    )
-    running = asyncio.create_task(store.run())
-    catalog = Catalog.open_folder(data)
-    topics = Topics(CatalogDeclarations(catalog), store, Config(), SystemClock())
-    await topics.load()
-    try:
-        yield topics
-    finally:
-        topics.close()
-        await store.close()
-        await running
-        catalog.close()
 
 
 def fetch_api(topics: Topics, budget: Budget | None = None) -> Fetch:
@@ -145,7 +123,7 @@ def batch(*contents: bytes) -> bytes:
 
 @pytest.mark.parametrize("version", PRODUCE_VERSIONS)
 async def test_produce_in_every_version(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
         for expected in (0, 2):
@@ -159,7 +137,7 @@ async def test_produce_in_every_version(tmp_path: Path, version: int) -> None:
 
 @pytest.mark.parametrize("version", FETCH_VERSIONS)
 async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"a", b"b")))
         response = await ask(fetch_api(topics), fetch_request(version, "t", topic.topic_id, 0))
@@ -174,7 +152,7 @@ async def test_fetch_in_every_version(tmp_path: Path, version: int) -> None:
 async def test_only_read_committed_gets_aborted_transactions(
     tmp_path: Path, isolation: int, expected: tuple[()] | None
 ) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         response = await ask(fetch_api(topics), fetch_request(17, "t", topic.topic_id, 0, isolation_level=isolation))
         assert response.responses[0].partitions[0].aborted_transactions == expected
@@ -195,7 +173,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def test_timestamps_of_heavy_batches_are_read_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"message.timestamp.before.max.ms": str(HOUR_MS // 2)})
         produce, now_ms = Produce(topics, no_quota()), SystemClock().now_ms()
         for last_ms, code in ((now_ms, ErrorCode.none), (now_ms - HOUR_MS, ErrorCode.invalid_timestamp)):
@@ -210,7 +188,7 @@ async def test_timestamps_of_heavy_batches_are_read_beside_the_loop(tmp_path: Pa
 
 
 async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"cleanup.policy": "compact"})
         produce = Produce(topics, no_quota())
 
@@ -235,7 +213,7 @@ async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(tmp_path: Pa
 
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
 async def test_produce_errors_are_reported_by_partition(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
 
@@ -262,7 +240,7 @@ async def test_produce_errors_are_reported_by_partition(tmp_path: Path, version:
 
 @pytest.mark.parametrize("version", [3, 6, 7, 13])
 async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         offsets = await topics.create("__consumer_offsets", internal=True)
         produce = Produce(topics, no_quota())
@@ -297,7 +275,7 @@ async def test_what_a_client_may_not_write_is_not_written(tmp_path: Path, versio
 async def test_only_what_may_have_happened_on_the_way_is_sent_again(
     tmp_path: Path, position: int, value: bytes, code: ErrorCode
 ) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         records = bytearray(batch(b"x"))
         records[position : position + len(value)] = value
@@ -306,7 +284,7 @@ async def test_only_what_may_have_happened_on_the_way_is_sent_again(
 
 
 async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides={"flush": "os"})
         produce = Produce(topics, no_quota())
         assert await ask(produce, produce_request(9, "t", topic.topic_id, batch(b"x"), acks=0)) is None
@@ -316,7 +294,7 @@ async def test_acks_0_has_no_reply_and_closes_on_error(tmp_path: Path) -> None:
 
 
 async def test_versions_before_3_are_refused(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         frame = memoryview(bytearray(write_request(1, "c", produce_request(3, "t", uuid4(), b""))[4:]))
         header = read_request_header(frame)._replace(version=2)
         with pytest.raises(ProtocolViolation, match="v2"):
@@ -324,7 +302,7 @@ async def test_versions_before_3_are_refused(tmp_path: Path) -> None:
 
 
 async def test_pipelined_requests_are_appended_before_the_first_is_synced(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
         answers = []
@@ -348,7 +326,7 @@ def promises_alive() -> int:
 
 
 async def test_an_answered_request_is_freed_without_the_collector(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         produce = Produce(topics, no_quota())
         gc.collect()
@@ -363,7 +341,7 @@ async def test_an_answered_request_is_freed_without_the_collector(tmp_path: Path
 
 
 async def test_a_long_poll_wakes_on_append(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         fetch = fetch_api(topics)
         waiting = asyncio.create_task(ask(fetch, fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000)))
@@ -374,7 +352,7 @@ async def test_a_long_poll_wakes_on_append(tmp_path: Path) -> None:
 
 
 async def test_a_long_poll_waits_for_min_bytes_and_is_ended_by_stop(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         fetch = fetch_api(topics)
         request = fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=60_000, min_bytes=1 << 20)
@@ -388,14 +366,14 @@ async def test_a_long_poll_waits_for_min_bytes_and_is_ended_by_stop(tmp_path: Pa
 
 
 async def test_a_long_poll_ends_after_its_time_with_nothing(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         response = await ask(fetch_api(topics), fetch_request(12, "t", topic.topic_id, 0, max_wait_ms=20))
         assert response.responses[0].partitions[0].records == b""
 
 
 async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=3)
         request = fetch_request(
             12, "t", topic.topic_id, 0, partitions=[(index, 0) for index in range(3)], max_wait_ms=60_000
@@ -409,7 +387,7 @@ async def test_what_comes_before_a_long_poll_has_begun_to_wait_is_seen(tmp_path:
 
 
 async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=20)
         partitions = [(index, 0) for index in range(20)]
         request = fetch_request(
@@ -437,7 +415,7 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
 
 
 async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"little")))
         client = ClientInfo(connection_id=2, host="127.0.0.1")
@@ -454,7 +432,7 @@ async def test_a_client_that_leaves_ends_its_long_poll(tmp_path: Path) -> None:
 
 
 async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         fetch = fetch_api(topics)
         waiting = asyncio.create_task(ask(fetch, fetch_request(13, "t", topic.topic_id, 0, max_wait_ms=60_000)))
@@ -466,7 +444,7 @@ async def test_a_deleted_topic_ends_a_long_poll(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [7, 12, 17])
 async def test_fetch_errors_are_reported_by_partition(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         fetch = fetch_api(topics)
         beyond = await ask(fetch, fetch_request(version, "t", topic.topic_id, 99, max_wait_ms=60_000))
@@ -478,7 +456,7 @@ async def test_fetch_errors_are_reported_by_partition(tmp_path: Path, version: i
 
 @pytest.mark.parametrize("version", [7, 12, 13, 17])
 async def test_a_session_reports_only_changes(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=3)
         fetch = fetch_api(topics)
         everything = [(0, 0), (1, 0), (2, 0)]
@@ -507,7 +485,7 @@ async def test_a_session_reports_only_changes(tmp_path: Path, version: int) -> N
 
 
 async def test_no_partition_starves_behind_a_full_one(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", partitions=2, overrides={"flush": "os"})
         for index in (0, 1):
             for _ in range(4):
@@ -579,7 +557,7 @@ async def test_a_refused_batch_names_the_records_to_blame(
     indexes: list[int],
     compression: int,
 ) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t", overrides=settings)
         produce = Produce(topics, no_quota())
         now_ms = SystemClock().now_ms()
@@ -628,7 +606,7 @@ async def test_a_fetch_keeps_to_its_limits(
     tmp_path: Path, max_bytes: int, partition_max_bytes: int, expected: dict[int, int], *, read_committed: bool
 ) -> None:
     """Only the first partition with records may exceed them, by its first batch, as in Kafka."""
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic_id = await batches_in(topics, {0: [1000], 1: [1000, 1000], 2: [600], 3: [4000]})
         request = fetch_request(
             12,
@@ -647,7 +625,7 @@ async def test_a_fetch_keeps_to_its_limits(
 async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Path, version: int) -> None:
     """With a session the broker takes turns, without one the client does; either way nothing starves."""
     sizes = {0: [700] * 5, 1: [1900, 300, 1900], 2: [100] * 9, 3: [2500, 2500]}
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic_id = await batches_in(topics, sizes)
         fetch, offsets, session = fetch_api(topics), dict.fromkeys(sizes, 0), (0, 0 if version >= 7 else -1)
         changed = list(offsets)
@@ -669,7 +647,7 @@ async def test_every_partition_is_read_to_the_end_within_the_limits(tmp_path: Pa
 
 
 async def test_a_fetch_that_has_no_room_for_more_does_not_wait_for_more(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic_id = await batches_in(topics, {0: [1000], 1: [1000]})
         limits: dict[str, Any] = {"max_bytes": 1500, "min_bytes": 1500, "max_wait_ms": 600_000}
         request = fetch_request(12, "t", topic_id, 0, partitions=[(0, 0), (1, 0)], **limits)
@@ -678,7 +656,7 @@ async def test_a_fetch_that_has_no_room_for_more_does_not_wait_for_more(tmp_path
 
 
 async def test_a_fetch_waits_while_memory_is_used_up(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic = await topics.create("t")
         await topics.partition("t", 0).append(bytearray(batch(b"x")))
         budget = Budget(100)
@@ -703,7 +681,7 @@ async def filled(topics: Topics, partitions: int) -> UUID:
 
 @pytest.mark.parametrize("version", [4, 11, 12, 18])
 async def test_a_large_answer_is_read_while_it_is_sent(tmp_path: Path, version: int) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         partitions = [(index, 0) for index in range(4)]
         request = fetch_request(version, "t", topic_id, 0, partitions=partitions, max_bytes=1 << 25)
@@ -717,7 +695,7 @@ async def test_a_large_answer_is_read_while_it_is_sent(tmp_path: Path, version: 
 
 
 async def test_a_topic_that_is_deleted_in_mid_answer_is_sent_to_the_end(tmp_path: Path) -> None:
-    async with topics_in(tmp_path) as topics:
+    async with single_node(tmp_path) as topics:
         topic_id = await filled(topics, 4)
         request = fetch_request(12, "t", topic_id, 0, partitions=[(index, 0) for index in range(4)], max_bytes=1 << 25)
         frame = memoryview(bytearray(write_request(7, "test", request)[4:]))

@@ -25,13 +25,9 @@ from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.list_offsets import ListOffsets
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.reply import Stream
 from millstream.broker.replication.partition import Partition
-from millstream.core.clock import SystemClock
-from millstream.core.config import Config
 from millstream.core.errors import (
     ConcurrentTransactions,
     CoordinatorLoading,
@@ -48,6 +44,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.single_node import single_node
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCER = 70
@@ -170,21 +167,9 @@ def batch(
 
 @asynccontextmanager
 async def broker_in(data: Path) -> AsyncIterator[Broker]:
-    store = LogStore.open(
-        data, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=1 << 40
-    )
-    running = asyncio.create_task(store.run())
-    catalog = Catalog.open_folder(data)
-    topics = Topics(CatalogDeclarations(catalog), store, Config(), SystemClock())
-    await topics.load()
-    topic = topics.get("t") or await topics.create("t", partitions=2)
-    try:
+    async with single_node(data) as topics:
+        topic = topics.get("t") or await topics.create("t", partitions=2)
         yield Broker(topics, topic.topic_id)
-    finally:
-        topics.close()
-        await store.close()
-        await running
-        catalog.close()
 
 
 @pytest.mark.parametrize("version", range(4, 19))

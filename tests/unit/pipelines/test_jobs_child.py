@@ -13,7 +13,6 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.owner import SoleOwner
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -26,6 +25,19 @@ from millstream.pipelines.runtime.jobs_child import JobsChild
 
 MODULE = "millstream_testing.scripted_job"
 WAIT_S = 180.0
+
+
+class SoleOwner:
+    """A node that runs the pipelines, without another one."""
+
+    is_mine = True
+    is_elsewhere = False
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Do nothing: it never changes."""
+
+    async def resign(self) -> None:
+        """There is no other node."""
 
 
 class World:

@@ -18,7 +18,6 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.owner import SoleOwner
 from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -34,7 +33,7 @@ from millstream_testing.pipeline_script import HANG_S, landing
 DRIVER = "millstream_testing.scripted_driver"
 
 
-class Owner(SoleOwner):
+class Owner:
     """Who runs the pipelines, as a test wants it."""
 
     def __init__(self) -> None:

@@ -10,11 +10,10 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
@@ -31,7 +30,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from millstream.broker.catalog.database import open_database
+from millstream.broker.catalog.database import WRITES, Reserve, open_database
 from millstream.broker.catalog.pipeline_store import (
     begin_run,
     delete_pipeline,
@@ -104,43 +103,6 @@ _NAMES_AT_ONCE: Final = 1000
 """Databases limit the number of parameters."""
 
 
-RESERVE_BYTES = 512 * 1024
-"""Far more than the pages that deleting a topic or lowering its retention writes."""
-
-
-class Reserve:
-    """A file that only takes up space. Giving it up makes room for a change that matters."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def fill(self) -> None:
-        """Take the space, if it is not taken and the disk has it."""
-        if self._path is None or self._path.exists():
-            return
-        # A disk without room for the reserve is no reason to stop; the next change tries again.
-        with suppress(OSError):
-            try:
-                self._path.touch(mode=0o600, exist_ok=False)
-                with self._path.open("r+b") as file:
-                    file.write(bytes(RESERVE_BYTES))
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError:
-                self._path.unlink(missing_ok=True)
-                raise
-
-    def give_up(self) -> bool:
-        """Free the space; return False if there is none to free."""
-        if self._path is None:
-            return False
-        try:
-            self._path.unlink()
-        except OSError:
-            return False
-        return True
-
-
 _logger = logging.getLogger(__name__)
 
 CATALOG_NAME = "catalog.sqlite"
@@ -183,6 +145,7 @@ class Catalog:
         self._sealing = sealing or Sealing(None)
         self._reserve = Reserve(reserve)
         self._engine = open_database(url, password_file=password_file)
+        self._changing = self._engine.execution_options(**{WRITES: True})
         self._shared = self._engine.dialect.name != "sqlite"
         self.cluster_id = ""
 
@@ -245,7 +208,7 @@ class Catalog:
             ) from error
 
     def _prepare(self) -> None:
-        with self._engine.begin() as connection:
+        with self._changing.begin() as connection:
             if self._shared:
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
             about.create(connection, checkfirst=True)
@@ -272,27 +235,37 @@ class Catalog:
                 f"give --cluster {name}, or a database of its own with --catalog"
             )
 
+    def restore(self, cluster_id: str, known: Iterable[Topic]) -> int:
+        """Make this the catalog of a cluster whose own was lost: take its id, and topics that are not declared here.
+
+        Return how many topics were added. One whose name was given to another topic meanwhile is left out.
+        """
+        added = 0
+        with self._change() as connection:
+            here = about.c.name == _CLUSTER_ID
+            connection.execute(update(about).where(here).values(value=cluster_id))
+            for topic in known:
+                row = self._insert(topics).values(**_topic_row(topic)).on_conflict_do_nothing()
+                added += connection.execute(row).rowcount
+        self.cluster_id = cluster_id
+        return added
+
     def topics(self) -> list[Topic]:
         """Return every topic, by name."""
         with self._read() as connection:
             return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
+    def topic(self, topic_id: UUID) -> Topic | None:
+        """Return one topic, if it is declared."""
+        with self._read() as connection:
+            row = connection.execute(select(topics).where(topics.c.topic_id == str(topic_id))).first()
+            return None if row is None else _topic(row)
+
     def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
         try:
             with self._change() as connection:
-                connection.execute(
-                    insert(topics).values(
-                        topic_id=str(topic.topic_id),
-                        name=topic.name,
-                        partitions=topic.partitions,
-                        replication=topic.replication,
-                        overrides=dict(topic.overrides),
-                        created_ms=topic.created_ms,
-                        mirror=topic.mirror,
-                        is_draining=topic.is_draining,
-                    )
-                )
+                connection.execute(insert(topics).values(**_topic_row(topic)))
         except IntegrityError as error:
             raise TopicExists(f"topic {topic.name!r} already exists") from error
 
@@ -577,9 +550,6 @@ class Catalog:
         """Seal with the newest key what older keys have sealed; return how many secrets that were."""
         count = 0
         with self._change() as connection:
-            if not self._shared:
-                # Before anything is read: no other change may come between.
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
             kinds: tuple[tuple[Table, Callable[[], Iterable[Sealable]]], ...] = (
                 (subscriptions, lambda: map(_subscription, connection.execute(select(subscriptions)).all())),
                 (pipelines, lambda: read_pipelines(connection)),
@@ -685,7 +655,7 @@ class Catalog:
     @contextmanager
     def _change(self) -> Iterator[Connection]:
         """Run one transaction."""
-        with self._asking("changed"), self._engine.begin() as connection:
+        with self._asking("changed"), self._changing.begin() as connection:
             yield connection
 
     @contextmanager
@@ -828,6 +798,19 @@ def _acl_id(acl: Acl) -> str:
 def _new_cluster_id() -> str:
     # Kafka shows cluster ids as 22 characters of URL-safe base 64, and some tools expect that.
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+
+
+def _topic_row(topic: Topic) -> dict[str, Any]:
+    return {
+        "topic_id": str(topic.topic_id),
+        "name": topic.name,
+        "partitions": topic.partitions,
+        "replication": topic.replication,
+        "overrides": dict(topic.overrides),
+        "created_ms": topic.created_ms,
+        "mirror": topic.mirror,
+        "is_draining": topic.is_draining,
+    }
 
 
 def _topic(row: Any) -> Topic:

@@ -11,9 +11,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DisconnectionError
 
 from millstream.core.errors import CatalogDenied, InvalidSetting
@@ -30,6 +31,9 @@ POOL_OVERFLOW = 6
 _FRESH_S = 1.0
 """A connection that was used within this time is not tested before it is used again."""
 
+WRITES = "millstream_writes"
+"""The execution option of connections that change something."""
+
 _WATCH = "millstream-deadline"
 _USED_AT = "millstream-used-at"
 
@@ -41,8 +45,9 @@ def open_database(url: str, *, password_file: str = "") -> Engine:
     except (ArgumentError, ValueError):
         raise ValueError(f"{without_password(url)!r} is no URL as postgresql://user@host:5432/database") from None
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed, hide_parameters=True)
+        engine = create_engine(parsed, hide_parameters=True, connect_args={"timeout": CALL_S_MAX})
         event.listen(engine, "connect", _make_durable)
+        event.listen(engine, "begin", _begin)
         return engine
     if parsed.get_backend_name() not in ("postgresql", "postgres"):
         raise ValueError(f"the catalog is kept in postgresql://…, not in {parsed.get_backend_name()}://…")
@@ -131,9 +136,55 @@ class _Deadline:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def _begin(connection: Connection) -> None:
+    # The processes of a machine share the file. What changes something locks it before its first read, since nobody can
+    # wait for a lock once it has read.
+    writes = connection.get_execution_options().get(WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
 def _make_durable(connection: Any, _record: Any) -> None:
+    # Transactions are begun by `_begin` alone.
+    connection.isolation_level = None
     # FULL makes a commit survive a power cut in WAL mode too.
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
+
+
+RESERVE_BYTES = 512 * 1024
+"""Far more than the pages that deleting a topic or lowering its retention writes."""
+
+
+class Reserve:
+    """A file that only takes up space. Giving it up makes room for a change that matters."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def fill(self) -> None:
+        """Take the space, if it is not taken and the disk has it."""
+        if self._path is None or self._path.exists():
+            return
+        # A disk without room for the reserve is no reason to stop; the next change tries again.
+        with suppress(OSError):
+            try:
+                self._path.touch(mode=0o600, exist_ok=False)
+                with self._path.open("r+b") as file:
+                    file.write(bytes(RESERVE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                self._path.unlink(missing_ok=True)
+                raise
+
+    def give_up(self) -> bool:
+        """Free the space; return False if there is none to free."""
+        if self._path is None:
+            return False
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        return True

@@ -17,17 +17,18 @@ from uuid import UUID
 
 from millstream import __version__
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.cluster_topics import ClusterTopics
 from millstream.broker.cluster.controller import Controller
 from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.plans import MoveThrottle, Plans
+from millstream.broker.cluster.reconciliation import Declared
 from millstream.broker.cluster.registration import NodeDescription, Registration
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Expect, Put
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
@@ -35,7 +36,7 @@ from millstream.broker.pipelines.owner import ElectedOwner
 from millstream.broker.replication.in_sync import NOT_REGISTERED
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.config import Config
+from millstream.core.config import DEFAULT_LISTENER, Config
 from millstream.core.errors import CatalogUnavailable, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
@@ -64,6 +65,10 @@ class ClusterDependencies:
     supervise: Supervise
     catalog_away_since_ms: Callable[[], int | None] = lambda: None
     """Since when the catalog does not answer, if so."""
+    is_single: bool = False
+    """Whether the cluster never has another node, so that nobody else needs to hear of anything."""
+    node_listener: str = DEFAULT_LISTENER
+    """Where other nodes are reached."""
 
 
 class ClusterNode:
@@ -80,13 +85,13 @@ class ClusterNode:
             boot_id=dependencies.boot_id,
             stopped_clean=dependencies.log_store.clean_start,
         )
-        self.view = ClusterView(
-            dependencies.coordination, self._backoff(), node_listener=dependencies.config.node_listener
-        )
+        self.view = ClusterView(dependencies.coordination, self._backoff(), node_listener=dependencies.node_listener)
         announcer = Announcer(dependencies.coordination, self._backoff(), new_text=self._new_text)
         self._announcer = announcer
-        self.declarations = AnnouncedDeclarations(dependencies.declarations, announcer)
-        self.topics = ClusterTopics(
+        self.declarations: Declarations = dependencies.declarations
+        if not dependencies.is_single:
+            self.declarations = AnnouncedDeclarations(dependencies.declarations, announcer)
+        self.topics = Topics(
             self.declarations,
             dependencies.log_store,
             dependencies.config,
@@ -118,12 +123,16 @@ class ClusterNode:
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node hosts. Nothing is led or followed yet."""
+        if not self._config.in_cluster:
+            # A catalog on this machine answers, so no client comes before what is declared is known.
+            await self.declared.load()
         self._start("view of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
         self._start("logs to open", self.topics.open_logs())
         self._start("removed files", self.topics.report_removed())
         self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
+        self.topics.on_declared(self._note_declared)
         self.topics.on_roles_change(self.replicas.apply)
         self.topics.on_dropped(self.replicas.forget)
         await self.topics.load()
@@ -138,11 +147,18 @@ class ClusterNode:
             await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
             entries = (await self._store.read(keys.CLUSTER_ID)).entries
             found = entries[keys.CLUSTER_ID].value
-        self._last_run.set_owner(FolderOwner(node_id=self._id, cluster=self._config.cluster, cluster_id=found))
+        self._last_run.set_owner(
+            FolderOwner(
+                node_id=self._id, cluster=self._config.cluster if self._config.in_cluster else "", cluster_id=found
+            )
+        )
         return Membership(found, me, self.view)
 
     async def join(self, me: Node, http: str) -> None:
-        """Register, and wait until the cluster has admitted this node."""
+        """Register, and wait until the cluster has admitted this node.
+
+        A single node also waits until it has carried out what is declared, which a crash may have left undone.
+        """
         dependencies = self._dependencies
         self._registration = registration = Registration(
             self._store,
@@ -164,16 +180,23 @@ class ClusterNode:
             balance_s=self._config.leader_balance_ms / 1000,
             random=dependencies.random,
             clock=dependencies.clock,
+            author=self._announcer.author,
+            is_single=dependencies.is_single,
         )
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())
-        admitted = asyncio.ensure_future(registration.admitted())
+        admitted = asyncio.ensure_future(self._joined(registration, self._controller))
         try:
             await asyncio.wait([registering, admitted], return_when=asyncio.FIRST_COMPLETED)
             if registering.done():
                 await registering
         finally:
             admitted.cancel()
+
+    async def _joined(self, registration: Registration, controller: Controller) -> None:
+        await registration.admitted()
+        if self._dependencies.is_single:
+            await controller.carried_out()
 
     def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
         """Return who runs the pipelines; this node is a candidate if it `stands`."""
@@ -213,7 +236,10 @@ class ClusterNode:
     async def _follow_catalog(self) -> None:
         """Read the declarations now and after each change of the catalog."""
         backoff = self._backoff()
+        if not self._config.in_cluster:
+            await self._catalog_changed.wait()
         while True:
+            self._catalog_changed.clear()
             try:
                 await self.declared.load()
                 backoff.reset()
@@ -227,7 +253,6 @@ class ClusterNode:
                 await backoff.pause()
                 continue
             await self._catalog_changed.wait()
-            self._catalog_changed.clear()
 
     def unready_reasons(self) -> Iterable[str]:
         """Yield why this node should get no traffic."""
@@ -271,8 +296,12 @@ class ClusterNode:
     def _on_view_change(self, change: ViewChange) -> None:
         if change.nodes:
             self.replicas.nodes_changed()
-        if change.catalog:
+        if change.catalog - {self._announcer.author}:
             self._catalog_changed.set()
+
+    def _note_declared(self, declared: Declared) -> None:
+        if self._controller is not None:
+            self._controller.note_declared(declared)
 
     def _may_join(self, node: NodeId, registration: int) -> bool:
         """Whether a replica may join the in-sync set: positions from before its last registration do not count."""

@@ -25,7 +25,7 @@ from millstream.broker.cluster.election import (
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.plans import PlanExecution
 from millstream.broker.cluster.reassignment import end_changes, finished
-from millstream.broker.cluster.reconciliation import Reconciliation
+from millstream.broker.cluster.reconciliation import Declared, Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.term import Proposal, Term
@@ -92,6 +92,9 @@ def _without_node(
 ) -> PartitionState | None:
     """Return the state in which the node neither leads nor, if it cannot be trusted, may; None if it is so already."""
     node = registered.node.node_id
+    if state.replicas == (node,) and not registered.unclean:
+        # Nothing was lost, and no other node could have led meanwhile.
+        return None
     trusted = exclude_untrusted(state, node) if registered.unclean else None
     if (trusted or state).leader != node:
         return trusted
@@ -152,8 +155,13 @@ class Controller:
         balance_s: float,
         random: Random,
         clock: Clock,
+        author: str = "",
+        is_single: bool = False,
     ) -> None:
-        """`registered` returns this process's registration; without one it neither decides nor interferes."""
+        """`registered` returns this process's registration; without one it neither decides nor interferes.
+
+        `author` is the name of this process in what it announces: its own changes come through `note_declared`.
+        """
         self._me = me
         self._registered = registered
         self._store = store
@@ -162,6 +170,8 @@ class Controller:
         self._settings_of = settings_of
         self._random = random
         self._clock = clock
+        self._author = author
+        self._is_single = is_single
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
@@ -177,6 +187,19 @@ class Controller:
     def is_active(self) -> bool:
         """Return whether this node is the controller, as far as it knows."""
         return self._term is not None
+
+    async def carried_out(self) -> None:
+        """Wait until this node is the controller and has carried out what the catalog said then, or has failed to."""
+        while self._reconciliation is None or self._term is None:
+            self._changed.clear()
+            await self._changed.wait()
+        await self._reconciliation.attempted.wait()
+        await self._seen(self._term.last_revision)
+
+    def note_declared(self, declared: Declared) -> None:
+        """Carry out what this process has declared, if it is the controller."""
+        if self._reconciliation is not None:
+            self._reconciliation.wake_for(declared)
 
     def metrics(self) -> Iterable[Metric]:
         """Return whether this node is the controller, and what it did."""
@@ -231,11 +254,17 @@ class Controller:
         _logger.info("this node is the controller", extra={"term": term.revision})
         self._term = term
         self._reconciliation = Reconciliation(
-            term, self._view, self._declarations, Backoff(self._random), on_placed=self._wake.set
+            term,
+            self._view,
+            self._declarations,
+            Backoff(self._random),
+            on_placed=self._wake.set,
+            is_single=self._is_single,
         )
         self._execution = PlanExecution(term, self._view, self._clock, Backoff(self._random))
         self._dirty = set(self._view.states)
         self._wake.set()
+        self._changed.set()
         work = (
             self._watch_place(term),
             self._keep_leaders(term),
@@ -272,8 +301,10 @@ class Controller:
             self._dirty.update(key for key in self._view.states if key[0] in change.topics)
         if self._dirty or change.nodes or change.moved:
             self._wake.set()
-        if change.catalog or change.nodes or change.deleted or change.placements or change.moved:
+        if change.catalog - {self._author or None} or change.nodes or change.placements or change.moved:
             self._reconciliation.wake()
+        elif change.deleted:
+            self._reconciliation.wake_for_deletions()
 
     # -- leaders --------------------------------------------------------------------------------------------
 
@@ -283,9 +314,12 @@ class Controller:
             await self._wake.wait()
             self._wake.clear()
             try:
-                for registered in tuple(self._view.nodes.values()):
-                    if not self._view.is_live(registered.node.node_id):
-                        await admit(registered, term, self._view.live, self._min_in_sync)
+                joining = [one for one in self._view.nodes.values() if not self._view.is_live(one.node.node_id)]
+                for registered in joining:
+                    await admit(registered, term, self._view.live, self._min_in_sync)
+                if joining:
+                    # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.
+                    await self._seen(term.last_revision)
                 await self._elect(term)
                 await self._finish_moves(term)
                 await self._balance(term)
@@ -295,6 +329,11 @@ class Controller:
                 self._dirty.update(self._view.states)
                 self._wake.set()
                 await backoff.pause()
+
+    async def _seen(self, revision: int) -> None:
+        while self._view.revision < revision:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _elect(self, term: Term) -> None:
         dirty, self._dirty = list(self._dirty), set()

@@ -44,6 +44,10 @@ class Declarations:
         """Return every topic, by name."""
         return await self.call(Catalog.topics)
 
+    async def topic(self, topic_id: UUID) -> Topic | None:
+        """Return one topic, if it is declared."""
+        return await self.call(lambda catalog: catalog.topic(topic_id))
+
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
         await self._change(lambda catalog: catalog.add_topic(topic))
@@ -260,9 +264,13 @@ class Announcer:
         self._backoff = backoff
         self._new_text = new_text
         self._wanted = asyncio.Event()
+        self._is_certain = True
+        self.author = new_text()
+        """The name of this process in what it announces; it has applied its own changes already."""
 
-    def announce(self) -> None:
-        """Announce a change before long."""
+    def announce(self, *, is_certain: bool) -> None:
+        """Announce a change before long; one that may have failed concerns this process too."""
+        self._is_certain &= is_certain
         self._wanted.set()
 
     async def run(self) -> None:
@@ -270,12 +278,13 @@ class Announcer:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
+            author, self._is_certain = self.author if self._is_certain else "", True
             try:
-                await self._store.change([Put(keys.CATALOG_VERSION, self._new_text())])
+                await self._store.change([Put(keys.CATALOG_VERSION, f"{author} {self._new_text()}")])
                 self._backoff.reset()
             except StoreUnavailable as error:
                 _logger.warning("a change of the catalog could not be announced yet", extra={"error": str(error)})
-                self._wanted.set()
+                self.announce(is_certain=bool(author))
                 await self._backoff.pause()
 
 
@@ -292,7 +301,10 @@ class AnnouncedDeclarations(Declarations):
 
     async def _change(self, ask: Callable[[Catalog], T]) -> T:
         try:
-            return await self._inner.call(ask)
-        finally:
-            # Also after a failure, which may have come too late to stop the change.
-            self._announcer.announce()
+            answer = await self._inner.call(ask)
+        except BaseException:
+            # The failure may have come too late to stop the change.
+            self._announcer.announce(is_certain=False)
+            raise
+        self._announcer.announce(is_certain=True)
+        return answer

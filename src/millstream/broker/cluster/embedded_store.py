@@ -1,4 +1,7 @@
-"""The coordination store in the memory of the process: the service, and each node's access to it.
+"""The coordination store of one machine: the service, the file that makes it durable, and each node's access to it.
+
+A change is in the file, synced, before anyone sees it. Keys of sessions are in it too, so that no revision is given out
+twice, and are removed when the file is opened: sessions end with the process that held them.
 
 Everything that would cross a network goes through `_ask` and `_deliver`; a store with faults overrides these two.
 """
@@ -6,11 +9,17 @@ Everything that would cross a network goes through `_ask` and `_deliver`; a stor
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import struct
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
+from crc32c import crc32c
 
 from millstream.broker.cluster.store import (
     ABSENT,
@@ -24,8 +33,171 @@ from millstream.broker.cluster.store import (
     Snapshot,
     check_changes,
 )
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.state import replace_file
 from millstream.core.clock import Clock
-from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream.core.errors import CorruptState, StoreRefused, StoreUnavailable, WatchLost
+
+_logger = logging.getLogger(__name__)
+
+FILE_NAME = "coordination"
+REWRITE_BYTES_MIN = 1024 * 1024
+RESERVE_BYTES = 64 * 1024
+"""Space is reserved ahead, so that a full disk can still record deletions, which make room again."""
+
+_MAGIC = b"MSco"
+_HEADER = struct.Struct(">4sII")
+
+
+class _StoredEntry(msgspec.Struct, frozen=True, array_like=True):
+    key: str
+    value: str
+    revision: int
+    created: int
+    leased: bool
+
+
+class _StoredChange(msgspec.Struct, frozen=True, array_like=True):
+    key: str
+    value: str | None
+    """None deletes the key."""
+    leased: bool
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    """The changes of one revision, or with `entries` everything that there was at it."""
+
+    revision: int
+    changes: list[_StoredChange]
+    entries: list[_StoredEntry] | None = None
+
+
+class CoordinationFile:
+    """Every change of the store, in one file that is rewritten when most of it is out of date.
+
+    A record that a crash has torn is the last one, was never answered, and is ignored. A record that is bad and not the
+    last was damaged on disk: `CorruptState`.
+    """
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+        self._path = f"{folder}/{FILE_NAME}"
+        self._end = self._reserved = 0
+        self._live_bytes = 0
+        self._broken = False
+        self.entries: dict[str, Entry] = {}
+        """As they were stored last; the service owns them once the file is open."""
+        self.leased: set[str] = set()
+        self.revision = 1
+        self.is_new = not files.exists(self._path)
+        self._descriptor = files.open(self._path, create=True)
+        try:
+            if self.is_new:
+                files.sync_directory(folder)
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._files.close(self._descriptor)
+
+    def append(self, revision: int, changes: Sequence[tuple[str, str | None, bool]]) -> None:
+        """Store the changes of one revision (key, value, whether a session holds it), durably.
+
+        Raise `OSError` if that failed: then it is not certain what a crash would leave.
+        """
+        stored = [_StoredChange(*change) for change in changes]
+        try:
+            if self._broken or self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
+                self._rewrite()
+            self._write(_encode(_Record(revision, stored)))
+        except OSError:
+            # The bytes of a failed sync cannot be trusted, so the next change goes into another file.
+            self._broken = True
+            raise
+        self._note_leased(stored)
+        self.revision = revision
+
+    def _write(self, record: bytes) -> None:
+        end = self._end + len(record)
+        if end > self._reserved:
+            try:
+                self._files.allocate(self._descriptor, end + RESERVE_BYTES)
+                self._reserved = end + RESERVE_BYTES
+            except OSError as error:
+                _logger.warning("no space is left to reserve for coordination", extra={"error": str(error)})
+        write_fully(self._files, self._descriptor, record, self._end)
+        self._files.sync(self._descriptor)
+        self._end = end
+
+    def _rewrite(self) -> None:
+        entries = [_StoredEntry(*entry, entry.key in self.leased) for entry in self.entries.values()]
+        content = _encode(_Record(self.revision, [], entries))
+        replace_file(self._files, self._folder, FILE_NAME, content)
+        old, self._descriptor = self._descriptor, self._files.open(self._path)
+        self._files.close(old)
+        self._end = self._reserved = self._live_bytes = len(content)
+        self._broken = False
+
+    def _note_leased(self, changes: Sequence[_StoredChange]) -> None:
+        self.leased.difference_update(change.key for change in changes)
+        self.leased.update(change.key for change in changes if change.leased)
+
+    def _apply(self, changes: Sequence[_StoredChange], revision: int) -> None:
+        for key, value, _ in map(msgspec.structs.astuple, changes):
+            known = self.entries.get(key)
+            if value is None:
+                self.entries.pop(key, None)
+            else:
+                self.entries[key] = Entry(key, value, revision, revision if known is None else known.created)
+        self._note_leased(changes)
+
+    def _read(self) -> None:
+        size = self._files.size(self._descriptor)
+        content = memoryview(self._files.read_at(self._descriptor, size, 0) if size else b"")
+        while (record := self._record_at(content, self._end)) is not None:
+            found, self._end = record
+            if found.entries is not None:
+                self.entries = {one.key: Entry(one.key, one.value, one.revision, one.created) for one in found.entries}
+                self.leased = {one.key for one in found.entries if one.leased}
+                self._live_bytes = self._end
+            self._apply(found.changes, found.revision)
+            self.revision = found.revision
+        self._check_tail(bytes(content[self._end :]))
+        self._reserved = size
+
+    def _check_tail(self, tail: bytes) -> None:
+        """Remove a torn record; raise if a valid one follows, since then this one was damaged."""
+        if not tail.strip(b"\0"):
+            return
+        at = tail.find(_MAGIC, 1)
+        while at > 0:
+            if self._record_at(memoryview(tail), at) is not None:
+                raise CorruptState(f"{self._path} is damaged at byte {self._end}")
+            at = tail.find(_MAGIC, at + 1)
+        self._files.truncate(self._descriptor, self._end)
+
+    def _record_at(self, content: memoryview, position: int) -> tuple[_Record, int] | None:
+        if position + _HEADER.size > len(content):
+            return None
+        magic, checksum, length = _HEADER.unpack_from(content, position)
+        start = position + _HEADER.size
+        body = content[start : start + length]
+        if magic != _MAGIC or len(body) != length or crc32c(body) != checksum:
+            return None
+        try:
+            return msgspec.msgpack.decode(body, type=_Record), start + length
+        except msgspec.DecodeError as error:
+            raise CorruptState(f"{self._path} cannot be read at byte {position}: {error}") from error
+
+
+def _encode(record: _Record) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return _HEADER.pack(_MAGIC, crc32c(body), len(body)) + body
+
 
 HISTORY_MAX = 10_000
 """How many revisions a watch may lag before it must read everything again."""
@@ -43,10 +215,14 @@ class _Lease:
 
 
 class EmbeddedService:
-    """Keys, their history and the leases of some of them. Every call is done before it returns."""
+    """Keys, their history and the leases of some of them. Every call is done before it returns.
 
-    def __init__(self, clock: Clock, *, history_max: int = HISTORY_MAX) -> None:
+    Without a file it forgets everything with the process.
+    """
+
+    def __init__(self, clock: Clock, *, file: CoordinationFile | None = None, history_max: int = HISTORY_MAX) -> None:
         self._clock = clock
+        self._file = file
         self._history_max = history_max
         self._entries: dict[str, Entry] = {}
         self._history: deque[tuple[Event, ...]] = deque()
@@ -56,12 +232,24 @@ class EmbeddedService:
         self._timer: asyncio.TimerHandle | None = None
         self._watchers: set[Callable[[], None]] = set()
         self.revision = 1
+        if file is not None:
+            self._entries, self.revision = file.entries, file.revision
+            self._carry_out(tuple(map(Delete, sorted(file.leased))), None)
+
+    def close(self) -> None:
+        """End all leases, without a trace in the file, and close it."""
+        self._leases.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._file is not None:
+            self._file.close()
 
     def read(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, in order."""
         self.expire()
-        found = {key: self._entries[key] for key in sorted(self._entries) if key.startswith(prefix)}
-        return Snapshot(found, self.revision)
+        found = sorted(key for key in self._entries if key.startswith(prefix))
+        return Snapshot({key: self._entries[key] for key in found}, self.revision)
 
     def change(self, changes: Sequence[Change], expect: Sequence[Expect], lease: int | None) -> int | None:
         """Carry out all changes if every expectation holds."""
@@ -126,6 +314,9 @@ class EmbeddedService:
 
     def _carry_out(self, changes: Sequence[Change], lease: int | None) -> None:
         revision = self.revision + 1
+        changes = [change for change in changes if isinstance(change, Put) or change.key in self._entries]
+        if changes and self._file is not None:
+            self._store(self._file, revision, changes, lease)
         events = []
         for change in changes:
             event = (
@@ -140,6 +331,18 @@ class EmbeddedService:
         if len(self._history) > self._history_max:
             self._history.popleft()
         self._wake()
+
+    def _store(self, file: CoordinationFile, revision: int, changes: Sequence[Change], lease: int | None) -> None:
+        stored = [
+            (change.key, change.value, change.leased and lease is not None)
+            if isinstance(change, Put)
+            else (change.key, None, False)
+            for change in changes
+        ]
+        try:
+            file.append(revision, stored)
+        except OSError as error:
+            raise StoreUnavailable(f"a change could not be stored: {error.strerror or error}") from error
 
     def _put(self, change: Put, revision: int, lease: int | None) -> Event:
         known = self._entries.get(change.key)
@@ -165,8 +368,9 @@ class EmbeddedService:
             wake()
 
     def _set_timer(self) -> None:
-        if self._timer is None and self._leases:
-            next_s = min(lease.deadline for lease in self._leases.values()) - self._clock.monotonic()
+        next_at = min((lease.deadline for lease in self._leases.values()), default=math.inf)
+        if self._timer is None and next_at < math.inf:
+            next_s = next_at - self._clock.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(next_s, 0), self._on_timer)
 
     def _on_timer(self) -> None:
@@ -182,13 +386,13 @@ RENEWALS = 3
 
 
 class EmbeddedSession:
-    """A lease, renewed by a task of the event loop: a loop that hangs loses it."""
+    """A lease, renewed by a task of the event loop: a loop that hangs loses it. One without an end needs no renewal."""
 
     def __init__(self, store: EmbeddedStore, lease: int, ttl_s: float, on_lost: Callable[[], None]) -> None:
         self._store = store
         self._ttl_s = ttl_s
         self._on_lost = on_lost
-        self._renewing = asyncio.create_task(self._renew(), name="store-session")
+        self._renewing = None if ttl_s == math.inf else asyncio.create_task(self._renew(), name="store-session")
         self.lease = lease
         self.live = True
         self._unanswered = 0
@@ -203,7 +407,8 @@ class EmbeddedSession:
         if not self.live:
             return
         self.live = False
-        self._renewing.cancel()
+        if self._renewing is not None:
+            self._renewing.cancel()
         with suppress(StoreUnavailable):
             await self._store.revoke(self.lease)
 
@@ -227,11 +432,15 @@ class EmbeddedSession:
 
 
 class EmbeddedStore(HealthReporting):
-    """The coordination store of a node in the same process as the service."""
+    """The coordination store of a node in the same process as the service.
 
-    def __init__(self, service: EmbeddedService, clock: Clock) -> None:
+    With `sessions_expire` off, a session lasts until it is closed: for a node that cannot die without the service.
+    """
+
+    def __init__(self, service: EmbeddedService, clock: Clock, *, sessions_expire: bool = True) -> None:
         super().__init__(clock)
         self._service = service
+        self._sessions_expire = sessions_expire
         self._session: EmbeddedSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
@@ -266,6 +475,8 @@ class EmbeddedStore(HealthReporting):
         """Begin a session."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the previous session has not ended")
+        if not self._sessions_expire:
+            ttl_s = math.inf
         lease = await self._call(lambda: self._service.grant(ttl_s))
         self._session = EmbeddedSession(self, lease, ttl_s, on_lost)
         return self._session

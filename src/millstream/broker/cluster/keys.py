@@ -16,7 +16,7 @@ plan                            the last plan of moves that was proposed, withou
 plan-moves/<plan id>/<number>   some of its moves, as JSON
 settings/<id>, settings/default      what was set for a node while it ran, or for all nodes, as JSON
 pipelines-owner                 the id of the node that runs the pipelines; leased
-catalog-version                 changed after each change of the catalog
+catalog-version                 changed after each change of the catalog: who made it, if it succeeded, and a new text
 cluster-id                      the id that clients see
 """
 

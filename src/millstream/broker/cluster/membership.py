@@ -32,6 +32,13 @@ class Node:
     """Where the clients of each listener connect; `host` and `port` are for other nodes."""
     assertion_key: str = ""
     """The public key that verifies this node's assertions; empty if it makes none."""
+    machine: NodeId | None = None
+    """The first of the nodes that share its machine; None if it shares it with none."""
+
+    @property
+    def failure_domain(self) -> NodeId:
+        """Return what fails together with this node: two replicas of a partition never share it."""
+        return self.node_id if self.machine is None else self.machine
 
     def reached_at(self, listener: str) -> Node:
         """The node as other nodes reach it that meet at a listener.

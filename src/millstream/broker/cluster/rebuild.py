@@ -79,7 +79,7 @@ async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: st
     )
     try:
         last_run = LastRun(files, folder, boot_id=boot_id, stopped_clean=store.clean_start)
-        replicas = _replicas(store)
+        replicas = replicas_of(store)
     finally:
         await store.close()
     return Inventory(
@@ -91,7 +91,8 @@ async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: st
     )
 
 
-def _replicas(store: LogStore) -> list[ReplicaFound]:
+def replicas_of(store: LogStore) -> list[ReplicaFound]:
+    """Open every log of a folder, which recovers it, and describe it."""
     found = []
     for topic_id, index in tuple(store.stored()):
         log = store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())

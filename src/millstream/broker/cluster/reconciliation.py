@@ -24,7 +24,8 @@ from millstream.broker.cluster.keys import (
     settings_key,
     topic_key,
 )
-from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Put
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Expect, Put
 from millstream.broker.cluster.store_values import (
     Deletion,
     Placement,
@@ -62,24 +63,29 @@ class Load:
         self.replicas.update(replicas)
 
 
-def place(
-    partitions: int, replication: int, racks: Mapping[NodeId, str | None], load: Load
-) -> list[tuple[NodeId, ...]]:
+def place(partitions: int, replication: int, nodes: Iterable[Node], load: Load) -> list[tuple[NodeId, ...]]:
     """Choose the replicas of new partitions, the preferred leader first; `load` is updated.
 
-    A node without a rack is a rack of its own. No two replicas of a partition are on one node, nor in one rack while
+    A node without a rack is a rack of its own. No two replicas of a partition are on one machine, nor in one rack while
     there is another.
     """
-    if replication > len(racks):
+    candidates = {node.node_id: node for node in nodes}
+    machines = count_domains(candidates.values())
+    if replication > machines:
         raise InvalidReplication(
-            f"replication factor {replication} needs as many nodes, this cluster has {len(racks)} now"
+            f"replication factor {replication} needs as many machines, this cluster has {machines} now"
         )
     placed = []
     for _ in range(partitions):
-        replicas = _choose(replication, racks, load)
+        replicas = _choose(replication, candidates, load)
         load.add(replicas)
         placed.append(replicas)
     return placed
+
+
+def count_domains(nodes: Iterable[Node]) -> int:
+    """Return how many machines these nodes are on, and so how many replicas a partition can have."""
+    return len({node.failure_domain for node in nodes})
 
 
 def first_state(replicas: tuple[NodeId, ...], alive: Iterable[NodeId]) -> PartitionState:
@@ -90,27 +96,33 @@ def first_state(replicas: tuple[NodeId, ...], alive: Iterable[NodeId]) -> Partit
     return PartitionState(replicas=replicas, leader=leader, leader_epoch=FIRST_EPOCH, in_sync=in_sync or replicas)
 
 
-def _choose(replication: int, racks: Mapping[NodeId, str | None], load: Load) -> tuple[NodeId, ...]:
-    leader = min(racks, key=lambda node: (load.leaders[node], load.replicas[node], node))
+def _choose(replication: int, nodes: Mapping[NodeId, Node], load: Load) -> tuple[NodeId, ...]:
+    leader = min(nodes, key=lambda node: (load.leaders[node], load.replicas[node], node))
     chosen = [leader]
-    used = Counter([_rack(leader, racks)])
+    used = Counter([_rack(nodes[leader])])
+    domains = {nodes[leader].failure_domain}
     while len(chosen) < replication:
         node = min(
-            (one for one in racks if one not in chosen),
+            (one for one in nodes if nodes[one].failure_domain not in domains),
             # Of equals, those behind the leader come first, so that its followers differ from partition to partition.
-            key=lambda one: (used[_rack(one, racks)], load.replicas[one], one < leader, one),
+            key=lambda one: (used[_rack(nodes[one])], load.replicas[one], one < leader, one),
         )
         chosen.append(node)
-        used[_rack(node, racks)] += 1
+        used[_rack(nodes[node])] += 1
+        domains.add(nodes[node].failure_domain)
     return tuple(chosen)
 
 
-def _rack(node: NodeId, racks: Mapping[NodeId, str | None]) -> str | tuple[NodeId]:
+def _rack(node: Node) -> str | tuple[NodeId]:
     # A tuple never equals the name of a rack.
-    return racks[node] or (node,)
+    return node.rack or (node.failure_domain,)
 
 
 _logger = logging.getLogger(__name__)
+
+
+Declared = Topic | UUID | None
+"""What this process has declared: a topic, the deletion of one, or settings of nodes."""
 
 
 class Reconciliation:
@@ -124,7 +136,10 @@ class Reconciliation:
         backoff: Backoff,
         *,
         on_placed: Callable[[], None],
+        is_single: bool = False,
     ) -> None:
+        """`is_single` says that only this node changes the catalog."""
+        self._is_single = is_single
         self._term = term
         self._view = view
         self._declarations = declarations
@@ -132,9 +147,29 @@ class Reconciliation:
         self._on_placed = on_placed
         self._wanted = asyncio.Event()
         self._wanted.set()
+        self._reads_catalog = True
+        self.attempted = asyncio.Event()
+        """Set once the catalog was carried out for the first time, or that has failed."""
+        self._declared: dict[UUID, Topic | None] = {}
+        """Topics that this process declared; None if it deleted them."""
 
     def wake(self) -> None:
         """Read the catalog again before long."""
+        self._reads_catalog = True
+        self._wanted.set()
+
+    def wake_for(self, declared: Declared) -> None:
+        """Carry out what this process has declared before long."""
+        if declared is None:
+            self.wake()
+        elif isinstance(declared, Topic):
+            self._declared[declared.topic_id] = declared
+        else:
+            self._declared[declared] = None
+        self._wanted.set()
+
+    def wake_for_deletions(self) -> None:
+        """Forget deleted topics whose files are gone."""
         self._wanted.set()
 
     async def run(self) -> None:
@@ -142,16 +177,25 @@ class Reconciliation:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
+            reads_catalog, self._reads_catalog = self._reads_catalog, False
+            declared, self._declared = self._declared, {}
             try:
                 await self._caught_up()
-                await self.reconcile()
+                if reads_catalog:
+                    await self.reconcile()
+                else:
+                    for topic_id, topic in declared.items():
+                        await (self._delete(topic_id) if topic is None else self._carry_out_declared(topic))
+                await self._forget_removed()
                 self._backoff.reset()
             except MillstreamError as error:
                 # The catalog or the store may be unavailable, which is reported elsewhere; elections continue.
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
                 _logger.log(level, "topics could not be reconciled; retrying", extra={"error": str(error)})
-                self._wanted.set()
+                self.wake()
+                self.attempted.set()
                 await self._backoff.pause()
+            self.attempted.set()
 
     async def reconcile(self) -> None:
         """Bring the coordination store in line with the catalog, once."""
@@ -167,6 +211,16 @@ class Reconciliation:
                 await self._carry_out(topic)
         for topic in declared:
             await self._count_replicas(topic)
+
+    async def _carry_out_declared(self, topic: Topic) -> None:
+        # Another node may have changed it since.
+        current = topic if self._is_single else await self._declarations.topic(topic.topic_id)
+        if current is None:
+            self.wake()
+        elif current != self._view.topics.get(topic.topic_id):
+            await self._carry_out(current)
+
+    async def _forget_removed(self) -> None:
         for topic_id, deletion in tuple(self._view.deleted.items()):
             if set(deletion.replicas) <= self._view.done.get(topic_id, set()):
                 await self._forget(topic_id, deletion)
@@ -187,35 +241,41 @@ class Reconciliation:
 
     async def _carry_out(self, topic: Topic) -> None:
         missing = [index for index in range(topic.partitions) if self._state_of(topic, index) is None]
+        proposals: list[Proposal] = []
         if missing:
             try:
                 proposals = await self._placed(topic, missing)
             except InvalidReplication as error:
                 _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
                 return
-            if await self._term.propose(proposals):
-                # An earlier attempt got further than the view shows; the next one sees it.
-                self.wake()
-                return
-        # The partitions come first, so that a node that sees the topic sees all of them.
-        changes: list[Change] = [Put(topic_key(topic.topic_id), topic_to_json(topic))]
+            # The partitions come first or with it, so that a node that sees the topic sees all of them.
+            if len(proposals) > CHANGES_MAX - 2:
+                if await self._term.propose(proposals):
+                    # An earlier attempt got further than the view shows; the next one sees it.
+                    self.wake()
+                    return
+                proposals = []
+        changes: list[Change] = [Put(partition_key(one.partition), one.state.to_json()) for one in proposals]
+        changes.append(Put(topic_key(topic.topic_id), topic_to_json(topic)))
         if topic.topic_id in self._view.placements or missing:
             changes.append(Delete(placement_key(topic.topic_id)))
-        if await self._term.change(changes):
+        if await self._term.change(changes, [Expect(partition_key(one.partition), one.revision) for one in proposals]):
             _logger.info("topic agreed on", extra={"topic": topic.name, "new_partitions": len(missing)})
             self._on_placed()
+        elif proposals:
+            self.wake()
 
     async def _placed(self, topic: Topic, missing: list[int]) -> list[Proposal]:
         live = self._view.live
         load = Load.of(versioned.state for versioned in self._view.states.values())
         by_hand = await self._by_hand(topic.topic_id)
         free = [index for index in missing if index not in by_hand]
-        racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.avoided}
-        if len(racks) < topic.replication:
-            racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.drained}
-        if len(racks) < topic.replication:
-            racks = {node_id: node.rack for node_id, node in live.items()}
-        placed = place(len(free), topic.replication, racks, load)
+        staying = [node for node_id, node in live.items() if node_id not in self._view.avoided]
+        if count_domains(staying) < topic.replication:
+            staying = [node for node_id, node in live.items() if node_id not in self._view.drained]
+        if count_domains(staying) < topic.replication:
+            staying = list(live.values())
+        placed = place(len(free), topic.replication, staying, load)
         chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
         return [
             Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing

@@ -35,6 +35,7 @@ class NodeRegistration:
             "rack": self.node.rack,
             "endpoints": self.node.endpoints,
             "assertion_key": self.node.assertion_key,
+            "machine": self.node.machine,
             "http": self.http,
             "incarnation": self.incarnation,
             "version": self.version,
@@ -57,6 +58,7 @@ class NodeRegistration:
                         str(name): (str(host), int(port)) for name, (host, port) in content["endpoints"].items()
                     },
                     assertion_key=str(content.get("assertion_key", "")),
+                    machine=content.get("machine"),
                 ),
                 http=str(content.get("http", "")),
                 incarnation=str(content["incarnation"]),

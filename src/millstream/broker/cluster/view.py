@@ -52,7 +52,8 @@ class ViewChange:
     settings: bool = False
     """Settings of nodes."""
     controller: bool = False
-    catalog: bool = False
+    catalog: set[str] = field(default_factory=set)
+    """Who changed the catalog; empty names are unknown."""
     plan: bool = False
     """The plan, or the moves of it."""
 
@@ -188,6 +189,9 @@ class ClusterView:
             for key, entry in entries.items()
             if self._known.get(key) != entry.revision
         ]
+        if self._known:
+            # Of several announcements only the last is found.
+            new = [event._replace(value="") if event.key == keys.CATALOG_VERSION else event for event in new]
         self.apply([*gone, *new])
         self.revision = max(self.revision, snapshot.revision)
         self._ready.set()
@@ -342,8 +346,8 @@ class ClusterView:
         self.pipelines_owner = None if value is None else NodeId(int(value))
         self.pipelines_owner_revision = 0 if value is None else revision
 
-    def _read_catalog(self, _rest: str, _value: str | None, _revision: int, change: ViewChange) -> None:
-        change.catalog = True
+    def _read_catalog(self, _rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        change.catalog.add((value or "").partition(" ")[0])
 
     def _read_cluster_id(self, _rest: str, value: str | None, _revision: int, _change: ViewChange) -> None:
         self.cluster_id = value

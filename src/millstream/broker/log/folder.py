@@ -38,16 +38,18 @@ class CleanStop(msgspec.Struct, frozen=True):
 
 
 class DataFolder:
-    """A locked data folder."""
+    """A locked data folder; with `is_locked` the caller holds the lock."""
 
-    def __init__(self, directory: Path, files: Files) -> None:
+    def __init__(self, directory: Path, files: Files, *, is_locked: bool = False) -> None:
         self._files = files
+        self._lock: int | None = None
         self.path = str(directory)
         self.partitions = f"{self.path}/{PARTITIONS_NAME}"
         self.journal = f"{self.path}/{JOURNAL_NAME}"
         try:
             self._make()
-            self._lock = files.lock(f"{self.path}/{LOCK_NAME}")
+            if not is_locked:
+                self._lock = files.lock(f"{self.path}/{LOCK_NAME}")
         except OSError as error:
             raise DataFolderInvalid(
                 f"{directory} cannot be used as a data folder: {error.strerror or error}"
@@ -84,7 +86,8 @@ class DataFolder:
 
     def release(self) -> None:
         """Release the lock."""
-        self._files.close(self._lock)
+        if self._lock is not None:
+            self._files.close(self._lock)
 
     # -- the clean-stop mark --------------------------------------------------------------------------------
 
@@ -124,6 +127,19 @@ class DataFolder:
             for name in self._files.names(f"{self.partitions}/{topic}"):
                 if name.isdigit():
                     yield topic_id, PartitionIndex(int(name))
+
+    def move_log(self, key: LogKey, to: DataFolder) -> None:
+        """Move the folder of a closed log to another data folder on the same disk, durably; repeatable."""
+        old, new = self.log_folder(*key), to.log_folder(*key)
+        topic = new.rpartition("/")[0]
+        if not self._files.exists(topic):
+            self._files.make_directory(topic)
+            self._files.sync_directory(to.partitions)
+        self._files.rename(old, new)
+        self._files.sync_directory(topic)
+        topic = old.rpartition("/")[0]
+        self._files.sync_directory(topic)
+        self.remove_if_empty(topic)
 
     def mark_deleted(self, log_folder: str) -> str:
         """Rename the folder of a deleted log, durably; return where its files are until they are removed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from errno import EBUSY
@@ -145,9 +145,10 @@ class LogStore:
         retention_check_ms: int = 60_000,
         scrub_bytes_per_s: int = 0,
         scrub_interval_ms: int = 3_600_000,
+        is_locked: bool = False,
     ) -> LogStore:
-        """Lock a data folder, creating it if necessary, and replay the journal."""
-        folder = DataFolder(directory, files)
+        """Lock a data folder unless it `is_locked`, creating it if necessary, and replay the journal."""
+        folder = DataFolder(directory, files, is_locked=is_locked)
         try:
             store = cls(
                 folder,
@@ -262,9 +263,32 @@ class LogStore:
         progress, self._progress = self._progress, RecoveryProgress()
         progress.log_summary()
 
+    @property
+    def unrecovered(self) -> frozenset[LogKey]:
+        """The logs that an unclean stop has left to be recovered when they are opened."""
+        return frozenset(self._unrecovered)
+
     def stored(self) -> Iterable[LogKey]:
         """Return every partition that is on disk."""
         return self._folder.stored()
+
+    def hand_over(self, keys: Collection[LogKey], to: LogStore) -> None:
+        """Move logs that are closed and need no recovery to another folder, durably: first their checkpoints.
+
+        A crash between leaves each log in one folder, with its checkpoint there.
+        """
+        if any(key in self._logs or key in self._unrecovered for key in keys):
+            raise StorageFailure(f"{self._folder.path}: only logs that are closed can be handed over")
+        states = [(key, self._ledger.state_of(key)) for key in keys]
+        try:
+            to._ledger.write([(key, to._ledger.next_version(), state) for key, state in states if state is not None])
+            for key in keys:
+                self._folder.move_log(key, to._folder)
+                self._ledger.forget(key)
+        except OSError as error:
+            raise StorageFailure(
+                f"logs could not be moved from {self._folder.path} to {to._folder.path}: {error.strerror or error}"
+            ) from error
 
     # -- closing and deleting one log -----------------------------------------------------------------------
 

@@ -41,21 +41,8 @@ class PipelineOwner(Protocol):
         """Let another node take over; this one is about to stop."""
 
 
-class SoleOwner:
-    """A single node."""
-
-    is_mine = True
-    is_elsewhere = False
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Do nothing: it never changes."""
-
-    async def resign(self) -> None:
-        """There is no other node."""
-
-
 class ElectedOwner:
-    """One node's candidate in a cluster."""
+    """One node's candidate; a single node has no other."""
 
     def __init__(
         self,

@@ -378,10 +378,6 @@ class Partition(Replica):
         own = self.promised_offset
         return own if self._in_sync is None else Offset(max(self._in_sync.acknowledged(own), self.high_watermark))
 
-    def raise_own_epoch(self, epoch: Epoch) -> None:
-        """Lead in a later epoch, without others to agree with."""
-        self.leader_epoch = Epoch(max(self.leader_epoch, epoch))
-
     def expose(self, offset: Offset | None) -> None:
         """Let clients read a mirrored partition up to an offset, or everything; it may also be taken back."""
         self.exposed = offset

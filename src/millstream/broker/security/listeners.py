@@ -1,6 +1,7 @@
 """The addresses of a node: binds them, and puts before each the gate and the TLS that its settings ask for.
 
-A node that is alone and has clients authenticate listens once more, on loopback, for its own processes only. The nodes
+Where clients authenticate, the nodes of a machine that belongs to no cluster listen once more, on loopback, for each
+other and their own processes, which know the machine's secret. The nodes
 of a cluster and their processes meet at the listener that `node-listener` names, and know each other by certificates.
 """
 
@@ -64,10 +65,11 @@ class _Bound:
 class Listeners:
     """Every address at which a node is reached over the Kafka protocol."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, secret: str | None = None) -> None:
+        """`secret` is what the nodes of a machine know each other by; without one, this node has none beside it."""
         self._config = config
         self._bound: list[_Bound] = []
-        self._secret = secrets.token_urlsafe(32)
+        self._secret = secret or secrets.token_urlsafe(32)
         self._passwords: Passwords | None = None
         self.knowledge: Knowledge | None = None
         """Who clients are, once they are accepted; None where nobody authenticates."""
@@ -136,7 +138,7 @@ class Listeners:
         return self._config.authorizes and not self._config.in_cluster
 
     @property
-    def _own_listener(self) -> str:
+    def own_listener(self) -> str:
         """The listener by which this node's own processes connect."""
         return INTERNAL if self._has_internal else self._config.node_listener
 
@@ -173,14 +175,19 @@ class Listeners:
         return self._bound[0].address
 
     @property
+    def addresses(self) -> list[str]:
+        """Where clients of each listener connect, with the real ports."""
+        return [bound.address for bound in self._bound if bound.config.name != INTERNAL]
+
+    @property
     def internal_address(self) -> str:
         """Where this node's own processes connect."""
-        return next(bound.address for bound in self._bound if bound.config.name == self._own_listener)
+        return next(bound.address for bound in self._bound if bound.config.name == self.own_listener)
 
     @property
     def node_address(self) -> Address:
         """Where other nodes connect, and this one's own processes."""
-        return self.endpoints()[self._own_listener]
+        return self.endpoints()[self.own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:
         """Where clients of each listener are told to connect."""
@@ -251,7 +258,7 @@ class Listeners:
             requires=requires,
             in_clear=bound.tls is None and not (bound.config.is_loopback or self._config.insecure),
             is_internal=bound.config.name == INTERNAL,
-            takes_assertions=bound.config.name == self._own_listener,
+            takes_assertions=bound.config.name == self.own_listener,
         )
         return Door(
             service=gate,

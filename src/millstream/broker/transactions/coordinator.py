@@ -137,7 +137,7 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
             self._make_shard,
             clock=clock,
             retry_first_s=retry_first_s,
-            confirmation=_FINAL_REFUSALS if config.in_cluster else None,
+            confirmation=_FINAL_REFUSALS if config.has_other_nodes else None,
         )
 
     @asynccontextmanager

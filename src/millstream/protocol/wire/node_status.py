@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
+from millstream.core.ids import NodeId
 from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -91,6 +93,18 @@ class BrokerStatusPipe:
         return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 
+def of_all_nodes(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics of several nodes as one list; each sample has the label `node`."""
+    found: dict[str, dict[str, Any]] = {}
+    for status in statuses:
+        label = {"node": str(status["node_id"])}
+        for metric in status["metrics"]:
+            merged = found.setdefault(metric["name"], {**metric, "samples": []})
+            merged["samples"] += [(value, {**label, **labels}) for value, labels in metric["samples"]]
+            merged["left_out"] = merged["left_out"] or metric["left_out"]
+    return list(found.values())
+
+
 class BrokerStatus:
     """The gateway's wire client for status. Concurrent callers share one request."""
 
@@ -128,10 +142,23 @@ class BrokerStatus:
     async def _ask(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._answer_s):
-                answer = await (await self._connected()).private(None, NODE_STATUS_KEY, encode(Nothing()))
+                client = await self._connected()
+                status = decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
         except TimeoutError:
             raise RequestTimedOut(f"no answer from {self._kafka_address} within {self._answer_s:g} s") from None
-        return decode_document(answer)
+        others = [NodeId(node) for node in status["machine"] if node != status["node_id"]]
+        if others:
+            answers = await asyncio.gather(*(self._ask_other(client, node) for node in others))
+            status["metrics"] = of_all_nodes([status, *(one for one in answers if one is not None)])
+        return status
+
+    async def _ask_other(self, client: Client, node: NodeId) -> dict[str, Any] | None:
+        """Return the status of another node of the machine; None if it gives none, as while it is started again."""
+        try:
+            async with asyncio.timeout(self._answer_s):
+                return decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
+        except (MillstreamError, TimeoutError):
+            return None
 
     async def _connected(self) -> Client:
         if self._client is None:

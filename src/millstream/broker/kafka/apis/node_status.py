@@ -4,10 +4,12 @@ The HTTP gateway and `millstream doctor` use it. The response holds:
 
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
-     "kafka": "host:port", "http": "http://host:port", "data": "/folder",
+     "kafka": "host:port", "http": "http://host:port", "data": "/folder", "machine": [1, 1001],
      "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
+
+`machine` lists the nodes of its machine, if it runs several broker processes.
 
 `reasons` lists why the node should get no traffic; it is empty exactly when the node is ready and unharmed. `warnings`
 lists problems of a node that takes traffic, for example an unavailable coordination store. `damage` names the ranges of
@@ -59,6 +61,8 @@ class NodeState:
     http: str
     """Where HTTP is served, with `http://` or `https://`; empty without a gateway."""
     data: str
+    machine: tuple[int, ...] = ()
+    """Every node of its machine, if it has several."""
     state: str = STARTING
 
 
@@ -116,6 +120,7 @@ class NodeStatus:
             "kafka": node.kafka,
             "http": node.http,
             "data": node.data,
+            "machine": list(node.machine),
             "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
             "behind": [_lacking(one) for one in islice(self._behind(), BEHIND_MAX)],
             "metrics": [self._described(metric) for source in self._sources for metric in source.metrics()],

@@ -1,0 +1,357 @@
+"""The data folder of a machine: the stores in it, and which node's logs are where.
+
+A machine with one process has its logs in the folder itself. With several, each node has a subfolder. The agreed states
+of partitions decide: `settle` changes them first, then moves every log to the folder of its node, before any node runs.
+It can be interrupted and repeated at any point; a mark in the folder says that it is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from uuid import UUID
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.sealing import Sealing
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import (
+    FILE_NAME,
+    CoordinationFile,
+    EmbeddedService,
+    EmbeddedStore,
+)
+from millstream.broker.cluster.keys import PartitionKey, parse_partition, partition_key
+from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
+from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun, read_boot_id
+from millstream.broker.cluster.rebuild import Inventory, derive_states, replicas_of
+from millstream.broker.cluster.rebuild import write as write_states
+from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.store_values import Deletion, topic_from_json
+from millstream.broker.log.files import Files
+from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT_NAME, JOURNAL_NAME, LOCK_NAME, PARTITIONS_NAME
+from millstream.broker.log.ledger import LEDGER_NAME, LogKey
+from millstream.broker.log.scrub import SCRUB_NAME
+from millstream.broker.log.state import replace_file
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import Clock
+from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.topic import TopicPartition, TopicSettings
+
+_logger = logging.getLogger(__name__)
+
+NODE_PREFIX = "node-"
+MARK_NAME = "moving"
+ID_STEP = 1000
+"""The nodes of a machine whose first is 1 are 1, 1001, 2001: unique over machines, whatever their number of cores."""
+
+_JOURNAL_BYTES = 64 * 1024 * 1024
+_NEVER_MS = 1 << 40
+"""Forgetting expired producers is left to the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which nodes a machine runs, and where their logs are."""
+
+    data: str
+    folders: Mapping[NodeId, str]
+
+    @classmethod
+    def of(cls, data: str, first: int, cores: int) -> Layout:
+        """Return the layout of a machine with so many processes, the first of which has this id."""
+        if cores == 1:
+            return cls(data, {NodeId(first): data})
+        if first >= ID_STEP:
+            raise InvalidSetting(
+                f"with --cores {cores} the other nodes of this machine get ids from {first} in steps of {ID_STEP}; "
+                f"give a --node-id below {ID_STEP}"
+            )
+        ids = [NodeId(first + number * ID_STEP) for number in range(cores)]
+        return cls(data, {node: f"{data}/{NODE_PREFIX}{node}" for node in ids})
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        """Return the nodes, the first of the machine first."""
+        return tuple(self.folders)
+
+    def present(self, files: Files) -> dict[str, NodeId]:
+        """Return every folder with logs in it, and the node that it belongs to."""
+        found = {}
+        if files.exists(f"{self.data}/{PARTITIONS_NAME}"):
+            owner = FolderOwner.read(files, self.data).node_id
+            found[self.data] = self.nodes[0] if owner == UNKNOWN_NODE else NodeId(owner)
+        for name in sorted(files.names(self.data)):
+            number = name.removeprefix(NODE_PREFIX)
+            if number != name and number.isdigit():
+                found[f"{self.data}/{name}"] = NodeId(int(number))
+        return found
+
+    def is_settled(self, files: Files) -> bool:
+        """Whether every log is where this layout wants it; looks at few files."""
+        present = self.present(files)
+        if not present:
+            return True
+        wanted = {folder: node for node, folder in self.folders.items()}
+        return (
+            present == wanted
+            and not files.exists(f"{self.data}/{MARK_NAME}")
+            and (files.exists(f"{self.data}/{FILE_NAME}") or not any(_has_logs(files, folder) for folder in present))
+        )
+
+
+def _has_logs(files: Files, folder: str) -> bool:
+    return bool(files.names(f"{folder}/{PARTITIONS_NAME}"))
+
+
+def open_coordination(files: Files, data: str, clock: Clock) -> EmbeddedService:
+    """Open the coordination store in a data folder whose lock is held."""
+    return EmbeddedService(clock, file=CoordinationFile(files, data), history_max=1000)
+
+
+async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None:
+    """Give a catalog that was lost, and is new, the topics that the nodes have agreed on, and the cluster's id."""
+    known = (await store.read(keys.CLUSTER_ID)).entries.get(keys.CLUSTER_ID)
+    if known is None or known.value == catalog.cluster_id:
+        return
+    topics = (await store.read(keys.TOPICS)).entries.values()
+    restored = catalog.restore(
+        known.value, [topic_from_json(UUID(entry.key.removeprefix(keys.TOPICS)), entry.value) for entry in topics]
+    )
+    _logger.warning(
+        "the catalog is another than before; it got the topics that are stored here, but subscriptions, pipelines, "
+        "users and schemas are those that it had",
+        extra={"topics": restored},
+    )
+
+
+def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> dict[PartitionKey, NodeId]:
+    """Return the node of each partition: balanced by topic and in total, with as few moves as that takes."""
+    per_node_max = -(-len(current) // len(nodes))
+    topic_sizes = Counter(topic_id for topic_id, _ in current)
+    total: Counter[NodeId] = Counter()
+    by_topic: Counter[tuple[UUID, NodeId]] = Counter()
+    placed: dict[PartitionKey, NodeId] = {}
+
+    def put(key: PartitionKey, node: NodeId) -> None:
+        placed[key] = node
+        total[node] += 1
+        by_topic[key[0], node] += 1
+
+    homeless = []
+    for key in sorted(current):
+        node, topic_max = current[key], -(-topic_sizes[key[0]] // len(nodes))
+        if node in nodes and by_topic[key[0], node] < topic_max and total[node] < per_node_max:
+            put(key, node)
+        else:
+            homeless.append(key)
+    for key in homeless:
+        put(key, min(nodes, key=lambda node: (by_topic[key[0], node], total[node], node)))
+    return placed
+
+
+class FolderSettlement:
+    """Brings the logs of a machine, none of whose nodes runs, to where a layout wants them."""
+
+    def __init__(self, layout: Layout, files: Files, clock: Clock, store: CoordinationStore) -> None:
+        """The caller holds the lock of the machine's folder."""
+        self._layout = layout
+        self._files = files
+        self._clock = clock
+        self._store = store
+        self._mine: set[NodeId] = set()
+
+    async def run(self, catalog: Catalog) -> None:
+        """Settle: states first, then logs."""
+        layout, files = self._layout, self._files
+        present = layout.present(files)
+        self._mine = {*present.values(), *layout.nodes}
+        for folder in present:
+            await self._close_cleanly(folder)
+        if not (await self._store.read(keys.CLUSTER_ID)).entries:
+            await self._rebuild(present, catalog)
+        await self._change_states(present)
+        await self._move_logs(present)
+        for folder, node in present.items():
+            if layout.folders.get(node) != folder and files.exists(f"{folder}/{LAST_RUN_NAME}"):
+                # It is the folder of another node now.
+                files.remove(f"{folder}/{LAST_RUN_NAME}")
+                files.sync_directory(folder)
+        files.remove(f"{layout.data}/{MARK_NAME}")
+        files.sync_directory(layout.data)
+        _logger.info("the logs of this machine are settled", extra={"nodes": ", ".join(map(str, layout.nodes))})
+
+    def _open(self, folder: str) -> LogStore:
+        return LogStore.open(
+            Path(folder),
+            files=self._files,
+            clock=self._clock,
+            journal_bytes=_JOURNAL_BYTES,
+            producer_expiry_ms=_NEVER_MS,
+            is_locked=folder == self._layout.data,
+        )
+
+    async def _close_cleanly(self, folder: str) -> None:
+        """Recover the logs of a folder after an unclean stop, so that they consist of their files alone."""
+        store = self._open(folder)
+        try:
+            LastRun(self._files, folder, boot_id=read_boot_id(), stopped_clean=store.clean_start)
+            for topic_id, index in tuple(store.unrecovered):
+                store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())
+        finally:
+            await store.close()
+        if store.stop_failure is not None:
+            raise CorruptState(f"{folder}: {store.stop_failure}")
+
+    async def _rebuild(self, present: Mapping[str, NodeId], catalog: Catalog) -> None:
+        """Derive the agreed states from the logs: the file with them is missing or new."""
+        inventories = []
+        for folder, node in present.items():
+            store = self._open(folder)
+            try:
+                last_run = LastRun(self._files, folder, boot_id=read_boot_id(), stopped_clean=True)
+                replicas = replicas_of(store)
+            finally:
+                await store.close()
+            inventories.append(
+                Inventory(node_id=node, cluster="", cluster_id="", whole=last_run.whole_incarnation, replicas=replicas)
+            )
+        rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids())
+        await write_states(self._store, rebuilt, catalog.cluster_id)
+        _logger.warning(
+            "the agreed states were derived from the logs, since the file %r does not have them",
+            FILE_NAME,
+            extra={"partitions": len(rebuilt.states)},
+        )
+
+    # -- the agreed states ----------------------------------------------------------------------------------
+
+    async def _change_states(self, present: Mapping[str, NodeId]) -> None:
+        found = (await self._store.read(keys.PARTITIONS)).entries.values()
+        states = {
+            parse_partition(entry.key.removeprefix(keys.PARTITIONS)): (PartitionState.from_json(entry.value), entry)
+            for entry in found
+        }
+        here = {key: self._node_of(key, state) for key, (state, _) in states.items()}
+        current = {key: node for key, node in here.items() if node is not None}
+        placed = spread(current, self._layout.nodes)
+        batch: list[tuple[Change, Expect]] = []
+        for key, node in placed.items():
+            if node != current[key]:
+                state, entry = states[key]
+                changed = _handed_over(state, current[key], node)
+                batch.append((Put(entry.key, changed.to_json()), Expect(entry.key, entry.revision)))
+        await self._write(batch)
+        await self._change_records(present)
+
+    def _node_of(self, key: PartitionKey, state: PartitionState) -> NodeId | None:
+        """Return the node of this machine that hosts a partition; None if no one does."""
+        here = [node for node in state.replicas if node in self._mine]
+        if len(here) > 1:
+            raise ClusterMismatch(
+                f"partition {key[1]} of topic {key[0]} is being moved between nodes {here} of this machine; start it "
+                "with as many --cores as before, and wait until the move is finished"
+            )
+        return here[0] if here else None
+
+    async def _write(self, batch: Sequence[tuple[Change, Expect]]) -> None:
+        rest = iter(batch)
+        while some := list(islice(rest, CHANGES_MAX)):
+            if await self._store.change([change for change, _ in some], [expect for _, expect in some]) is None:
+                raise ClusterMismatch("the state of a partition was changed meanwhile; start again")
+
+    async def _change_records(self, present: Mapping[str, NodeId]) -> None:
+        """Forget nodes that this machine no longer has, and let its first one remove what they still had to."""
+        layout, first = self._layout, self._layout.nodes[0]
+        kept = {node for folder, node in present.items() if layout.folders.get(node) == folder}
+        changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
+        for entry in (await self._store.read(keys.DELETED)).entries.values():
+            if keys.DONE in entry.key:
+                continue
+            deletion = Deletion.from_json(entry.value)
+            replicas = {first if node in self._mine else node for node in deletion.replicas}
+            if replicas != set(deletion.replicas):
+                changes.append(Put(entry.key, replace(deletion, replicas=tuple(sorted(replicas))).to_json()))
+        for key in (await self._store.read(keys.REMOVED)).entries:
+            partition, _, node = key.removeprefix(keys.REMOVED).rpartition("/")
+            if NodeId(int(node)) in self._mine - set(layout.nodes):
+                changes += [Delete(key), Put(keys.removed_key(parse_partition(partition), first), "")]
+        rest = iter(changes)
+        while some := list(islice(rest, CHANGES_MAX)):
+            await self._store.change(some)
+
+    # -- the logs -------------------------------------------------------------------------------------------
+
+    async def _move_logs(self, present: Mapping[str, NodeId]) -> None:
+        layout, first = self._layout, self._layout.nodes[0]
+        entries = (await self._store.read(keys.PARTITIONS)).entries
+        async with AsyncExitStack() as stack:
+            stores: dict[str, LogStore] = {}
+            for folder in {**present, **{folder: node for node, folder in layout.folders.items()}}:
+                stores[folder] = self._open(folder)
+                stack.push_async_callback(stores[folder].close)
+            for folder in present:
+                moves: dict[str, list[LogKey]] = {}
+                for key in tuple(stores[folder].stored()):
+                    entry = entries.get(partition_key((key[0], PartitionIndex(key[1]))))
+                    node = None if entry is None else self._node_of(key, PartitionState.from_json(entry.value))
+                    # Logs that nobody declares are kept, by the first node.
+                    wanted = layout.folders[first if node is None else node]
+                    if wanted != folder:
+                        moves.setdefault(wanted, []).append(key)
+                for wanted, logs in moves.items():
+                    stores[folder].hand_over(logs, stores[wanted])
+        for folder in present:
+            if folder not in layout.folders.values():
+                self._remove_emptied(folder)
+
+    def _remove_emptied(self, folder: str) -> None:
+        """Remove what a node left in a folder that no node has any more."""
+        files = self._files
+        for name in (JOURNAL_NAME, PARTITIONS_NAME):
+            if files.exists(f"{folder}/{name}"):
+                files.remove_directory(f"{folder}/{name}")
+        for name in (LEDGER_NAME, CLEAN_STOP_NAME, LAST_RUN_NAME, SCRUB_NAME, FORMAT_NAME):
+            if files.exists(f"{folder}/{name}"):
+                files.remove(f"{folder}/{name}")
+        if folder != self._layout.data:
+            for name in files.names(folder):
+                files.remove(f"{folder}/{name}")
+            files.remove_directory(folder)
+        files.sync_directory(self._layout.data)
+
+
+def _handed_over(state: PartitionState, old: NodeId, new: NodeId) -> PartitionState:
+    """Return a state with another node of the same machine, which gets the same log."""
+
+    def renamed(nodes: Sequence[NodeId]) -> Iterator[NodeId]:
+        return (new if node == old else node for node in nodes)
+
+    changed = replace(
+        state,
+        replicas=tuple(renamed(state.replicas)),
+        in_sync=tuple(renamed(state.in_sync)),
+        eligible=tuple(renamed(state.eligible)),
+    )
+    return changed.elected(NO_LEADER) if state.leader == old else changed
+
+
+async def settle(
+    layout: Layout, files: Files, clock: Clock, *, sealing: Sealing | None = None, is_locked: bool = False
+) -> None:
+    """Bring a machine with stores of its own to a layout, unless it is there already."""
+    if layout.is_settled(files):
+        return
+    with ExitStack() as stack:
+        if not is_locked:
+            stack.callback(files.close, files.lock(f"{layout.data}/{LOCK_NAME}"))
+        replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")
+        catalog = stack.enter_context(closing(Catalog.open_folder(Path(layout.data), sealing=sealing)))
+        service = stack.enter_context(closing(open_coordination(files, layout.data, clock)))
+        await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
