@@ -104,6 +104,26 @@ class Config:
         "either, HTTP is served over TLS.",
     )
     http_tls_key: str = setting("http-tls-key", "", "File with the private key of `http-tls-cert`.")
+    console_read_only: bool = setting(
+        "console-read-only", False, "Whether the console under `/console` only shows, and changes nothing."
+    )
+    console_session_ms: int = setting(
+        "console-session-ms",
+        8 * 3600 * 1000,
+        "How long someone stays signed in to the console, and no longer than the token that was shown is valid.",
+        minimum=60_000,
+        maximum=30 * 86_400_000,
+    )
+    console_oidc_client_id: str = setting(
+        "console-oidc-client-id",
+        "",
+        "The client id of the console at the OpenID provider of `oauth-issuer`; empty offers users and tokens only.",
+    )
+    console_oidc_secret_file: str = setting(
+        "console-oidc-secret-file",
+        "",
+        "File with the secret of `console-oidc-client-id`; empty for a public client, which PKCE protects.",
+    )
     registry: str = setting(
         "registry",
         "",

@@ -2,6 +2,7 @@
 
 GET /         what is served here
      /registry/…  Confluent Schema Registry's API, also at the root of a port of its own
+     /console/…  pages for people, with the rights of who is signed in
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives
 GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
@@ -37,6 +38,7 @@ from millstream.gateway.api.route import JSON, PREFIX
 from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.callers import Callers
+from millstream.gateway.console.visit import PREFIX as CONSOLE_PREFIX
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
 from millstream.gateway.registry.app import PREFIX as REGISTRY_PREFIX
@@ -59,6 +61,7 @@ def build_app(
     site: OriginCheck | None = None,
     callers: Callers | None = None,
     registry_port: int | None = None,
+    console: ASGIApp | None = None,
 ) -> ASGIApp:
     """Build the gateway's ASGI application; without `callers`, everyone may do everything."""
     named = site or OriginCheck()
@@ -108,6 +111,8 @@ def build_app(
             return own_registry(scope, receive, send)
         if path.startswith(beginning):
             return api(scope, receive, send)
+        if console is not None and (path.startswith(f"{CONSOLE_PREFIX}/") or path == CONSOLE_PREFIX):
+            return console(scope, receive, send)
         is_registry = path.startswith(f"{REGISTRY_PREFIX}/") or path == REGISTRY_PREFIX
         return (registry if is_registry else own_pages)(scope, receive, send)
 
@@ -133,6 +138,7 @@ class _Pages:
             "api": "/openapi.json",
             "docs": "/docs",
             "registry": REGISTRY_PREFIX,
+            "console": CONSOLE_PREFIX,
         }
         return JSONLine({"name": "millstream", "version": __version__, "links": links})
 

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -66,6 +66,13 @@ class Shown(NamedTuple):
         return f"Shown(scheme={self.scheme!r}, user={self.user!r}, host={self.host!r})"
 
 
+class OpenedSession(NamedTuple):
+    """A sealed session, and when it ends, on the wall clock."""
+
+    session: str
+    expires_ms: int
+
+
 class Caller:
     """Someone the gateway acts for, with the services that do."""
 
@@ -100,10 +107,13 @@ class Callers:
         self._pending: Counter[str] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def acting_for(self, headers: Headers, host: str) -> AsyncIterator[Caller]:
+    def acting_for(self, headers: Headers, host: str) -> AbstractAsyncContextManager[Caller]:
         """Authenticate the caller of a request, and keep its connections open meanwhile; raise `Refused` otherwise."""
-        shown = self._read(headers, host)
+        return self.acting_as(self.read(headers, host))
+
+    @asynccontextmanager
+    async def acting_as(self, shown: Shown) -> AsyncIterator[Caller]:
+        """Authenticate what a caller shows, as `acting_for` does."""
         caller = (await self._find(shown)).caller
         while caller.is_closed:
             # Another one needed the room before this request began.
@@ -117,9 +127,9 @@ class Callers:
             if not caller.requests:
                 caller.closing = self._close_later(caller)
 
-    async def until_lapsed(self, headers: Headers, host: str) -> Refused:
+    async def until_lapsed(self, shown: Shown) -> Refused:
         """Wait until a caller cannot be authenticated any more with what it showed; return why."""
-        shown, now = self._read(headers, host), asyncio.get_running_loop().time
+        now = asyncio.get_running_loop().time
         verified_at = now()
         while True:
             refused: Refused | None = None
@@ -140,9 +150,18 @@ class Callers:
 
         Raise `Refused` unless it was refused only for now, as by a node that does not know a change yet.
         """
-        shown = self._read(headers, host)
+        shown = self.read(headers, host)
         self._remembered.pop(self._mark(shown), None)
         await self._find(shown)
+
+    async def open_session(self, shown: Shown, lasts_s: int) -> OpenedSession:
+        """Have the node open a session for what a caller shows; raise `Refused` if it proves nothing."""
+        self._admit(shown.host)
+        try:
+            answer = await self._authenticate(shown, session_s=lasts_s)
+        finally:
+            self._release(shown.host)
+        return OpenedSession(answer.session, answer.session_expires_ms)
 
     async def close(self) -> None:
         """Close the connections of every caller."""
@@ -155,7 +174,8 @@ class Callers:
 
     # -- who it is ------------------------------------------------------------------------------------------
 
-    def _read(self, headers: Headers, host: str) -> Shown:
+    def read(self, headers: Headers, host: str) -> Shown:
+        """Read what a request shows; raise `Refused` if that is nothing, and something is required."""
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) > 1:
             raise Refused(HTTPStatus.BAD_REQUEST, "a request has one Authorization header, not several")
@@ -176,29 +196,39 @@ class Callers:
             return found
         verifying = self._verifying.get(mark)
         if verifying is None:
-            if self._pending[shown.host] >= PENDING_PER_HOST_MAX:
-                raise Refused(
-                    HTTPStatus.TOO_MANY_REQUESTS,
-                    "too many credentials of this address are being verified; try again later",
-                    headers={"retry-after": str(RETRY_S)},
-                )
-            self._pending[shown.host] += 1
+            self._admit(shown.host)
             verifying = self._verifying[mark] = asyncio.ensure_future(self._verify(mark, shown))
             verifying.add_done_callback(lambda done: self._verified(mark, shown.host, done))
         # Shielded, since requests with the same credential wait for one answer.
         return await asyncio.shield(verifying)
 
-    def _verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
-        del self._verifying[mark]
+    def _admit(self, host: str) -> None:
+        """Count a credential of an address that is being verified."""
+        if self._pending[host] >= PENDING_PER_HOST_MAX:
+            raise Refused(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "too many credentials of this address are being verified; try again later",
+                headers={"retry-after": str(RETRY_S)},
+            )
+        self._pending[host] += 1
+
+    def _release(self, host: str) -> None:
         self._pending[host] -= 1
         if not self._pending[host]:
             del self._pending[host]
+
+    def _verified(self, mark: bytes, host: str, done: asyncio.Task[_Remembered]) -> None:
+        del self._verifying[mark]
+        self._release(host)
         if not done.cancelled():
             # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()
 
-    async def _verify(self, mark: bytes, shown: Shown) -> _Remembered:
-        request = AuthenticateRequest(scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret)
+    async def _authenticate(self, shown: Shown, *, session_s: int = 0) -> AuthenticateResponse:
+        """Ask the node who it is that shows this."""
+        request = AuthenticateRequest(
+            scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
+        )
         client = self._gateway.client
         answer = decode(await client.private(None, AUTHENTICATE_KEY, encode(request), waits=True), AuthenticateResponse)
         if answer.error == AUTHENTICATION_FAILED:
@@ -207,6 +237,10 @@ class Callers:
             raise unauthorized(answer.message or "authentication failed")
         if answer.error:
             raise error_from_code(answer.error, answer.message)
+        return answer
+
+    async def _verify(self, mark: bytes, shown: Shown) -> _Remembered:
+        answer = await self._authenticate(shown)
         lasts_s = RENEW_S if not answer.expires_ms else min(RENEW_S, answer.expires_ms / 1000 - time.time())
         identity = (answer.identity, shown.host)
         found = _Remembered(

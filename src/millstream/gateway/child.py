@@ -48,6 +48,7 @@ class HttpChild(SupervisedChild):
         hosts: Sequence[str] = (),
         authenticates: str | None = None,
         tls: tuple[str, str] | None = None,
+        console: Mapping[str, Any] | None = None,
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -61,6 +62,8 @@ class HttpChild(SupervisedChild):
         """Whether callers are authenticated, as the setting `auth`; None where everyone may do everything."""
         self._tls = tls
         """The files with a certificate and its key; None for plain text."""
+        self._console = dict(console or {})
+        """How the console is served; `ConsoleSettings` names the fields."""
         self._log_level = log_level
         self._log_format = log_format
         self._line: socket.socket | None = None
@@ -144,6 +147,7 @@ class HttpChild(SupervisedChild):
             "hosts": self._hosts,
             "authenticates": self._authenticates,
             "tls": self._tls,
+            "console": self._console,
             "log_level": self._log_level,
             "log_format": self._log_format,
         }

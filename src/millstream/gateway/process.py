@@ -24,6 +24,8 @@ from millstream.core.log_format import set_up_logging
 from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
 from millstream.gateway.callers import Callers
+from millstream.gateway.console.app import ConsoleApp
+from millstream.gateway.console.visit import ConsoleSettings
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
 from millstream.protocol.messages.lean_kio import import_lean_kio
@@ -107,6 +109,7 @@ async def serve(
     registry: socket.socket | None,
     authenticates: str | None,
     tls: ssl.SSLContext | None,
+    console: ConsoleSettings,
 ) -> None:
     """Serve until the broker closes the pipe; what arrives at `registry` is for the schema registry."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
@@ -115,7 +118,9 @@ async def serve(
     services = Services(kafka_address, starting=lambda: broker.starting)
     callers = None if authenticates is None else Callers(services, requires=authenticates == AUTHENTICATION_REQUIRED)
     port = None if registry is None else registry.getsockname()[1]
-    app = build_app(services.status.ask, broker.health, services, OriginCheck(hosts), callers, registry_port=port)
+    site = OriginCheck(hosts)
+    pages = ConsoleApp(services, site, callers, console, is_tls=tls is not None)
+    app = build_app(services.status.ask, broker.health, services, site, callers, registry_port=port, console=pages)
     server = Server(app, tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
@@ -123,6 +128,7 @@ async def serve(
         doubles = [listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)]
         await server.serve(sockets=[listening, *doubles, *([] if registry is None else [registry])])
     finally:
+        await pages.close()
         if callers is not None:
             await callers.close()
         await services.close()
@@ -168,6 +174,7 @@ def main() -> None:
             registry=registry,
             authenticates=options["authenticates"],
             tls=tls,
+            console=ConsoleSettings(**options["console"]),
         )
     )
 

@@ -68,6 +68,7 @@ async def test_the_index_lists_what_is_served() -> None:
             "api": "/openapi.json",
             "docs": "/docs",
             "registry": "/registry",
+            "console": "/console",
         },
     }
 

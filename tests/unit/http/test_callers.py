@@ -196,7 +196,7 @@ async def test_a_stream_lapses_when_its_caller_is_not_known_any_more(
 ) -> None:
     monkeypatch.setattr(callers_module, "RENEW_S", 0.0)
     callers = made(node)
-    lapsed = asyncio.ensure_future(callers.until_lapsed(basic("alice"), HOST))
+    lapsed = asyncio.ensure_future(callers.until_lapsed(callers.read(basic("alice"), HOST)))
     async with asyncio.timeout(30):
         while len(node.asked) < 3:
             await asyncio.sleep(0)

@@ -31,6 +31,7 @@ from millstream.broker.kafka.apis.batch_transactions import (
     LastBatch,
     PrepareTransaction,
 )
+from millstream.broker.kafka.apis.browse_apis import RightsList, TopicList
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
@@ -295,7 +296,7 @@ class ServedApis:
         await self._schema_rules.close()
         await self._parts.declared.schemas.close()
 
-    def _topic_apis(self) -> Iterable[Api[Any, Any]]:
+    def _topic_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         topics, membership = self._parts.topics, self._parts.membership
         yield Metadata(topics, membership)
         yield DescribeTopicPartitions(topics, membership)
@@ -314,6 +315,7 @@ class ServedApis:
         yield DescribeProducers(topics, self._groups)
         yield DescribeLogDirs(topics, folder=self._parts.node.data)
         yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
+        yield TopicList(topics)
         yield ElectLeaders(topics)
         yield AlterPartitionReassignments(topics, membership)
         yield ListPartitionReassignments(topics)
@@ -459,6 +461,7 @@ class ServedApis:
 
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
+        yield RightsList()
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.declared.security

@@ -6,6 +6,9 @@ registration, so every node verifies the assertions of every other, and a gatewa
 An assertion refers to the password or the API token that was shown, and says nothing about rights. The node that
 receives it finds the scope of the token, or the password, in the catalog as it knows it, so a change or deletion holds
 at once, whatever was signed before.
+
+A session is the same for a person at a browser, who keeps it in a cookie: it lasts for hours, holds for no address, and
+ends when the node that signed it stops, since its key does.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ SESSION_S_MAX: Final = 900.0
 ASSERTION_BYTES_MAX: Final = 4096
 _SIGNATURE_BYTES: Final = 64
 _PURPOSE: Final = b"millstream assertion 1\0"
-"""Signed with every assertion, so that a signature is of no use for anything else."""
+_SESSION_PURPOSE: Final = b"millstream session 1\0"
+"""Signed with every assertion or session, so that a signature is of no use for anything else."""
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
@@ -76,18 +80,26 @@ class Assertions:
 
     def sign(self, verified: Verified, host: str) -> str:
         """Assert who a caller is, as text that is used once per connection."""
+        return self._sign(_PURPOSE, verified, host, time.time() + ASSERTION_S)
+
+    def open_session(self, verified: Verified, lasts_s: float) -> tuple[str, float]:
+        """Open a session; return it, and when it ends: no later than the token that was shown."""
+        ends = [time.time() + lasts_s, *(() if verified.expires_at is None else (verified.expires_at,))]
+        return self._sign(_SESSION_PURPOSE, verified, "", min(ends)), min(ends)
+
+    def _sign(self, purpose: bytes, verified: Verified, host: str, expires_at: float) -> str:
         asserted = _encode(
             Assertion(
                 cluster_id=self._cluster_id,
                 node_id=self._node_id,
                 principal=verified.principal,
                 host=host,
-                expires_at=time.time() + ASSERTION_S,
+                expires_at=expires_at,
                 credential_expires_at=verified.expires_at,
                 proof=_proof_of(verified),
             )
         )
-        return base64.b64encode(self._key.sign(_PURPOSE + asserted) + asserted).decode()
+        return base64.b64encode(self._key.sign(purpose + asserted) + asserted).decode()
 
     def identity_of(self, verified: Verified) -> str:
         """Tell callers apart whose rights or credentials differ."""
@@ -96,6 +108,18 @@ class Assertions:
 
     async def verify(self, text: bytes) -> Verified:
         """Say for whom an assertion speaks, or raise `AuthenticationFailed`."""
+        found = self._read(_PURPOSE, text)
+        ends = [time.time() + SESSION_S_MAX]
+        if found.credential_expires_at is not None:
+            ends.append(found.credential_expires_at)
+        return await self._proved(found, Verified(principal=found.principal, expires_at=min(ends), host=found.host))
+
+    async def verify_session(self, text: bytes) -> Verified:
+        """Say whose a session is, or raise `AuthenticationFailed`."""
+        found = self._read(_SESSION_PURPOSE, text)
+        return await self._proved(found, Verified(principal=found.principal, expires_at=found.expires_at))
+
+    def _read(self, purpose: bytes, text: bytes) -> Assertion:
         if len(text) > ASSERTION_BYTES_MAX:
             raise AuthenticationFailed(f"an assertion has at most {ASSERTION_BYTES_MAX} bytes")
         try:
@@ -107,16 +131,15 @@ class Assertions:
         if found.cluster_id != self._cluster_id:
             raise AuthenticationFailed("the assertion is of another cluster")
         try:
-            self._public_key(NodeId(found.node_id)).verify(signature, _PURPOSE + asserted)
+            self._public_key(NodeId(found.node_id)).verify(signature, purpose + asserted)
         except InvalidSignature:
             raise AuthenticationFailed("the assertion is not signed by the node that it names") from None
-        now = time.time()
-        if found.expires_at <= now:
+        if found.expires_at <= time.time():
             raise AuthenticationFailed("the assertion has expired")
-        ends = [now + SESSION_S_MAX]
-        if found.credential_expires_at is not None:
-            ends.append(found.credential_expires_at)
-        who = Verified(principal=found.principal, expires_at=min(ends), host=found.host)
+        return found
+
+    async def _proved(self, found: Assertion, who: Verified) -> Verified:
+        """Look up what was proved, as it is stored now."""
         proof = found.proof
         if proof is None:
             return who

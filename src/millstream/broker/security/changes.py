@@ -298,7 +298,7 @@ CHANGES_NOTHING: Final = frozenset(
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "PipelineRunLog"),
         *("PipelineRuns", "SaslAuthenticate"),
         *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
-        *("SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
+        *("RightsList", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList", "TopicList"),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 
-async def group_summaries(client: Client) -> list[dict[str, Any]]:
-    """Return every group as one row, except groups that end meanwhile."""
+async def group_summaries(client: Client, listed: Sequence[tuple[str, str, str]] | None = None) -> list[dict[str, Any]]:
+    """Return every group, or some that were listed, as one row each, except groups that end meanwhile."""
     turn = asyncio.Semaphore(_GROUPS_AT_ONCE_MAX)
 
     async def summarize(name: str, state: str, kind: str) -> dict[str, Any] | None:
@@ -49,7 +49,8 @@ async def group_summaries(client: Client) -> list[dict[str, Any]]:
             lag = total_lag(await progress_of(client, group))
         return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
 
-    found = await gather_or_cancel(summarize(*listed) for listed in await list_groups(client))
+    wanted = await list_groups(client) if listed is None else listed
+    found = await gather_or_cancel(summarize(*one) for one in wanted)
     return [summary for summary in found if summary is not None]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from millstream.client.admin.position import Kind, parse_position
+from millstream.client.admin.position import Kind, Position, parse_position
+from millstream.client.admin.topics import offsets_at
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import BY_DURATION, PAUSED, START, shown
+from millstream.protocol.wire.client import Client
 
 
 def summary_of(described: dict[str, Any]) -> dict[str, Any]:
@@ -54,3 +56,31 @@ def place_of(to: str) -> str:
     if position.kind is Kind.TIME:
         return f"at:{position.value}"
     return "earliest" if position.kind is Kind.START else "latest"
+
+
+class SeekPlan(NamedTuple):
+    """What a seek does to one queue."""
+
+    topic: str
+    partition: int
+    before: int
+    """The oldest message that is not finished."""
+    after: int
+    again: int
+    """Offsets that are delivered again."""
+    skipped: int
+    """Offsets that are not delivered any more."""
+
+
+async def plan_seek(client: Client, described: dict[str, Any], position: Position) -> list[SeekPlan]:
+    """Return where a seek moves each queue of a subscription, and what that delivers again or skips."""
+    oldest = {(queue["topic"], queue["partition"]): queue["oldest"] for queue in described["queues"]}
+    plans: list[SeekPlan] = []
+    for topic in described["topics"]:
+        known = (await client.metadata([topic])).topics.get(topic)
+        if known is None:
+            continue
+        for partition, after in sorted((await offsets_at(client, topic, list(known.partitions), position)).items()):
+            before = oldest.get((topic, partition), after)
+            plans.append(SeekPlan(topic, partition, before, after, max(0, before - after), max(0, after - before)))
+    return plans

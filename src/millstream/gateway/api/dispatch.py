@@ -278,7 +278,7 @@ class Api:
 
     async def _last_event(self, callers: Callers, scope: Scope) -> bytes:
         """Wait until the caller of a stream is not authenticated any more; return the event that says so."""
-        refused = await callers.until_lapsed(scope["headers"], _host(scope))
+        refused = await callers.until_lapsed(callers.read(scope["headers"], _host(scope)))
         return event("error", _encode_plain(problem_document(scope["path"], refused.status, refused.detail, {})))
 
     async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:

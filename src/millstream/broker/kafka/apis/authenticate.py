@@ -1,10 +1,12 @@
 """Authenticate (key 32060), version 0: authenticates a caller of a gateway, and returns an assertion about it.
 
-    {"scheme": "basic", "host": "10.0.0.7", "user": "alice", "secret": "…"}
-    answer: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…", "expires_ms": 0}
+    {"scheme": "basic", "host": "10.0.0.7", "user": "alice", "secret": "…", "session_s": 0}
+    answer: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…", "expires_ms": 0,
+    "pause_ms": 0, "session": "", "session_expires_ms": 0}
 
-`scheme` is `basic` (a user and a password), `bearer` (a token), or empty for a caller that showed nothing, which is
-anonymous unless HTTP requires authentication. With the assertion, the gateway opens connections on which it has the
+`scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier answer has as `session`, if
+`session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP requires
+authentication. A session cannot open another one. With the assertion, the gateway opens connections on which it has the
 caller's rights at every node; `broker/security/assertion.py` describes it. A failure is SASL_AUTHENTICATION_FAILED, and
 `pause_ms` says how long the gateway has to hold its answer back: longer with each failure of the address or the user.
 
@@ -29,6 +31,7 @@ from millstream.protocol.private.authenticate import (
     AUTHENTICATE_KEY,
     BASIC,
     BEARER,
+    SESSION,
     AuthenticateRequest,
     AuthenticateResponse,
 )
@@ -41,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 _SECRET_LENGTH_MAX: Final = 16 * 1024
 _USER_LENGTH_MAX: Final = 512
+SESSION_S_MAX: Final = 30 * 86_400
 
 
 class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
@@ -73,7 +77,12 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
                 extra={"host": request.host, "user": user[:128], "reason": str(error)},
             )
             return AuthenticateResponse(error=int(error_code(error)), message=str(error), pause_ms=int(pause_s * 1000))
+        session, ends = "", 0.0
+        if request.session_s > 0 and request.scheme in (BASIC, BEARER):
+            session, ends = knowledge.assertions.open_session(verified, min(request.session_s, SESSION_S_MAX))
         return AuthenticateResponse(
+            session=session,
+            session_expires_ms=int(ends * 1000),
             principal=verified.principal,
             identity=knowledge.assertions.identity_of(verified),
             assertion=knowledge.assertions.sign(verified, request.host),
@@ -89,6 +98,8 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
             return await knowledge.authenticator.verify(Password(user=request.user, secret=request.secret))
         if request.scheme == BEARER:
             return await knowledge.authenticator.verify(BearerToken(text=request.secret))
+        if request.scheme == SESSION:
+            return await knowledge.assertions.verify_session(request.secret.encode())
         if request.scheme or self._requires:
             raise AuthenticationFailed("authentication failed: the user or the password is wrong")
         return NOBODY

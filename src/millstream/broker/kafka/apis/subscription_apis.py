@@ -252,6 +252,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         kept: Sequence[tuple[str, int]],
     ) -> dict[str, Any]:
         known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in kept}
+        now_ms = self._service.clock.now_ms()
         return {
             "name": subscription.name,
             "subscription_id": str(subscription.subscription_id),
@@ -259,7 +260,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "settings": self._subscriptions.settings_of(subscription).as_strings(),
             "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
-            "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
+            "queues": [_queue(delivery, now_ms) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,
             "push": self._push_status(subscription),
             "owner": subscription.owner.principal,
@@ -280,13 +281,14 @@ def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
     }
 
 
-def _queue(delivery: Delivery) -> dict[str, Any]:
+def _queue(delivery: Delivery, now_ms: int) -> dict[str, Any]:
     queue = delivery.queue
     return {
         "topic": delivery.partition.topic.name,
         "partition": delivery.partition.index,
         "oldest": queue.oldest,
         "backlog": delivery.backlog,
+        "oldest_age_ms": delivery.oldest_age_ms(now_ms) if delivery.backlog else 0,
         "waiting_workers": delivery.waiting,
         **queue.counts._asdict(),
         **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},

@@ -122,7 +122,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     if request.query.deduplicate:
         published = await _publish_once(services, topic, placeds)
     else:
-        published = await _publish_many(services, topic, placeds)
+        published = await publish_messages(services, topic, placeds)
     is_old = all(one.duplicate for one in published)
     content: Any = published[0] if reader is None or reader is _read_event else PublishedBatch(published)
     return Response(HTTPStatus.OK, content) if is_old else content
@@ -140,7 +140,8 @@ async def _encoded(services: Services, subject: str, placed: Placed) -> Placed:
     return placed._replace(record=placed.record._replace(value=content, headers=headers))
 
 
-async def _publish_many(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+async def publish_messages(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+    """Publish messages, and wait until all of them are stored."""
     outcomes: list[Any] = [None] * len(placeds)
     by_partition: dict[int | None, list[int]] = {}
     for at, placed in enumerate(placeds):

@@ -117,6 +117,8 @@ class QueueState(msgspec.Struct, frozen=True):
     partition: int
     oldest: int
     backlog: int
+    oldest_age_ms: int
+    """How long ago the oldest unfinished message was published; 0 without one."""
     waiting_workers: int
     available: int
     leased: int

@@ -1,0 +1,179 @@
+"""Private requests with which people look around: a page of topics, and what the client itself may do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import InvalidRequest
+from millstream.core.topic import Topic
+from millstream.protocol.private.browse_messages import (
+    BY_BYTES,
+    BY_NAME,
+    BY_PARTITIONS,
+    BY_RECORDS,
+    ORDERS,
+    PAGE_MAX,
+    RIGHTS_KEY,
+    RIGHTS_MAX,
+    TOPICS_KEY,
+    ListedTopic,
+    ListRightsRequest,
+    ListRightsResponse,
+    ListTopicsRequest,
+    ListTopicsResponse,
+)
+
+_TURN: Final = 250
+"""Topics that are worked on before others get their turn of the loop."""
+
+
+class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
+    """Lists a page of topics.
+
+        {"search": "ord", "names": null, "internal": false, "order": "name" | "partitions" | "records" | "bytes",
+         "descending": false, "offset": 0, "limit": 100, "with_sums": false}
+        answer: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
+        records_in, bytes_in, bytes_out], …], "total": 1, "sums": [records_in, bytes_in, bytes_out, bytes] | null}
+
+    `total` counts the topics on all pages. Numbers of records and bytes are those of the partitions that this node
+    leads, so a client that needs them for the cluster asks every node; `records_in` and the two after it count from the
+    start of the node.
+    """
+
+    key = TOPICS_KEY
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def needs(self, request: ListTopicsRequest) -> Sequence[Need]:
+        """Nothing: topics that the client may not describe are left out."""
+        return []
+
+    async def handle(self, request: ListTopicsRequest) -> ListTopicsResponse:
+        """List every topic that matches."""
+        return await self._list(request, lambda _name: True)
+
+    async def handle_from(self, client: ClientInfo, request: ListTopicsRequest) -> ListTopicsResponse:
+        """List the topics that the client may describe."""
+        rights = client.rights
+        if rights is None:
+            return await self.handle(request)
+        if request.with_sums:
+            rights.require(Operation.DESCRIBE, ResourceType.CLUSTER)
+        return await self._list(request, lambda name: rights.topic(Operation.DESCRIBE, name))
+
+    async def _list(self, request: ListTopicsRequest, may_see: Callable[[str], bool]) -> ListTopicsResponse:
+        if request.order not in ORDERS:
+            raise InvalidRequest(f"there is no order {request.order!r}; topics are listed by {', '.join(ORDERS)}")
+        if not 0 <= request.limit <= PAGE_MAX or request.offset < 0:
+            raise InvalidRequest(f"a page has 0 to {PAGE_MAX} topics, and begins at 0 or later")
+        found: list[Topic] = []
+        for at, topic in enumerate(self._candidates(request)):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            if may_see(topic.name):
+                found.append(topic)
+        page = slice(request.offset, request.offset + request.limit)
+        if request.order in (BY_NAME, BY_PARTITIONS):
+            if request.order == BY_PARTITIONS:
+                found.sort(key=lambda topic: topic.partitions, reverse=request.descending)
+            elif request.descending:
+                found.reverse()
+            listed = [await self._described(at, topic) for at, topic in enumerate(found[page])]
+        else:
+            every = [await self._described(at, topic) for at, topic in enumerate(found)]
+            every.sort(key=_ORDERED[request.order], reverse=request.descending)
+            listed = every[page]
+        sums = await self._sums() if request.with_sums else None
+        return ListTopicsResponse(topics=listed, total=len(found), sums=sums)
+
+    def _candidates(self, request: ListTopicsRequest) -> Iterable[Topic]:
+        if request.names is not None:
+            named = (self._topics.get(name) for name in request.names[:PAGE_MAX])
+            return [topic for topic in named if topic is not None]
+        wanted = request.search.strip().lower()
+        return [
+            topic
+            for topic in self._topics.all()
+            if (request.internal or not topic.is_internal) and wanted in topic.name.lower()
+        ]
+
+    async def _sums(self) -> tuple[int, int, int, int]:
+        records_in = bytes_in = bytes_out = stored = 0
+        for at, one in enumerate(list(self._topics.hosted())):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            records_in += one.records_in
+            bytes_in += one.bytes_in if one.is_leader else 0
+            bytes_out += one.bytes_out
+            stored += one.size_bytes
+        return records_in, bytes_in, bytes_out, stored
+
+    async def _described(self, at: int, topic: Topic) -> ListedTopic:
+        if at % _TURN == _TURN - 1:
+            await asyncio.sleep(0)
+        if self._topics.get(topic.name) is not topic:
+            # Changed or deleted during another turn.
+            led = []
+        else:
+            led = [one for one in self._topics.partitions_of(topic) if one.is_leader]
+        return ListedTopic(
+            topic.name,
+            str(topic.topic_id),
+            topic.partitions,
+            topic.replication,
+            topic.is_internal,
+            sum(max(0, one.high_watermark - one.log.start_offset) for one in led),
+            sum(one.size_bytes for one in led),
+            sum(one.records_in for one in led),
+            sum(one.bytes_in for one in led),
+            sum(one.bytes_out for one in led),
+        )
+
+
+_ORDERED: Final[dict[str, Callable[[ListedTopic], Any]]] = {
+    BY_RECORDS: lambda topic: topic.records,
+    BY_BYTES: lambda topic: topic.bytes,
+}
+
+
+class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
+    """Says what the client itself may do.
+
+        {"asked": [[3, 2, "orders"], …]}     each the numbers of an operation and a resource type, and a name
+        answer: {"error": 0, "message": null, "allowed": [true, …], "principal": "User:alice"}
+
+    `principal` is empty where clients are not authorized, and everything is allowed.
+    """
+
+    key = RIGHTS_KEY
+
+    async def needs(self, request: ListRightsRequest) -> Sequence[Need]:
+        """Nothing: everyone may know their own rights."""
+        return []
+
+    async def handle(self, request: ListRightsRequest) -> ListRightsResponse:
+        """Allow everything, where nobody is authorized."""
+        return ListRightsResponse(allowed=[True] * len(_checked(request)))
+
+    async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:
+        """Look up each one; a question is no denied request, so none is recorded."""
+        rights = client.rights
+        if rights is None:
+            return await self.handle(request)
+        allowed = [rights.allows(operation, kind, name) for operation, kind, name in _checked(request)]
+        return ListRightsResponse(allowed=allowed, principal=rights.principal)
+
+
+def _checked(request: ListRightsRequest) -> list[Need]:
+    if len(request.asked) > RIGHTS_MAX:
+        raise InvalidRequest(f"a request asks for {RIGHTS_MAX} rights at most")
+    try:
+        return [(Operation(operation), ResourceType(kind), name) for operation, kind, name in request.asked]
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None

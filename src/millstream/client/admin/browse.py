@@ -1,0 +1,105 @@
+"""What people look around with: pages of topics, and their own rights. Only Millstream brokers answer these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.ids import NodeId
+from millstream.core.tasks import gather_or_cancel
+from millstream.protocol.private.browse_messages import (
+    BY_NAME,
+    BY_PARTITIONS,
+    PAGE_MAX,
+    RIGHTS_KEY,
+    RIGHTS_MAX,
+    TOPICS_KEY,
+    ListedTopic,
+    ListRightsRequest,
+    ListRightsResponse,
+    ListTopicsRequest,
+    ListTopicsResponse,
+)
+from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+R = TypeVar("R", bound=Response)
+
+Right = tuple[Operation, ResourceType, str]
+
+
+class TopicsPage(NamedTuple):
+    """Some topics with the numbers of all nodes, and how many topics all pages have."""
+
+    topics: list[ListedTopic]
+    total: int
+
+
+async def topics_page(
+    client: Client,
+    *,
+    search: str = "",
+    internal: bool = False,
+    order: str = BY_NAME,
+    descending: bool = False,
+    offset: int = 0,
+    limit: int = 100,
+) -> TopicsPage:
+    """Return a page of the topics that the client may describe.
+
+    In a cluster, an order by what nodes count needs every topic of every node, up to `PAGE_MAX`.
+    """
+    nodes = sorted((await client.metadata([])).nodes)
+    request = ListTopicsRequest(
+        search=search, internal=internal, order=order, descending=descending, offset=offset, limit=limit
+    )
+    if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
+        first = await _ask(client, nodes[0] if nodes else None, TOPICS_KEY, request, ListTopicsResponse)
+        others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit)
+        found = await gather_or_cancel(list_topics(client, node, others) for node in nodes[1:])
+        summed = _sum([first, *found])
+        return TopicsPage([summed[one.name] for one in first.topics], first.total)
+    every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
+    found = await gather_or_cancel(list_topics(client, node, every) for node in nodes)
+    topics = sorted(_sum(found).values(), key=lambda one: getattr(one, order), reverse=descending)
+    return TopicsPage(topics[offset : offset + limit], max(one.total for one in found))
+
+
+async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
+    """Return what one node lists."""
+    return await _ask(client, node, TOPICS_KEY, request, ListTopicsResponse)
+
+
+def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
+    """Add up what the nodes report of each topic."""
+    found: dict[str, ListedTopic] = {}
+    for answer in answers:
+        for one in answer.topics:
+            known = found.get(one.name)
+            if known is None:
+                found[one.name] = one
+            else:
+                counted = ("records", "bytes", "records_in", "bytes_in", "bytes_out")
+                sums = {name: getattr(known, name) + getattr(one, name) for name in counted}
+                found[one.name] = msgspec.structs.replace(known, **sums)
+    return found
+
+
+async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
+    """Return whether the client may do each of these."""
+    allowed: list[bool] = []
+    for at in range(0, len(asked), RIGHTS_MAX):
+        part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
+        allowed += (await _ask(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)).allowed
+    return allowed
+
+
+async def _ask(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+    answer = decode(await client.private(node, key, encode(request)), kind)
+    if answer.error:
+        raise error_from_code(answer.error, answer.message)
+    return answer

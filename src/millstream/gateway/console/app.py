@@ -1,0 +1,365 @@
+"""The console as an ASGI application: signs people in, finds the page, carries out changes, renders.
+
+Every answer has a strict Content-Security-Policy: pages run the console's own script and nothing else, whatever
+messages, names and headers contain. Changes need the token that the person's own pages carry, and are made with the
+person's rights by the operations that commands and the API use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import parse_qsl
+
+from millstream.core.errors import AuthenticationFailed, MillstreamError
+from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
+from millstream.gateway.api.event_stream import send_events
+from millstream.gateway.api.problem import Refused, refusal_of, stopped
+from millstream.gateway.api.route import EVENT_STREAM, Lane
+from millstream.gateway.api.services import Services
+from millstream.gateway.callers import Callers, Shown
+from millstream.gateway.console.history import History
+from millstream.gateway.console.render import render, static_file
+from millstream.gateway.console.search import Searches
+from millstream.gateway.console.session import Sessions, SignedIn
+from millstream.gateway.console.table import ROUTES
+from millstream.gateway.console.visit import (
+    PREFIX,
+    Answer,
+    ConsoleSettings,
+    Done,
+    Download,
+    Page,
+    PageRoute,
+    Visit,
+    refuse_read_only,
+)
+from millstream.gateway.origin_check import OriginCheck
+from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_logger = logging.getLogger(__name__)
+
+FORM_BYTES_MAX: Final = 2 * 1024 * 1024
+STATIC: Final = f"{PREFIX}/static/"
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+)
+_NO_STORE: Final = (b"cache-control", b"no-store")
+_HTML: Final = (b"content-type", b"text/html; charset=utf-8")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Exchange(NamedTuple):
+    scope: Scope
+    headers: dict[bytes, bytes]
+    receive: Receive
+    send: Send
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a script asks for a part of a page."""
+        return b"hx-request" in self.headers
+
+
+class ConsoleApp:
+    """Serves the pages."""
+
+    def __init__(
+        self,
+        services: Services,
+        site: OriginCheck,
+        callers: Callers | None = None,
+        settings: ConsoleSettings | None = None,
+        *,
+        is_tls: bool = False,
+        routes: Iterable[PageRoute] = ROUTES,
+    ) -> None:
+        self._services = services
+        self._site = site
+        self._callers = callers
+        """Authenticates people; None where everyone may do everything."""
+        self._settings = settings or ConsoleSettings()
+        self.history = History(services)
+        self.searches = Searches()
+        self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
+        self._tree: PathTree[PageRoute] = PathTree()
+        for route in routes:
+            self._tree.add(route, route)
+
+    async def close(self) -> None:
+        """Stop sampling and searching."""
+        await self.history.close()
+        await self.searches.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = _Exchange(scope, dict(scope["headers"]), receive, send)
+        path: str = scope["path"]
+        if path.startswith(STATIC):
+            await self._send_static(exchange, path.removeprefix(STATIC))
+            return
+        signed_in = SignedIn()
+        try:
+            self._site.check(exchange.headers)
+            self._services.check_started()
+            signed_in = self._sessions.read(exchange.headers)
+            if await self._sessions.serve(exchange, signed_in, self):
+                return
+            await self._serve(exchange, signed_in)
+        except ClientDisconnected:
+            return
+        except Refused as error:
+            await self._refuse(exchange, signed_in, error)
+        except AuthenticationFailed as error:
+            await self._refuse(exchange, signed_in, Refused(HTTPStatus.UNAUTHORIZED, str(error)))
+        except MillstreamError as error:
+            await self._refuse(exchange, signed_in, refusal_of(error))
+        except asyncio.CancelledError:
+            if not self._services.stopping.done():
+                raise
+            await self._refuse(exchange, signed_in, stopped())
+        except Exception:
+            _logger.exception("a page failed", extra={"path": path})
+            detail = "the gateway failed; see its log for the reason"
+            await self._refuse(exchange, signed_in, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, detail))
+
+    async def _serve(self, exchange: _Exchange, signed_in: SignedIn) -> None:
+        scope = exchange.scope
+        below = scope["raw_path"].partition(b"?")[0][len(PREFIX) :].rstrip(b"/") or b"/"
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        route, names = self._tree.find(method, below)
+        if route.method == "POST" and self._settings.read_only:
+            raise refuse_read_only()
+        async with self._acting_for(exchange, signed_in) as (services, principal):
+            pressure = self._services.pressure
+            pressure.enter(route.lane)
+            memory = RequestMemory(pressure, route.lane)
+            try:
+                form = await self._form(exchange, signed_in, memory) if route.method == "POST" else {}
+                visit = Visit(
+                    services=services,
+                    method=route.method,
+                    path=scope["path"].rstrip("/") or PREFIX,
+                    names=names,
+                    query=_pairs(scope["query_string"]),
+                    form=form,
+                    memory=memory,
+                    history=self.history,
+                    searches=self.searches,
+                    settings=self._settings,
+                    principal=principal,
+                    can_sign_out=bool(signed_in.cookie),
+                    csrf=signed_in.csrf,
+                    notice=signed_in.notice,
+                )
+                if route.lane is Lane.WAIT:
+                    await self._wait(exchange, route, visit, signed_in)
+                else:
+                    await self._answer(exchange, visit, signed_in, await route.handle(visit))
+            finally:
+                memory.release()
+                pressure.leave(route.lane)
+
+    @asynccontextmanager
+    async def _acting_for(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[tuple[Services, str]]:
+        if self._callers is None:
+            yield self._services, ""
+            return
+        shown = self._shown(exchange, signed_in)
+        async with self._callers.acting_as(shown) as caller:
+            yield caller.services, caller.principal
+
+    def _shown(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
+        host = host_of(exchange.scope)
+        return signed_in.shown(host) or self._callers_required().read(exchange.scope["headers"], host)
+
+    def _callers_required(self) -> Callers:
+        if self._callers is None:
+            raise Refused(HTTPStatus.NOT_FOUND, "this node authenticates no one")
+        return self._callers
+
+    async def _form(self, exchange: _Exchange, signed_in: SignedIn, memory: RequestMemory) -> dict[str, str]:
+        kind = exchange.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/x-www-form-urlencoded":
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a form is application/x-www-form-urlencoded")
+        body = await memory.read(exchange.headers, exchange.receive)
+        if len(body) > FORM_BYTES_MAX:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a form has at most {FORM_BYTES_MAX} bytes")
+        form = _pairs(body)
+        if not signed_in.is_own_form(form.get("csrf", "")):
+            raise Refused(
+                HTTPStatus.FORBIDDEN, "the form is not from this session, or the session has ended; load the page again"
+            )
+        return form
+
+    async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
+        """Serve a stream, for as long as the browser is there and the person may see it."""
+        gone = asyncio.ensure_future(_disconnected(exchange.receive))
+        visit.gone = gone
+        lapsed: asyncio.Future[bytes] | None = None
+        if self._callers is not None:
+            lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
+        try:
+            answer = await route.handle(visit)
+            if isinstance(answer, Download) and answer.content_type == EVENT_STREAM:
+                self._services.pressure.count(HTTPStatus.OK)
+                await send_events(exchange.send, answer.pieces, gone, self._services.stopping, lapsed)
+            else:
+                await self._answer(exchange, visit, signed_in, answer, gone)
+        finally:
+            for one in (gone, lapsed):
+                if one is not None:
+                    one.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await one
+
+    async def _until_lapsed(self, exchange: _Exchange, signed_in: SignedIn, callers: Callers) -> bytes:
+        await callers.until_lapsed(self._shown(exchange, signed_in))
+        return b"event: ended\ndata: {}\n\n"
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    async def _answer(
+        self,
+        exchange: _Exchange,
+        visit: Visit,
+        signed_in: SignedIn,
+        answer: Answer,
+        gone: asyncio.Future[None] | None = None,
+    ) -> None:
+        cookies = self._sessions.cookies_of(signed_in)
+        if isinstance(answer, Done):
+            cookies += self._sessions.notice(answer.notice)
+            headers = [(b"location", answer.to.encode()), *cookies]
+            await self._send(exchange, HTTPStatus.SEE_OTHER, headers, b"")
+        elif isinstance(answer, Download):
+            await self._send_download(exchange, answer, gone)
+        else:
+            if visit.notice and not exchange.is_partial:
+                cookies += self._sessions.notice("")
+            content = render(answer.template, self._context(visit, answer))
+            await self._send(exchange, answer.status, [_HTML, *cookies], content)
+
+    def _context(self, visit: Visit, page: Page) -> dict[str, Any]:
+        section = visit.path.removeprefix(PREFIX).strip("/").partition("/")[0]
+        return {
+            "visit": visit,
+            "section": section,
+            "csrf": visit.csrf,
+            "read_only": visit.settings.read_only,
+            "notice": visit.notice,
+            "live": True,
+            **page.context,
+        }
+
+    async def _refuse(self, exchange: _Exchange, signed_in: SignedIn, error: Refused) -> None:
+        if error.status is HTTPStatus.UNAUTHORIZED and self._callers is not None:
+            await self._sessions.ask_to_sign_in(exchange, signed_in, self, error)
+            return
+        context = {
+            "section": "",
+            "status": int(error.status),
+            "title": error.status.phrase,
+            "detail": error.detail,
+            "live": False,
+            "read_only": self._settings.read_only,
+            "notice": "",
+            "visit": None,
+            "csrf": "",
+        }
+        headers: Headers = [_HTML, *((name.encode(), value.encode()) for name, value in error.headers.items())]
+        with suppress(RuntimeError):
+            # Raised if the answer has started already; one that breaks off shows that it failed.
+            await self._send(exchange, error.status, headers, render("refused.html", context))
+
+    async def send_page(
+        self, exchange: Any, status: HTTPStatus, template: str, context: Mapping[str, Any], headers: Headers
+    ) -> None:
+        """Send a page that is not part of a visit, for people who are not signed in."""
+        shown = {"section": "", "live": False, "read_only": False, "notice": "", "visit": None, "csrf": "", **context}
+        await self._send(exchange, status, [_HTML, *headers], render(template, shown))
+
+    async def redirect(self, exchange: Any, to: str, headers: Headers) -> None:
+        """Send the browser to another address."""
+        await self._send(exchange, HTTPStatus.SEE_OTHER, [(b"location", to.encode()), *headers], b"")
+
+    async def _send(self, exchange: _Exchange, status: HTTPStatus, headers: Headers, content: bytes) -> None:
+        self._services.pressure.count(status)
+        sent = [*headers, *HEADERS, _NO_STORE, (b"content-length", b"%d" % len(content))]
+        await exchange.send({"type": "http.response.start", "status": int(status), "headers": sent})
+        body = b"" if exchange.scope["method"] == "HEAD" else content
+        await exchange.send({"type": "http.response.body", "body": body})
+
+    async def _send_download(self, exchange: _Exchange, answer: Download, gone: asyncio.Future[None] | None) -> None:
+        self._services.pressure.count(HTTPStatus.OK)
+        headers = [(b"content-type", answer.content_type.encode()), *HEADERS, _NO_STORE]
+        if answer.file_name:
+            safe = "".join(one if one.isalnum() or one in "._-" else "_" for one in answer.file_name)
+            headers.append((b"content-disposition", f'attachment; filename="{safe}"'.encode("ascii", "replace")))
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for piece in answer.pieces:
+                if gone is not None and gone.done():
+                    return
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            await answer.pieces.aclose()
+        await exchange.send({"type": "http.response.body", "body": b""})
+
+    async def _send_static(self, exchange: _Exchange, name: str) -> None:
+        found = static_file(name) if exchange.scope["method"] in ("GET", "HEAD") else None
+        if found is None:
+            await self._refuse(
+                exchange, SignedIn(), Refused(HTTPStatus.NOT_FOUND, "there is no such file; the console is at /console")
+            )
+            return
+        content, kind = found
+        self._services.pressure.count(HTTPStatus.OK)
+        headers = [
+            (b"content-type", f"{kind}; charset=utf-8".encode()),
+            (b"content-length", b"%d" % len(content)),
+            # Addresses of static files carry the version.
+            (b"cache-control", b"public, max-age=86400"),
+            *HEADERS,
+        ]
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"" if exchange.scope["method"] == "HEAD" else content
+        await exchange.send({"type": "http.response.body", "body": body})
+
+
+def host_of(scope: Scope) -> str:
+    """Where the person is, as access rules name it."""
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
+
+
+def _pairs(text: bytes) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(
+            text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
+        )
+    except ValueError as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"the parameters cannot be parsed: {error}") from None
+    return dict(pairs)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,193 @@
+"""The last hour in numbers, sampled by the gateway: what the small charts show.
+
+Totals and the busiest topics are sampled every ten seconds, all topics and subscriptions every minute, or less often
+where that would cost the nodes more than a hundredth of their time. Memory is bounded by the number of series.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from millstream.client.admin.browse import list_topics
+from millstream.client.admin.subscriptions import summary_of
+from millstream.core.errors import MillstreamError
+from millstream.core.subscription import OWN_PREFIX
+from millstream.core.tasks import gather_or_cancel
+from millstream.gateway.api.services import Services
+from millstream.protocol.private.browse_messages import PAGE_MAX, ListedTopic, ListTopicsRequest
+
+_logger = logging.getLogger(__name__)
+
+SAMPLE_S: Final = 10.0
+FULL_S: Final = 60.0
+HOUR_SAMPLES: Final = 360
+MINUTE_SAMPLES: Final = 60
+TOP_TOPICS: Final = 20
+SERIES_MAX: Final = 10_000
+COST_MAX: Final = 0.01
+"""The share of time that sampling everything may take."""
+
+
+class Counters(NamedTuple):
+    """What a node has counted since it started."""
+
+    records_in: int
+    bytes_in: int
+    bytes_out: int
+
+
+class Rates(NamedTuple):
+    """Per second."""
+
+    records_in: float
+    bytes_in: float
+    bytes_out: float
+
+
+class Series:
+    """Rates over the last hour, from counters that restart at 0 with their node."""
+
+    __slots__ = ("_at", "_last", "rates")
+
+    def __init__(self, samples: int) -> None:
+        self.rates: deque[Rates | None] = deque(maxlen=samples)
+        self._last: Counters | None = None
+        self._at = 0.0
+
+    def add(self, counted: Counters, at: float) -> None:
+        """Add a sample."""
+        last, elapsed = self._last, at - self._at
+        self._last, self._at = counted, at
+        if last is None or elapsed <= 0 or any(now < before for now, before in zip(counted, last, strict=True)):
+            self.rates.append(None)
+            return
+        self.rates.append(Rates(*((now - before) / elapsed for now, before in zip(counted, last, strict=True))))
+
+    @property
+    def now(self) -> Rates | None:
+        """The last rates that are known."""
+        return self.rates[-1] if self.rates else None
+
+    def shown(self, name: str) -> list[float | None]:
+        """Return the values of one rate, oldest first, for a chart of the whole hour."""
+        known = [None if one is None else float(getattr(one, name)) for one in self.rates]
+        return [None] * ((self.rates.maxlen or 0) - len(known)) + known
+
+
+class QueueSums(NamedTuple):
+    """Over all subscriptions."""
+
+    backlog: int
+    leased: int
+    dead_lettered: int
+    dropped: int
+
+
+class History:
+    """Samples the cluster from the first look at the console on, as the node itself."""
+
+    def __init__(self, services: Services, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._services = services
+        self._clock = clock
+        self.totals = Series(HOUR_SAMPLES)
+        self.topics: dict[str, Series] = {}
+        """By name: the busiest every ten seconds, the others every minute."""
+        self.backlog: deque[float | None] = deque([None] * MINUTE_SAMPLES, maxlen=MINUTE_SAMPLES)
+        self.queues: QueueSums | None = None
+        self.stored_bytes = 0
+        self._top: list[str] = []
+        self._full_at = 0.0
+        self._pause_s = FULL_S
+        self._sampled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start sampling, if that has not happened yet."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop sampling."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def sampled(self) -> None:
+        """Wait for the next sample."""
+        await self._sampled.wait()
+
+    def top(self, number: int) -> list[tuple[str, Rates]]:
+        """Return the topics with the most traffic now."""
+        busy = ((name, one.now) for name in self._top if (one := self.topics.get(name)) is not None)
+        return [(name, rates) for name, rates in busy if rates is not None and any(rates)][:number]
+
+    async def _run(self) -> None:
+        while True:
+            started = self._clock()
+            try:
+                await self._sample(started)
+            except MillstreamError as error:
+                # The charts have a gap.
+                _logger.debug("the console's numbers could not be sampled", extra={"error": str(error)})
+            self._sampled.set()
+            self._sampled = asyncio.Event()
+            await asyncio.sleep(max(1.0, SAMPLE_S - (self._clock() - started)))
+
+    async def _sample(self, now: float) -> None:
+        is_full = now - self._full_at >= self._pause_s or not self._full_at
+        client = self._services.client
+        nodes = sorted((await client.metadata([])).nodes)
+        request = ListTopicsRequest(
+            names=None if is_full else self._top, limit=PAGE_MAX, internal=False, with_sums=True
+        )
+        answers = await gather_or_cancel(list_topics(client, node, request) for node in nodes)
+        sums = [one.sums for one in answers if one.sums is not None]
+        counted = Counters(*(sum(each[at] for each in sums) for at in range(3)))
+        self.totals.add(counted, now)
+        self.stored_bytes = sum(each[3] for each in sums)
+        self._add(([one for answer in answers for one in answer.topics]), now, is_full=is_full)
+        if is_full:
+            await self._sample_queues()
+            self._full_at = now
+            self._pause_s = max(FULL_S, (self._clock() - now) / COST_MAX)
+
+    def _add(self, listed: Iterable[ListedTopic], now: float, *, is_full: bool) -> None:
+        found: dict[str, Counters] = {}
+        for one in listed:
+            known = found.get(one.name, Counters(0, 0, 0))
+            found[one.name] = Counters(
+                known.records_in + one.records_in, known.bytes_in + one.bytes_in, known.bytes_out + one.bytes_out
+            )
+        if is_full:
+            self.topics = {name: one for name, one in self.topics.items() if name in found}
+        for name, counted in found.items():
+            series = self.topics.get(name)
+            if series is None:
+                if len(self.topics) >= SERIES_MAX:
+                    continue
+                series = self.topics[name] = Series(MINUTE_SAMPLES)
+            series.add(counted, now)
+        if is_full:
+            busy = sorted(
+                ((one.now, name) for name, one in self.topics.items() if one.now is not None and any(one.now)),
+                key=lambda each: -(each[0].bytes_in + each[0].bytes_out if each[0] else 0),
+            )
+            self._top = [name for _, name in busy[:TOP_TOPICS]]
+            for name in self._top:
+                if self.topics[name].rates.maxlen != HOUR_SAMPLES:
+                    fine = Series(HOUR_SAMPLES)
+                    fine.add(found[name], now)
+                    self.topics[name] = fine
+
+    async def _sample_queues(self) -> None:
+        described = await self._services.subscriptions.describe(without_silent=True)
+        rows = [summary_of(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
+        self.queues = QueueSums(*(sum(row[name] for row in rows) for name in QueueSums._fields))
+        self.backlog.append(float(self.queues.backlog))

@@ -1,0 +1,81 @@
+"""Consumer groups of every protocol: members, assignments, lag; reset with a preview, delete."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.client.admin.groups import (
+    commit_offsets,
+    delete_group,
+    describe_group,
+    group_document,
+    group_summaries,
+    list_groups,
+    plan_reset,
+    progress_of,
+)
+from millstream.client.admin.position import parse_position
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import MillstreamError
+from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+
+_GROUP: Final = ResourceType.GROUP
+
+
+async def list_all(visit: Visit) -> Answer:
+    """List groups; lag is looked up for those on the page."""
+    search = visit.text("search", length_max=249)
+    page = visit.number("page", 0, high=1_000_000)
+    listed = [one for one in await list_groups(visit.services.client) if search.lower() in one[0].lower()]
+    shown = await group_summaries(visit.services.client, listed[page * PAGE_ROWS : (page + 1) * PAGE_ROWS])
+    context = {"groups": shown, "total": len(listed), "search": search, "page": page, "rows": PAGE_ROWS}
+    return Page("groups.html", context)
+
+
+async def show(visit: Visit) -> Answer:
+    """Show a group, and what a reset would do."""
+    name, client = visit.names["group"], visit.services.client
+    found = await describe_group(client, name)
+    to, topic = visit.text("to"), visit.text("topic")
+    context = {
+        "name": name,
+        "group": group_document(found, await progress_of(client, found)),
+        "may_reset": await visit.may_change(Operation.READ, _GROUP, name),
+        "may_delete": await visit.may_change(Operation.DELETE, _GROUP, name),
+        "to": to,
+        "reset_topic": topic,
+        "plan": None,
+        "problem": "",
+    }
+    if to:
+        try:
+            context["plan"] = await plan_reset(client, name, [topic] if topic else None, None, parse_position(to))
+        except MillstreamError as error:
+            context["problem"] = str(error)
+    return Page("group.html", context)
+
+
+async def reset(visit: Visit) -> Answer:
+    """Move a group that has no members."""
+    name, to, topic = visit.names["group"], visit.text("to"), visit.text("topic")
+    visit.confirm(name)
+    moves = await plan_reset(visit.services.client, name, [topic] if topic else None, None, parse_position(to))
+    await commit_offsets(visit.services.client, name, {where: after for where, _, after in moves})
+    words = command("group", "reset", name, "--to", to, *(("--topic", topic) if topic else ()))
+    return Done(address("groups", name), f"{len(moves)} partitions of {name} moved: {words}")
+
+
+async def delete(visit: Visit) -> Answer:
+    """Delete a group and its offsets."""
+    name = visit.names["group"]
+    visit.confirm(name)
+    await delete_group(visit.services.client, name)
+    return Done(address("groups"), f"Group {name} is deleted: {command('group', 'delete', name)}")
+
+
+ROUTES: Final = (
+    PageRoute(path="/groups", handle=list_all),
+    PageRoute(path="/groups/{group}", handle=show),
+    change("/groups/{group}/reset", reset),
+    change("/groups/{group}/delete", delete),
+)

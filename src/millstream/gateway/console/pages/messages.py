@@ -1,0 +1,446 @@
+"""Messages of a topic: browse, search, follow, publish, download; and one message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+
+from millstream.client.admin.messages import StoredMessage, find_message
+from millstream.client.admin.position import parse_position
+from millstream.client.admin.tailer import Tailer
+from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import OffsetRange
+from millstream.core.message_id import message_id
+from millstream.gateway.api.event_stream import event
+from millstream.gateway.api.message import held_bytes, received
+from millstream.gateway.api.new_message import NewMessage, from_batch
+from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.api.route import EVENT_STREAM, Lane
+from millstream.gateway.api.routes.publishing import publish_messages
+from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number
+from millstream.gateway.console.search import Found, Progress, compiled
+from millstream.gateway.console.visit import Answer, Done, Download, Page, PageRoute, Visit, address, change, command
+from millstream.protocol.filter.filter import Filter
+from millstream.protocol.private.message_trace import message_trace
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.fetch import READ_COMMITTED
+
+ROWS: Final = 50
+SEARCH_ROWS_MAX: Final = 500
+DOWNLOAD_MAX: Final = 100_000
+PAGE_S: Final = 1.0
+"""How long a page waits for a search before it shows what there is; scripts continue it."""
+REACH_FACTOR: Final = 4
+TAIL_ROWS_MAX: Final = 50
+"""Rows of one event of the live tail; more than this at once are counted, not shown."""
+NDJSON: Final = "application/x-ndjson"
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """What the page's form asks for."""
+
+    topic: TopicMetadata
+    partitions: list[int]
+    starts_at: str
+    """A position; empty for the newest messages."""
+    key: str
+    filter: str
+    condition: Filter | None
+    problem: str
+    """Why the filter or the position cannot be used."""
+
+    @property
+    def is_search(self) -> bool:
+        return bool(self.filter or self.key)
+
+
+async def _wanted(visit: Visit) -> _Wanted:
+    topic = await find_topic(visit.services.client, visit.names["topic"])
+    chosen = visit.text("partition")
+    partitions: list[int] = [*sorted(topic.partitions)]
+    if chosen:
+        index = visit.number("partition", 0)
+        if index not in topic.partitions:
+            raise invalid(f"topic {topic.name!r} has no partition {index}; the last is {max(partitions)}")
+        partitions = [index]
+    text, key, starts_at = visit.text("filter"), visit.text("key"), visit.text("from", length_max=100)
+    terms = [f"({text})"] if text else []
+    if key:
+        terms.append("key = '" + key.replace("'", "''") + "'")
+    problem, condition = "", None
+    try:
+        # The filter by itself first, so that its errors name places in it.
+        condition = await compiled(text)
+        if key:
+            condition = await compiled(" AND ".join(terms))
+        if starts_at:
+            parse_position(starts_at)
+    except MillstreamError as error:
+        problem, condition = str(error), None
+    return _Wanted(topic, partitions, starts_at, key, text, condition, problem)
+
+
+async def _bounds(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
+    return await offset_bounds(visit.services.client, wanted.topic.name, wanted.partitions, isolation=READ_COMMITTED)
+
+
+async def _forward(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
+    """Return the offsets to look at, from the position on, or from where an earlier page stopped."""
+    bounds = await _bounds(visit, wanted)
+    if at := visit.text("at", length_max=200_000):
+        places = _places(at)
+        return {index: OffsetRange(max(start, places.get(index, end)), end) for index, (start, end) in bounds.items()}
+    if not wanted.starts_at:
+        return bounds
+    starts = await offsets_at(
+        visit.services.client,
+        wanted.topic.name,
+        wanted.partitions,
+        parse_position(wanted.starts_at),
+        isolation=READ_COMMITTED,
+    )
+    return {index: OffsetRange(min(starts[index], end), end) for index, (_, end) in bounds.items()}
+
+
+def _places(text: str) -> dict[int, int]:
+    try:
+        return {int(index): int(offset) for index, _, offset in (one.partition(":") for one in text.split(","))}
+    except ValueError:
+        raise invalid("at is not a list of partition:offset") from None
+
+
+def _at(places: Mapping[int, int]) -> str:
+    return ",".join(f"{index}:{offset}" for index, offset in places.items())
+
+
+class _Reading(msgspec.Struct):
+    rows: list[Found] = []
+    places: dict[int, int] = {}
+    """Where to continue."""
+    older: dict[int, int] = {}
+    progress: Progress = msgspec.field(default_factory=Progress)
+    is_done: bool = True
+
+
+async def _newest(visit: Visit, wanted: _Wanted) -> _Reading:
+    """Read the last messages before the end, or before where another page began; the newest first."""
+    bounds = await _bounds(visit, wanted)
+    if before := visit.text("before", length_max=200_000):
+        places = _places(before)
+        bounds = {
+            index: OffsetRange(start, min(end, max(start, places.get(index, end))))
+            for index, (start, end) in bounds.items()
+        }
+    reach = ROWS
+    while True:
+        ranges = {index: OffsetRange(max(start, end - reach), end) for index, (start, end) in bounds.items()}
+        reading = _Reading()
+        async with aclosing(visit.searches.read(visit.services, wanted.topic, ranges, None, reading.progress)) as steps:
+            async for found in steps:
+                reading.rows += found
+        if len(reading.rows) >= ROWS or all(ranges[index].start == one.start for index, one in bounds.items()):
+            break
+        # Offsets without messages: transaction markers, and gaps that compaction left.
+        reach *= REACH_FACTOR
+    reading.rows.sort(key=lambda one: (one.record.timestamp_ms, one.record.offset), reverse=True)
+    del reading.rows[ROWS:]
+    oldest = {index: end for index, (_, end) in bounds.items()}
+    for one in reading.rows:
+        oldest[one.partition] = min(oldest[one.partition], one.record.offset)
+    reading.older = oldest if any(oldest[index] > bounds[index].start for index in oldest) else {}
+    return reading
+
+
+async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
+    """Read forward until there are enough messages, or the page has waited long enough."""
+    ranges = await _forward(visit, wanted)
+    reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PAGE_S
+    async with visit.searches.admitted(visit.principal):
+        steps = visit.searches.read(
+            visit.services, wanted.topic, ranges, wanted.condition, reading.progress, limit=limit, places=reading.places
+        )
+        async with aclosing(steps):
+            async for found in steps:
+                reading.rows += found
+                if loop.time() > deadline:
+                    break
+    reading.is_done = all(reading.places[index] >= end for index, (_, end) in ranges.items())
+    return reading
+
+
+async def browse(visit: Visit) -> Answer:
+    """Show messages of a topic: the newest, from a position on, or those that match."""
+    wanted = await _wanted(visit)
+    name = wanted.topic.name
+    reading = _Reading()
+    is_forward = wanted.is_search or bool(wanted.starts_at) or bool(visit.text("at", length_max=200_000))
+    if not wanted.problem:
+        reading = await _search(visit, wanted, ROWS) if is_forward else await _newest(visit, wanted)
+    context = {
+        "topic": name,
+        "may_read": True,
+        "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, name),
+        "partitions": sorted(wanted.topic.partitions),
+        "wanted": wanted,
+        "rows": reading.rows,
+        "progress": reading.progress,
+        "is_forward": is_forward,
+        "is_done": reading.is_done,
+        "next": "" if reading.is_done else _at(reading.places),
+        "older": _at(reading.older),
+        "state": _said(reading.progress, is_done=reading.is_done),
+        "words": _words(wanted),
+    }
+    status = HTTPStatus.UNPROCESSABLE_ENTITY if wanted.problem else HTTPStatus.OK
+    return Page("messages.html", context, status)
+
+
+def _words(wanted: _Wanted) -> str:
+    words = [
+        "tail",
+        wanted.topic.name,
+        "--from",
+        wanted.starts_at or "start" if wanted.is_search else wanted.starts_at or "end",
+    ]
+    if len(wanted.partitions) == 1 and len(wanted.topic.partitions) > 1:
+        words += ["--partition", str(wanted.partitions[0])]
+    return command(*words)
+
+
+def _said(progress: Progress, *, is_done: bool) -> str:
+    looked = f"{number(progress.matched)} found in {number(progress.read)} of {number(progress.total)} messages"
+    return f"{looked}." if is_done else f"{looked} so far."
+
+
+async def search(visit: Visit) -> Answer:
+    """Continue a search as a stream of rows."""
+    wanted = await _wanted(visit)
+    if wanted.problem:
+        raise invalid(wanted.problem)
+    ranges = await _forward(visit, wanted)
+    return Download(_found(visit, wanted, ranges), EVENT_STREAM)
+
+
+async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+    progress = Progress()
+    rows = environment().get_template("message_rows.html")
+    try:
+        async with visit.searches.admitted(visit.principal):
+            steps = visit.searches.read(
+                visit.services, wanted.topic, ranges, wanted.condition, progress, limit=SEARCH_ROWS_MAX
+            )
+            async with aclosing(steps):
+                async for found in steps:
+                    said = {
+                        "rows": rows.render(topic=wanted.topic.name, rows=found) if found else "",
+                        "state": _said(progress, is_done=False),
+                        "share": progress.read / max(1, progress.total),
+                    }
+                    yield event("rows", msgspec.json.encode(said))
+        more = progress.matched >= SEARCH_ROWS_MAX
+        end = f" Stopped after {SEARCH_ROWS_MAX} messages; narrow the filter, or download all." if more else ""
+        yield event("done", msgspec.json.encode({"state": _said(progress, is_done=True) + end}))
+    except (MillstreamError, Refused) as error:
+        yield event("done", msgspec.json.encode({"state": f"The search failed: {error}"}))
+
+
+async def tail(visit: Visit) -> Answer:
+    """Follow a topic as a stream of rows, for as long as the browser listens."""
+    wanted = await _wanted(visit)
+    if wanted.problem:
+        raise invalid(wanted.problem)
+    bounds = await _bounds(visit, wanted)
+    return Download(_followed(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
+
+
+async def _followed(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> AsyncGenerator[bytes, None]:
+    progress = Progress()
+    rows = environment().get_template("message_rows.html")
+    tailer = Tailer(
+        visit.services.reading, wanted.topic.name, starts, patience_s=30.0, isolation=READ_COMMITTED, note=progress.skip
+    )
+    try:
+        async with aclosing(tailer.follow_fetched()) as following:
+            async for fetched in following:
+                for one in fetched:
+                    step = await visit.searches.matching(visit.services, wanted.topic, one, wanted.condition, progress)
+                    found = step.found
+                    shown = found[-TAIL_ROWS_MAX:]
+                    progress.matched += len(found)
+                    if shown:
+                        said = {
+                            "rows": rows.render(topic=wanted.topic.name, rows=list(reversed(shown))),
+                            "state": f"{number(progress.matched)} new since the tail began."
+                            + (f" {number(len(found) - len(shown))} not shown." if len(found) > len(shown) else ""),
+                        }
+                        yield event("rows", msgspec.json.encode(said))
+    except (MillstreamError, Refused) as error:
+        yield event("done", msgspec.json.encode({"state": f"The tail ended: {error}"}))
+
+
+async def download(visit: Visit) -> Answer:
+    """Send everything that the form selects as JSON lines."""
+    wanted = await _wanted(visit)
+    if wanted.problem:
+        raise invalid(wanted.problem)
+    ranges = await _forward(visit, wanted)
+    return Download(_lines(visit, wanted, ranges), NDJSON, f"{wanted.topic.name}.jsonl")
+
+
+async def _lines(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
+    topic = wanted.topic
+    async with visit.searches.admitted(visit.principal):
+        steps = visit.searches.read(visit.services, topic, ranges, wanted.condition, Progress(), limit=DOWNLOAD_MAX)
+        async with aclosing(steps):
+            async for found in steps:
+                lines = [
+                    msgspec.json.encode(received(topic.name, topic.topic_id, one.partition, one.record)).replace(
+                        b"\n", b" "
+                    )
+                    for one in found
+                ]
+                yield b"".join(line + b"\n" for line in lines)
+
+
+async def show(visit: Visit) -> Answer:
+    """Show one message: its contents, its batch, and its state in every subscription."""
+    topic = await find_topic(visit.services.client, visit.names["topic"])
+    partition, offset = _index(visit.names["partition"]), _index(visit.names["offset"])
+    stored = await find_message(
+        visit.services.reading, topic, partition, offset, read_record=visit.services.reader.read_one
+    )
+    record = stored.record
+    visit.memory.resize(held_bytes(record) + 8 * SHOWN_BYTES_MAX)
+    value = record.value or b""
+    shown = value[:SHOWN_BYTES_MAX]
+    text = _text(shown)
+    indented = as_json(value) if len(value) <= SHOWN_BYTES_MAX else None
+    form = visit.choice("as", ("auto", "json", "text", "hex"))
+    if form == "auto":
+        form = "json" if indented is not None else "text" if text is not None else "hex"
+    context = {
+        "topic": topic.name,
+        "may_read": True,
+        "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, topic.name),
+        "partition": partition,
+        "offset": offset,
+        "record": record,
+        "id": message_id(topic.topic_id, partition, offset, record.headers),
+        "stored": stored,
+        "batch": stored.batch_document(),
+        "form": form,
+        "content": {"json": indented, "text": text, "hex": hex_dump(shown)}[form],
+        "is_cut": len(value) > SHOWN_BYTES_MAX,
+        "headers": [(name, _text(value or b"") or (value or b"").hex(" ")) for name, value in record.headers],
+        "samples": _samples(topic.name, stored),
+        "trace": (await message_trace(visit.services.client, topic.name, partition, offset)).subscriptions,
+    }
+    return Page("message.html", context)
+
+
+def _index(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise invalid(f"{text!r} is not a partition or an offset")
+    return int(text)
+
+
+def _text(value: bytes) -> str | None:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _samples(topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
+    """Return how to publish the same message again, by other means."""
+    record = stored.record
+    value, key = _text(record.value or b""), _text(record.key or b"")
+    if value is None or key is None or len(record.value or b"") > 16 * 1024:
+        return []
+    headers = {name: _text(one or b"") or "" for name, one in record.headers if name.isascii() and name.isprintable()}
+    curl = ["curl", "-s", f"$MILLSTREAM/v1/topics/{topic}/messages"]
+    for name, one in {
+        **({"Message-Key": key} if record.key is not None else {}),
+        **{f"Message-Header-{name}": one for name, one in headers.items()},
+    }.items():
+        curl += ["-H", f"{name}: {one}"]
+    curl += ["--data-binary", value]
+    words = ["publish", topic]
+    if record.key is not None:
+        words += ["--key", key]
+    for name, one in headers.items():
+        words += ["--header", f"{name}={one}"]
+    given = [repr(topic), repr(record.value or b"")]
+    if record.key is not None:
+        given.append(f"key={key!r}")
+    if headers:
+        given.append(f"headers={json.dumps(headers, ensure_ascii=False)}")
+    opened = 'with millstream.connect_sync("127.0.0.1:9092") as ms:'
+    python = f"import millstream\n\n{opened}\n    ms.publish({', '.join(given)})"
+    return [
+        ("curl", shlex.join(curl).replace("'$MILLSTREAM", '"$MILLSTREAM"\'', 1)),
+        ("Python", python),
+        ("CLI", f"printf %s {shlex.quote(value)} | {command(*words)}"),
+    ]
+
+
+async def publish_form(visit: Visit) -> Answer:
+    """Show the form that publishes a message."""
+    name = visit.names["topic"]
+    topic = await find_topic(visit.services.client, name)
+    return Page(
+        "publish.html",
+        {
+            "topic": name,
+            "may_read": await visit.may(Operation.READ, ResourceType.TOPIC, name),
+            "may_write": await visit.may_change(Operation.WRITE, ResourceType.TOPIC, name),
+            "partitions": sorted(topic.partitions),
+        },
+    )
+
+
+async def publish(visit: Visit) -> Answer:
+    """Publish one message."""
+    name = visit.names["topic"]
+    if visit.text("sure") != "1":
+        raise invalid("confirm that the message should be published; consumers receive it at once")
+    headers = {}
+    for line in visit.text("headers", length_max=16_384).splitlines():
+        header, colon, value = line.partition(":")
+        if not colon and line.strip():
+            raise invalid(f"a header is NAME: VALUE, not {line!r}")
+        if colon:
+            headers[header.strip()] = value.strip()
+    key = visit.text("key", length_max=65_536)
+    message = NewMessage(
+        value=visit.text("value", length_max=1024 * 1024).replace("\r\n", "\n"),
+        key=key or None,
+        headers=headers,
+        partition=visit.number("partition", 0) if visit.text("partition") else None,
+    )
+    (published,) = await publish_messages(visit.services, name, [from_batch(message)])
+    words = command("publish", name, *(["--key", key] if key else []))
+    to = address("topics", name, "messages", published.partition, published.offset)
+    return Done(to, f"Published to partition {published.partition} at offset {published.offset}: {words}")
+
+
+ROUTES: Final = (
+    PageRoute(path="/topics/{topic}/messages", handle=browse),
+    PageRoute(path="/topics/{topic}/search", handle=search, lane=Lane.WAIT),
+    PageRoute(path="/topics/{topic}/tail", handle=tail, lane=Lane.WAIT),
+    PageRoute(path="/topics/{topic}/download", handle=download, lane=Lane.WAIT),
+    PageRoute(path="/topics/{topic}/publish", handle=publish_form),
+    change("/topics/{topic}/publish", publish),
+    PageRoute(path="/topics/{topic}/messages/{partition}/{offset}", handle=show),
+)

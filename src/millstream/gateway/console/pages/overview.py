@@ -1,0 +1,138 @@
+"""The overview: rates, backlogs, nodes, and warnings with what helps; and the stream that keeps pages fresh."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Final, NamedTuple
+
+from millstream.client.admin.cluster_status import ClusterStatus, cluster_status
+from millstream.client.admin.dead_letter import DeadLetterTopic, dead_letter_topics
+from millstream.client.admin.pipelines import PipelineClient, summary_of
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import NotAuthorized
+from millstream.gateway.api.event_stream import event
+from millstream.gateway.api.route import EVENT_STREAM, Lane
+from millstream.gateway.console.pages.subscriptions import rows_of
+from millstream.gateway.console.render import age, counted
+from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address
+
+OLD_S: Final = 300.0
+"""A message that waits for longer than this is worth a warning."""
+
+
+class Warned(NamedTuple):
+    """Something to look at, in plain words, and the page that helps."""
+
+    text: str
+    href: str
+    label: str
+    is_bad: bool = False
+
+
+async def show(visit: Visit) -> Answer:
+    """Show the state of everything that the person may see."""
+    may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
+    status: ClusterStatus | None = None
+    if may_describe:
+        visit.history.start()
+        status = await cluster_status(visit.services.client)
+    rows = await rows_of(visit)
+    letters = await _or_empty(dead_letter_topics(visit.services.client))
+    pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe())]
+    context = {
+        "may_describe": may_describe,
+        "status": status,
+        "history": visit.history if may_describe else None,
+        "queues": rows,
+        "backlog": sum(row["backlog"] for row in rows),
+        "oldest_s": max((row["oldest_s"] for row in rows if row["oldest_s"] is not None), default=None),
+        "letters": sum(one.letters for one in letters),
+        "dropped": sum(row["dropped"] for row in rows),
+        "pipelines": pipelines,
+        "top": visit.history.top(5) if may_describe else [],
+        "warnings": _warnings(status, rows, letters, pipelines),
+    }
+    return Page("overview.html", context)
+
+
+async def _or_empty(asked: Any) -> list[Any]:
+    """Return what the person may see; nothing if that is nothing."""
+    try:
+        found: list[Any] = await asked
+    except NotAuthorized:
+        return []
+    return found
+
+
+def _warnings(
+    status: ClusterStatus | None,
+    rows: list[dict[str, Any]],
+    letters: list[DeadLetterTopic],
+    pipelines: list[dict[str, Any]],
+) -> list[Warned]:
+    found: list[Warned] = []
+    if status is not None:
+        cluster = address("cluster")
+        for node in status.nodes:
+            if node.state in ("away", "unreachable"):
+                found.append(Warned(f"Node {node.id} is {node.state}.", cluster, "See the cluster", True))
+            found += [Warned(f"Node {node.id}: {reason}.", cluster, "See the cluster", True) for reason in node.reasons]
+        orphans = sum(one.leader is None for one in status.troubled)
+        if orphans:
+            text = f"{counted(orphans, 'partition')} without a leader cannot be read or written."
+            found.append(Warned(text, cluster, "See the cluster", True))
+        lacking = len(status.troubled) - orphans
+        if lacking:
+            text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
+            found.append(Warned(text, cluster, "See the cluster"))
+        found += [Warned(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in status.warnings]
+    for one in letters:
+        if one.letters:
+            named = ", ".join(one.subscriptions[:3]) or one.topic
+            text = f"{counted(one.letters, 'dead letter')} of {named} open: these messages failed for good."
+            found.append(Warned(text, address("dead-letters", one.topic), "See why and redrive"))
+        for refusal in one.refusals:
+            found.append(
+                Warned(
+                    f"{one.topic} refuses letters: {refusal}",
+                    address("topics", one.topic, "settings"),
+                    "Settings",
+                    True,
+                )
+            )
+    for row in rows:
+        page = address("subscriptions", row["subscription"])
+        if row["paused"] and row["backlog"]:
+            text = f"{row['subscription']} is paused, and {counted(row['backlog'], 'message')} wait."
+            found.append(Warned(text, page, "Resume it"))
+        elif row["backlog"] and (row["oldest_s"] or 0) > OLD_S:
+            who = (
+                "no worker asks for messages"
+                if not row["leased"] and not row["waiting_workers"]
+                else "see who holds it"
+            )
+            text = f"{row['subscription']}: the oldest message has waited {age(row['oldest_s'])}; {who}."
+            found.append(Warned(text, page, "See the subscription"))
+    for pipeline in pipelines:
+        if pipeline["state"] in ("parked", "failing"):
+            text = f"Pipeline {pipeline['pipeline']} is {pipeline['state']}: {pipeline['error'][:200]}"
+            found.append(Warned(text, address("pipelines", pipeline["pipeline"]), "See the pipeline", True))
+    return sorted(found, key=lambda one: not one.is_bad)[:20]
+
+
+async def events(visit: Visit) -> Answer:
+    """Tell a browser whenever there are new numbers."""
+    visit.history.start()
+    return Download(_sampled(visit), EVENT_STREAM)
+
+
+async def _sampled(visit: Visit) -> AsyncGenerator[bytes, None]:
+    while True:
+        await visit.history.sampled()
+        yield event("sampled", b"{}")
+
+
+ROUTES: Final = (
+    PageRoute(path="/", handle=show),
+    PageRoute(path="/events", handle=events, lane=Lane.WAIT),
+)

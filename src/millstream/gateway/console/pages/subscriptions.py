@@ -1,0 +1,265 @@
+"""Subscriptions: depth, age, who holds which message; pause, resume, seek, purge, change, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from millstream.client.admin.position import parse_position
+from millstream.client.admin.subscriptions import place_of, plan_seek, start_of, summary_of
+from millstream.client.admin.topics import find_topic, offset_bounds
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import OffsetRange
+from millstream.core.setting import settings_of
+from millstream.core.subscription import (
+    ATTEMPTS,
+    DEAD_LETTER_TOPIC,
+    EXPIRES,
+    FILTER,
+    IN_FLIGHT_MAX,
+    LEASE,
+    OWN_PREFIX,
+    PAUSED,
+    START,
+    SubscriptionSettings,
+)
+from millstream.gateway.api.problem import invalid
+from millstream.gateway.console.search import Progress, compiled
+from millstream.gateway.console.visit import (
+    PAGE_ROWS,
+    Answer,
+    Done,
+    Page,
+    PageRoute,
+    Visit,
+    address,
+    change,
+    command,
+)
+from millstream.protocol.wire.fetch import READ_COMMITTED
+
+LEASES_SHOWN: Final = 200
+RECENT: Final = 1000
+"""Messages on which a filter is tried, per topic."""
+_ORDERS: Final = ("subscription", "backlog", "leased", "oldest_s", "parked", "dead_lettered", "dropped")
+_DECLARED: Final = {declared.name: declared for _, declared in settings_of(SubscriptionSettings)}
+_GROUP: Final = ResourceType.GROUP
+_FLAGS: Final = {
+    FILTER: "--filter",
+    LEASE: "--lease",
+    ATTEMPTS: "--attempts",
+    DEAD_LETTER_TOPIC: "--dead-letter",
+    IN_FLIGHT_MAX: "--in-flight",
+    EXPIRES: "--expires",
+}
+"""The settings that the page changes, and the flags of the command that does the same."""
+
+
+async def rows_of(visit: Visit) -> list[dict[str, Any]]:
+    """Return every subscription that the person may see as a row."""
+    described = await visit.services.subscriptions.describe(without_silent=True)
+    return [_row(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
+
+
+def _row(described: dict[str, Any]) -> dict[str, Any]:
+    queues = described["queues"]
+    oldest = max((queue["oldest_age_ms"] for queue in queues if queue["backlog"]), default=None)
+    return {
+        **summary_of(described),
+        "oldest_s": None if oldest is None else oldest / 1000,
+        "waiting_workers": sum(queue["waiting_workers"] for queue in queues),
+        "redelivered": sum(queue["redelivered"] for queue in queues),
+    }
+
+
+async def list_all(visit: Visit) -> Answer:
+    """List subscriptions."""
+    search = visit.text("search", length_max=249)
+    order, descending = visit.choice("order", _ORDERS), visit.text("down") == "1"
+    page = visit.number("page", 0, high=1_000_000)
+    rows = [
+        row
+        for row in await rows_of(visit)
+        if search.lower() in row["subscription"].lower()
+        or any(search.lower() in topic.lower() for topic in row["topics"])
+    ]
+    rows.sort(key=lambda row: -1 if row[order] is None else row[order], reverse=descending)
+    context = {
+        "subscriptions": rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS],
+        "total": len(rows),
+        "search": search,
+        "order": order,
+        "descending": descending,
+        "page": page,
+        "rows": PAGE_ROWS,
+        "may_create": not visit.settings.read_only,
+    }
+    return Page("subscriptions.html", context)
+
+
+async def create(visit: Visit) -> Answer:
+    """Create a subscription."""
+    name, topics = visit.text("name"), visit.text("topics").replace(",", " ").split()
+    start, condition = visit.choice("start", ("end", "start")), visit.text("filter")
+    if not name or not topics:
+        raise invalid("a subscription has a name and at least one topic")
+    settings = {START: start_of(start), **({FILTER: condition} if condition else {})}
+    await visit.services.subscriptions.create(name, topics, settings)
+    words = [
+        "subscription",
+        "create",
+        name,
+        *(word for topic in topics for word in ("--topic", topic)),
+        "--start",
+        start,
+    ]
+    if condition:
+        words += ["--filter", condition]
+    return Done(address("subscriptions", name), f"Subscription {name} is created: {command(*words)}")
+
+
+async def show(visit: Visit) -> Answer:
+    """Show a subscription: its queues, who holds what, its settings, and what can be done."""
+    name = visit.names["subscription"]
+    (described,) = await visit.services.subscriptions.describe([name], leases=LEASES_SHOWN)
+    leases = sorted(described["leases"], key=lambda one: (one["deadline_ms"], one["topic"], one["partition"]))
+    described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
+    topics: Sequence[str] = described["topics"]
+    await visit.look_up(
+        *((one, _GROUP, name) for one in (Operation.READ, Operation.ALTER_CONFIGS, Operation.DELETE)),
+        *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+    )
+    reads = all([await visit.may(Operation.READ, ResourceType.TOPIC, topic) for topic in topics])
+    settings = [
+        {
+            "name": key,
+            "value": value,
+            "is_override": key in described["overrides"],
+            "default": _DECLARED[key].default if key in _DECLARED else "",
+            "meaning": _DECLARED[key].description if key in _DECLARED else "",
+        }
+        for key, value in sorted(
+            described["settings"].items(), key=lambda one: (one[0] not in described["overrides"], one[0])
+        )
+    ]
+    context = {
+        "name": name,
+        "described": described,
+        "row": _row(described),
+        "leases": leases[:LEASES_SHOWN],
+        "held": sum(queue["leased"] for queue in described["queues"]),
+        "settings": settings,
+        "changeable": list(_FLAGS),
+        "may_alter": reads and await visit.may_change(Operation.ALTER_CONFIGS, _GROUP, name),
+        "may_seek": reads and await visit.may_change(Operation.READ, _GROUP, name),
+        "may_delete": await visit.may_change(Operation.DELETE, _GROUP, name),
+        "may_read": reads,
+        "plan": None,
+        "tried": None,
+        "to": visit.text("to"),
+        "try_filter": visit.text("filter"),
+        "problem": "",
+    }
+    try:
+        if context["to"]:
+            context["plan"] = await plan_seek(visit.services.client, described, parse_position(context["to"]))
+        if context["try_filter"] and reads:
+            context["tried"] = await _try_filter(visit, topics, context["try_filter"])
+    except MillstreamError as error:
+        context["problem"] = str(error)
+    return Page("subscription.html", context)
+
+
+async def _try_filter(visit: Visit, topics: Sequence[str], text: str) -> list[dict[str, Any]]:
+    """Try a filter on the newest messages of each topic."""
+    condition = await compiled(text)
+    tried = []
+    async with visit.searches.admitted(visit.principal):
+        for name in topics[:20]:
+            with suppress(MillstreamError):
+                topic = await find_topic(visit.services.client, name)
+                bounds = await offset_bounds(
+                    visit.services.client, name, list(topic.partitions), isolation=READ_COMMITTED
+                )
+                each = max(1, RECENT // max(1, len(bounds)))
+                ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
+                progress = Progress()
+                async for _ in visit.searches.read(visit.services, topic, ranges, condition, progress):
+                    await asyncio.sleep(0)
+                tried.append({"topic": name, "read": progress.read, "matched": progress.matched})
+    return tried
+
+
+async def pause(visit: Visit) -> Answer:
+    """Stop delivering; leases can still be settled."""
+    name = visit.names["subscription"]
+    await visit.services.subscriptions.alter(name, {PAUSED: "true"})
+    return _done(name, f"{name} is paused", "pause", name)
+
+
+async def resume(visit: Visit) -> Answer:
+    """Deliver again."""
+    name = visit.names["subscription"]
+    await visit.services.subscriptions.alter(name, {PAUSED: None})
+    return _done(name, f"{name} delivers again", "resume", name)
+
+
+async def seek(visit: Visit) -> Answer:
+    """Move to another position."""
+    name, to = visit.names["subscription"], visit.text("to")
+    visit.confirm(name)
+    moved = await visit.services.subscriptions.seek(name, place_of(to))
+    return _done(name, f"{len(moved)} queues of {name} moved", "seek", name, "--to", to)
+
+
+async def purge(visit: Visit) -> Answer:
+    """Skip everything that waits."""
+    name = visit.names["subscription"]
+    visit.confirm(name)
+    await visit.services.subscriptions.seek(name, "latest")
+    return _done(name, f"{name} is empty; what waited was skipped", "seek", name, "--to", "end")
+
+
+async def alter(visit: Visit) -> Answer:
+    """Change one setting."""
+    name, key, value = visit.names["subscription"], visit.text("setting"), visit.text("setting_value")
+    if key not in _FLAGS:
+        raise invalid("choose a setting")
+    await visit.services.subscriptions.alter(name, {key: value or None})
+    return _done(name, f"{name} is changed", "update", name, *_flag(key, value or str(_DECLARED[key].default)))
+
+
+def _flag(key: str, value: str) -> tuple[str, str]:
+    """Return the flag of `subscription update` for a setting."""
+    flag = _FLAGS[key]
+    return flag, f"{int(value) / 1000:g}" if key in (LEASE, EXPIRES) and value.isdigit() else value
+
+
+async def delete(visit: Visit) -> Answer:
+    """Delete a subscription; messages stay in their topics."""
+    name = visit.names["subscription"]
+    visit.confirm(name)
+    await visit.services.subscriptions.delete(name)
+    return Done(address("subscriptions"), f"Subscription {name} is deleted: {command('subscription', 'delete', name)}")
+
+
+def _done(name: str, text: str, *words: object) -> Done:
+    return Done(address("subscriptions", name), f"{text}: {command('subscription', *words)}")
+
+
+_ONE: Final = "/subscriptions/{subscription}"
+
+ROUTES: Final = (
+    PageRoute(path="/subscriptions", handle=list_all),
+    change("/subscriptions", create),
+    PageRoute(path=_ONE, handle=show),
+    change(f"{_ONE}/pause", pause),
+    change(f"{_ONE}/resume", resume),
+    change(f"{_ONE}/seek", seek),
+    change(f"{_ONE}/purge", purge),
+    change(f"{_ONE}/settings", alter),
+    change(f"{_ONE}/delete", delete),
+)

@@ -1,0 +1,242 @@
+"""Topics: the list, and one topic with its partitions, settings and consumers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from millstream.client.admin.browse import topics_page
+from millstream.client.admin.dead_letter import check_no_open_letters
+from millstream.client.admin.groups import committed_by_group, list_groups
+from millstream.client.admin.subscriptions import summary_of
+from millstream.client.admin.topic_notes import change_notes, deletion_notes, pipelines_reading
+from millstream.client.admin.topics import (
+    CARD,
+    alter_topic,
+    check_settings_exist,
+    create_topic,
+    delete_topic,
+    describe_topic,
+    find_topic,
+    grow_topic,
+)
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import MillstreamError, NotAuthorized
+from millstream.core.setting import settings_of
+from millstream.core.subscription import OWN_PREFIX
+from millstream.core.topic import TopicSettings, check_topic_name
+from millstream.gateway.api.problem import invalid
+from millstream.gateway.console.visit import (
+    PAGE_ROWS,
+    Answer,
+    Done,
+    Page,
+    PageRoute,
+    Visit,
+    address,
+    change,
+    command,
+)
+from millstream.protocol.private.browse_messages import ORDERS
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+
+GROUPS_MAX: Final = 1000
+"""Groups whose offsets a topic's page looks at."""
+PARTITIONS_SHOWN: Final = 200
+BROKER_DECIDES: Final = -1
+
+_DECLARED: Final = {declared.name: declared for _, declared in settings_of(TopicSettings)}
+_TOPIC: Final = ResourceType.TOPIC
+
+
+async def list_all(visit: Visit) -> Answer:
+    """List topics, searched, ordered and paged by the nodes."""
+    search, internal = visit.text("search", length_max=249), visit.text("internal") == "1"
+    order, descending = visit.choice("order", ORDERS), visit.text("down") == "1"
+    page = visit.number("page", 0, high=1_000_000)
+    found = await topics_page(
+        visit.services.client,
+        search=search,
+        internal=internal,
+        order=order,
+        descending=descending,
+        offset=page * PAGE_ROWS,
+        limit=PAGE_ROWS,
+    )
+    rates = {one.name: series.now for one in found.topics if (series := visit.history.topics.get(one.name)) is not None}
+    context = {
+        "topics": found.topics,
+        "total": found.total,
+        "rates": rates,
+        "search": search,
+        "internal": internal,
+        "order": order,
+        "descending": descending,
+        "page": page,
+        "rows": PAGE_ROWS,
+        "may_create": await visit.may_change(Operation.CREATE, ResourceType.CLUSTER),
+    }
+    return Page("topics.html", context)
+
+
+async def create(visit: Visit) -> Answer:
+    """Create a topic."""
+    name = visit.text("name")
+    check_topic_name(name)
+    partitions = visit.number("partitions", BROKER_DECIDES, low=1, high=10_000)
+    await create_topic(visit.services.client, name, partitions=partitions, replication=BROKER_DECIDES, settings={})
+    words = ["topic", "create", name, *(["--partitions", partitions] if partitions != BROKER_DECIDES else [])]
+    return Done(address("topics", name), f"Topic {name} is created: {command(*words)}")
+
+
+async def _head(visit: Visit, name: str) -> dict[str, Any]:
+    """Return what all pages of a topic show."""
+    await visit.look_up(*((one, _TOPIC, name) for one in (Operation.READ, Operation.WRITE, Operation.DELETE)))
+    return {
+        "topic": name,
+        "may_read": await visit.may(Operation.READ, _TOPIC, name),
+        "may_write": await visit.may_change(Operation.WRITE, _TOPIC, name),
+    }
+
+
+async def show(visit: Visit) -> Answer:
+    """Show a topic's partitions, card and traffic."""
+    name = visit.names["topic"]
+    client = visit.services.client
+    described, (listed,) = await asyncio.gather(
+        describe_topic(client, name, advice="the list of topics shows those that do"), _numbers(visit, name)
+    )
+    series = visit.history.topics.get(name)
+    partitions = described["partitions"]
+    context = {
+        **await _head(visit, name),
+        "described": described,
+        "partitions": partitions[:PARTITIONS_SHOWN],
+        "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
+        "numbers": listed,
+        "series": series,
+        "may_delete": await visit.may_change(Operation.DELETE, _TOPIC, name),
+        "notes": [],
+    }
+    if context["may_delete"]:
+        context["notes"] = await deletion_notes(client, await find_topic(client, name))
+    return Page("topic.html", context)
+
+
+async def _numbers(visit: Visit, name: str) -> list[Any]:
+    page = await topics_page(visit.services.client, search=name, internal=True, limit=1000)
+    return [next((one for one in page.topics if one.name == name), None)]
+
+
+async def settings(visit: Visit) -> Answer:
+    """Show every setting with its meaning and its default."""
+    name = visit.names["topic"]
+    described = await describe_topic(visit.services.client, name)
+    rows = [
+        {
+            "name": key,
+            "value": value,
+            "is_override": key in described["overrides"],
+            "default": _DECLARED[key].default if key in _DECLARED else None,
+            "meaning": _DECLARED[key].description if key in _DECLARED else "",
+            "fixed": _DECLARED[key].is_fixed if key in _DECLARED else False,
+        }
+        for key, value in sorted(
+            described["settings"].items(), key=lambda one: (one[0] not in described["overrides"], one[0])
+        )
+        if key not in CARD.values()
+    ]
+    context = {
+        **await _head(visit, name),
+        "described": described,
+        "rows": rows,
+        "may_alter": await visit.may_change(Operation.ALTER_CONFIGS, _TOPIC, name),
+        "may_grow": await visit.may_change(Operation.ALTER, _TOPIC, name),
+    }
+    return Page("topic_settings.html", context)
+
+
+async def alter(visit: Visit) -> Answer:
+    """Change one setting, or the number of partitions."""
+    name, key, value = visit.names["topic"], visit.text("setting"), visit.text("setting_value")
+    client = visit.services.client
+    topic = await find_topic(client, name)
+    if visit.text("partitions"):
+        number = visit.number("partitions", 0, low=1, high=10_000)
+        await grow_topic(client, name, number)
+        notes = await change_notes(client, topic, (), number)
+        words = command("topic", "alter", name, "--partitions", number)
+    else:
+        if not key:
+            raise invalid("choose a setting")
+        await check_settings_exist(client, name, [key])
+        reset = visit.text("reset") == "1"
+        await alter_topic(client, name, {key: None if reset else value})
+        notes = await change_notes(client, topic, {key}, None)
+        words = command("topic", "alter", name, *(("--unset", key) if reset else ("--set", f"{key}={value}")))
+    return Done(address("topics", name, "settings"), " ".join([f"Topic {name} is changed: {words}", *notes]))
+
+
+async def delete(visit: Visit) -> Answer:
+    """Delete a topic and every message in it."""
+    name = visit.names["topic"]
+    visit.confirm(name)
+    client = visit.services.client
+    await find_topic(client, name)
+    await check_no_open_letters(client, name)
+    await delete_topic(client, name)
+    return Done(address("topics"), f"Topic {name} is deleted: {command('topic', 'delete', name)}")
+
+
+async def consumers(visit: Visit) -> Answer:
+    """Show who reads a topic, and how far each one is behind."""
+    name = visit.names["topic"]
+    client = visit.services.client
+    topic = await find_topic(client, name)
+    described = await visit.services.subscriptions.describe(without_silent=True)
+    queues = [
+        {**summary_of({**one, "queues": [queue for queue in one["queues"] if queue["topic"] == name]})}
+        for one in described
+        if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
+    ]
+    groups, left_out = await _groups(visit, topic)
+    context = {
+        **await _head(visit, name),
+        "queues": queues,
+        "groups": groups,
+        "left_out": left_out,
+        "pipelines": await pipelines_reading(client, topic),
+    }
+    return Page("topic_consumers.html", context)
+
+
+async def _groups(visit: Visit, topic: TopicMetadata) -> tuple[list[dict[str, Any]], int]:
+    client = visit.services.client
+    try:
+        listed = await list_groups(client)
+    except NotAuthorized:
+        return [], 0
+    names = [name for name, _, kind in listed if kind != "share"][:GROUPS_MAX]
+    committed = await committed_by_group(client, names)
+    ends = await client.list_offsets(topic.name, dict.fromkeys(topic.partitions, -1))
+    rows = []
+    for name, state, kind in listed[:GROUPS_MAX]:
+        offsets = committed.get(name)
+        if offsets is None or isinstance(offsets, MillstreamError):
+            continue
+        here = {where.partition: offset for where, offset in offsets.items() if where.topic == topic.name}
+        if here:
+            lag = sum(max(0, ends[index].offset - offset) for index, offset in here.items() if index in ends)
+            rows.append({"group": name, "state": state, "type": kind, "lag": lag})
+    return rows, max(0, len(listed) - GROUPS_MAX)
+
+
+ROUTES: Final = (
+    PageRoute(path="/topics", handle=list_all),
+    change("/topics", create),
+    PageRoute(path="/topics/{topic}", handle=show),
+    PageRoute(path="/topics/{topic}/settings", handle=settings),
+    change("/topics/{topic}/settings", alter),
+    change("/topics/{topic}/delete", delete),
+    PageRoute(path="/topics/{topic}/consumers", handle=consumers),
+)

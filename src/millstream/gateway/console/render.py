@@ -1,0 +1,188 @@
+"""Templates, and how values are shown: numbers, sizes, ages, times and the bytes of messages."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from millstream import __version__
+from millstream.client.admin.messages import utc
+from millstream.gateway.console.visit import PREFIX, address, command
+
+SHOWN_BYTES_MAX: Final = 64 * 1024
+"""Of one value; the rest is available as a download."""
+PREVIEW_CHARS: Final = 160
+
+_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_AGES: Final = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
+
+
+def number(value: float | None) -> str:
+    """Show a number with separators."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 or value == int(value) else f"{value:,.1f}"
+
+
+def size(value: float | None) -> str:
+    """Show a number of bytes."""
+    if value is None:
+        return "–"
+    for unit in _SIZES:
+        if value < 1024 or unit == _SIZES[-1]:
+            return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return ""
+
+
+def age(seconds: float | None) -> str:
+    """Show a length of time by its largest unit."""
+    if seconds is None:
+        return "–"
+    for unit_s, unit in _AGES:
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return "0 s"
+
+
+def moment(timestamp_ms: int | None) -> Markup:
+    """Show a time; the script of the page converts it to the viewer's zone."""
+    text = None if timestamp_ms is None else utc(timestamp_ms)
+    if text is None:
+        return Markup("–")
+    plain = text.replace("T", " ").replace("Z", " UTC")
+    return Markup('<time datetime="{}">{}</time>').format(text, plain)
+
+
+def since(timestamp_ms: int) -> float:
+    """Return how many seconds ago a time was."""
+    return max(0.0, time.time() - timestamp_ms / 1000)
+
+
+def text_of(value: bytes | None, *, chars_max: int = PREVIEW_CHARS) -> str:
+    """Show the beginning of some bytes as one line of text."""
+    if value is None:
+        return "null"
+    try:
+        text = value[: 4 * chars_max].decode(errors="strict" if len(value) <= 4 * chars_max else "ignore")
+    except UnicodeDecodeError:
+        return hexadecimal(value[:24]) + ("…" if len(value) > 24 else "")
+    text = " ".join("".join(one if one.isprintable() else "·" if not one.isspace() else " " for one in text).split())
+    return text if len(text) <= chars_max else text[: chars_max - 1] + "…"
+
+
+def hexadecimal(value: bytes) -> str:
+    """Show bytes as hexadecimal digits in pairs."""
+    return value.hex(" ")
+
+
+def hex_dump(value: bytes) -> str:
+    """Show bytes as a hexadecimal dump with offsets."""
+    lines = []
+    for at in range(0, len(value), 16):
+        row = value[at : at + 16]
+        shown = "".join(chr(one) if 32 <= one < 127 else "." for one in row)
+        lines.append(f"{at:08x}  {row.hex(' '):<47}  {shown}")
+    return "\n".join(lines)
+
+
+def as_json(value: bytes) -> str | None:
+    """Show a JSON document indented; None if it is none."""
+    try:
+        return json.dumps(json.loads(value), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def prose(text: str) -> Markup:
+    """Show a description, with what stands in backticks as code."""
+    parts = text.split("`")
+    shown = [Markup("<code>{}</code>").format(part) if at % 2 else escape(part) for at, part in enumerate(parts)]
+    return Markup("").join(shown)
+
+
+def plain(value: object) -> str:
+    """Show the value of a setting as people write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def counted(value: int, noun: str, plural: str = "") -> str:
+    """Show a number of things."""
+    return f"{number(value)} {noun if value == 1 else plural or noun + 's'}"
+
+
+_WIDTH, _HEIGHT = 240, 48
+
+
+def chart(values: Sequence[float | None], label: str) -> Markup:
+    """Draw a small chart of the last hour; it has no style of its own, so it follows the theme."""
+    known = [one for one in values if one is not None]
+    top = max(known, default=0.0) or 1.0
+    step = _WIDTH / max(1, len(values) - 1)
+    runs: list[list[str]] = [[]]
+    for at, value in enumerate(values):
+        if value is None:
+            runs.append([])
+        else:
+            runs[-1].append(f"{at * step:.1f},{_HEIGHT - 2 - value / top * (_HEIGHT - 6):.1f}")
+    drawn = Markup("").join(
+        Markup(
+            '<polygon class="area" points="{x},{h} {points} {y},{h}"/><polyline class="line" points="{points}"/>'
+        ).format(points=" ".join(run), x=run[0].partition(",")[0], y=run[-1].partition(",")[0], h=_HEIGHT)
+        for run in runs
+        if len(run) > 1
+    )
+    shape = 'class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none"'
+    return Markup(f'<svg {shape} role="img" aria-label="{{label}}">{{drawn}}</svg>').format(
+        w=_WIDTH, h=_HEIGHT, label=label, drawn=drawn
+    )
+
+
+@cache
+def environment() -> Environment:
+    """Return the templates; everything that they insert is escaped."""
+    made = Environment(
+        loader=PackageLoader("millstream.gateway.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    made.filters.update(
+        number=number,
+        size=size,
+        age=age,
+        moment=moment,
+        since=since,
+        text_of=text_of,
+        counted=counted,
+        prose=prose,
+        plain=plain,
+    )
+    made.filters.update(counted=counted, prose=prose, plain=plain)
+    made.globals.update(address=address, command=command, chart=chart, prefix=PREFIX, version=__version__)
+    return made
+
+
+def render(template: str, context: dict[str, Any]) -> bytes:
+    """Render a page."""
+    return environment().get_template(template).render(context).encode()
+
+
+@cache
+def static_file(name: str) -> tuple[bytes, str] | None:
+    """Return a file that pages use, and its content type; None if there is none."""
+    if "/" in name or name.startswith("."):
+        return None
+    found = files("millstream.gateway.console").joinpath("static", name)
+    kind = _TYPES.get(name.rpartition(".")[2])
+    return (found.read_bytes(), kind) if kind is not None and found.is_file() else None

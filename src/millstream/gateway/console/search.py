@@ -1,0 +1,241 @@
+"""Reads messages for pages: some from a position on, or all that match a filter, in both cases within bounds.
+
+Filters are evaluated in a child process, a few thousand messages at a time, so a search holds up neither other requests
+nor the broker; it stops when its reader does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.client.admin.tailer import Fetched
+from millstream.core.errors import CorruptBatch, OffsetOutOfRange
+from millstream.core.ids import Offset, OffsetRange, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.gateway.api.message import message_bytes
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.services import Services
+from millstream.protocol.filter.evaluation import Messages
+from millstream.protocol.filter.filter import Filter
+from millstream.protocol.records.aborted_batches import AbortedBatches
+from millstream.protocol.records.batch import check_crc, iterate_whole_headers
+from millstream.protocol.records.record import Record
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchLimits
+
+FETCH_BYTES: Final = 2 * 1024 * 1024
+FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Of the messages that one step returns."""
+SEARCHES_PER_PERSON_MAX: Final = 4
+SEARCHES_MAX: Final = 32
+
+
+class Found(NamedTuple):
+    """A message and its partition."""
+
+    partition: int
+    record: Record
+
+
+class Step(NamedTuple):
+    """What was found in one answer, and the offset to continue at."""
+
+    found: list[Found]
+    next_offset: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a search is."""
+
+    read: int = 0
+    """Offsets that were looked at."""
+    total: int = 0
+    """Offsets to look at."""
+    matched: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """What could not be read, and why; the first few."""
+
+    def skip(self, text: str) -> None:
+        """Note what could not be read."""
+        if len(self.skipped) < 20:
+            self.skipped.append(text)
+
+
+class Searches:
+    """The searches of one gateway."""
+
+    def __init__(self) -> None:
+        self._worker = FilterWorker()
+        self._running: Counter[str] = Counter()
+
+    async def close(self) -> None:
+        """End the process that evaluates filters."""
+        await self._worker.stop()
+
+    @asynccontextmanager
+    async def admitted(self, person: str) -> AsyncIterator[None]:
+        """Count a search; refuse one too many."""
+        if self._running[person] >= SEARCHES_PER_PERSON_MAX or self._running.total() >= SEARCHES_MAX:
+            raise Refused(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{SEARCHES_PER_PERSON_MAX} searches of one person, and {SEARCHES_MAX} of all, run at the same time; "
+                "stop one of yours, or try again later",
+            )
+        self._running[person] += 1
+        try:
+            yield
+        finally:
+            self._running[person] -= 1
+            if not self._running[person]:
+                del self._running[person]
+
+    async def read(
+        self,
+        services: Services,
+        topic: TopicMetadata,
+        ranges: Mapping[int, OffsetRange],
+        condition: Filter | None,
+        progress: Progress,
+        *,
+        limit: int | None = None,
+        places: dict[int, int] | None = None,
+    ) -> AsyncGenerator[list[Found], None]:
+        """Yield committed messages in the ranges that match, a step at a time; an empty list tells of progress.
+
+        `places` is kept up to date with where each partition continues.
+        """
+        at = {} if places is None else places
+        at.update({partition: start for partition, (start, _) in ranges.items()})
+        open_places = {
+            TopicPartition(topic.name, PartitionIndex(partition)): Offset(start)
+            for partition, (start, end) in ranges.items()
+            if start < end
+        }
+        progress.total = sum(end - start for start, end in ranges.values())
+        left = limit
+        fetch = FetchLimits(FETCH_BYTES, 0, isolation=READ_COMMITTED)
+        while open_places:
+            try:
+                answers = await services.reading.fetch_many(open_places, fetch)
+            except (OffsetOutOfRange, CorruptBatch) as error:
+                progress.skip(str(error))
+                return
+            has_moved = False
+            for where, answer in answers.items():
+                start, end = open_places[where], ranges[where.partition].end
+                step = await self.matching(
+                    services, topic, Fetched(where.partition, start, answer), condition, progress, end=end, limit=left
+                )
+                has_moved = has_moved or step.next_offset > start
+                progress.read += step.next_offset - start
+                progress.matched += len(step.found)
+                at[where.partition] = step.next_offset
+                open_places[where] = Offset(step.next_offset)
+                if step.next_offset >= end:
+                    del open_places[where]
+                yield step.found
+                if left is not None:
+                    left -= len(step.found)
+                    if left <= 0:
+                        return
+            if not has_moved:
+                # What is left can no longer be read, or its transaction is open.
+                return
+
+    async def matching(
+        self,
+        services: Services,
+        topic: TopicMetadata,
+        fetched: Fetched,
+        condition: Filter | None,
+        progress: Progress,
+        *,
+        end: int | None = None,
+        limit: int | None = None,
+    ) -> Step:
+        """Read the matching messages of one answer, and say where to continue."""
+        answer, start = fetched.answer, fetched.start
+        last = max((header.next_offset for header in iterate_whole_headers(answer.records)), default=Offset(start))
+        stop = last if end is None else min(last, end)
+        wanted: list[OffsetRange] = [OffsetRange(start, stop)]
+        if condition is not None:
+            messages = Messages(
+                topic=topic.name,
+                partition=fetched.partition,
+                batches=answer.records,
+                start_offset=start,
+                end_offset=stop,
+                aborted=answer.aborted,
+            )
+            try:
+                evaluated = await self._worker.evaluate(messages, [condition])
+            except CorruptBatch as error:
+                progress.skip(f"{topic.name}-{fetched.partition} from offset {start}: {error}")
+                return Step([], stop)
+            matching = evaluated.offsets[evaluated.matches[0]]
+            wanted = [OffsetRange(offset, offset + 1) for offset in matching.tolist()]
+        if not wanted:
+            return Step([], stop)
+        found, next_offset = await self._records(services, topic, fetched, wanted, progress, limit)
+        return Step(found, stop if next_offset is None else next_offset)
+
+    async def _records(
+        self,
+        services: Services,
+        topic: TopicMetadata,
+        fetched: Fetched,
+        wanted: list[OffsetRange],
+        progress: Progress,
+        limit: int | None,
+    ) -> tuple[list[Found], int | None]:
+        """Read the records at some offsets, ascending; also return where to continue if there are too many."""
+        batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
+        found: list[Found] = []
+        size = at = 0
+        for header in iterate_whole_headers(batches):
+            is_left_out = left_out.holds(header.last_offset, header.attributes, header.producer_id)
+            if is_left_out or header.is_control:
+                continue
+            while at < len(wanted) and wanted[at].end <= header.base_offset:
+                at += 1
+            inside: list[OffsetRange] = []
+            for number in range(at, len(wanted)):
+                if wanted[number].start > header.last_offset:
+                    break
+                inside.append(OffsetRange(wanted[number].start, min(wanted[number].end, header.next_offset)))
+            start = int(header.base_offset)
+            while inside := [OffsetRange(max(one.start, start), one.end) for one in inside if one.end > start]:
+                try:
+                    check_crc(batches, header)
+                    read = await services.reader.read(batches, header, inside, FOUND_BYTES_MAX - size)
+                except CorruptBatch as error:
+                    progress.skip(f"{topic.name}-{fetched.partition} from offset {start}: {error}")
+                    break
+                if read.oversized:
+                    progress.skip(f"{topic.name}-{fetched.partition} at {read.next_offset - 1}: {read.oversized}")
+                for record in read.records:
+                    found.append(Found(fetched.partition, record))
+                    size += message_bytes(record)
+                    if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
+                        return found, record.offset + 1
+                start = read.next_offset
+        return found, None
+
+
+async def compiled(text: str) -> Filter | None:
+    """Compile a filter in a thread, since loading the compiler takes a while; None for an empty one."""
+    return await asyncio.to_thread(_compile, text) if text else None
+
+
+def _compile(text: str) -> Filter:
+    from millstream.protocol.filter.filter import compile_filter
+
+    return compile_filter(text)

@@ -1,0 +1,182 @@
+"""A visit: one request for a page, and what its handler answers with."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlencode
+
+from millstream.client.admin.browse import Right, allowed_rights
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
+from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.api.route import Lane
+from millstream.gateway.api.services import Services
+from millstream.gateway.request_memory import RequestMemory
+
+if TYPE_CHECKING:
+    from millstream.gateway.console.history import History
+    from millstream.gateway.console.search import Searches
+
+PREFIX: Final = "/console"
+PAGE_ROWS: Final = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleSettings:
+    """How a node serves its console."""
+
+    read_only: bool = False
+    session_s: int = 8 * 3600
+    oidc_client_id: str = ""
+    oidc_client_secret_file: str = ""
+    oidc_issuer: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """A validated request for a page."""
+
+    services: Services
+    method: str
+    path: str
+    names: Mapping[str, str]
+    """The names in the path."""
+    query: Mapping[str, str]
+    form: Mapping[str, str]
+    memory: RequestMemory
+    history: History
+    searches: Searches
+    settings: ConsoleSettings
+    principal: str = ""
+    """Who is signed in; empty where everyone may do everything."""
+    can_sign_out: bool = False
+    csrf: str = ""
+    notice: str = ""
+    gone: asyncio.Future[None] | None = None
+    """Done when the browser has disconnected; only for pages that wait."""
+    _rights: dict[Right, bool] = field(default_factory=dict)
+
+    # -- what was asked for ---------------------------------------------------------------------------------
+
+    def text(self, name: str, default: str = "", *, length_max: int = 4096) -> str:
+        """Return a parameter of the query, or a field of the form."""
+        found = (self.form if self.method == "POST" else self.query).get(name, default)
+        if len(found) > length_max:
+            raise invalid(f"{name} has more than {length_max} characters")
+        return found.strip() if name != "value" else found
+
+    def number(self, name: str, default: int, *, low: int = 0, high: int = 2**31 - 1) -> int:
+        """Return a number within bounds."""
+        text = self.text(name)
+        if not text:
+            return default
+        if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+            raise invalid(f"{name} must be a number from {low} to {high}, not {text!r}")
+        return int(text)
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
+        """Return one of some values; the first is the default."""
+        found = self.text(name, allowed[0]) or allowed[0]
+        if found not in allowed:
+            raise invalid(f"{name} must be one of {', '.join(allowed)}, not {found!r}")
+        return found
+
+    def confirm(self, name: str) -> None:
+        """Refuse a destructive change unless its form repeats the name of what it destroys."""
+        if self.text("confirm") != name:
+            raise invalid(f"type {name!r} to confirm; nothing was changed")
+
+    def here(self, **changes: object) -> str:
+        """Return the address of this page with other parameters; None removes one."""
+        query = {**self.query, **{name: str(value) for name, value in changes.items() if value is not None}}
+        for name in [name for name, value in changes.items() if value is None]:
+            query.pop(name, None)
+        kept = {name: value for name, value in query.items() if value != ""}
+        return f"{self.path}?{urlencode(kept)}" if kept else self.path
+
+    # -- what may be done -----------------------------------------------------------------------------------
+
+    async def look_up(self, *asked: Right) -> None:
+        """Look up rights that the page shows things by, in one request."""
+        unknown = [one for one in asked if one not in self._rights]
+        if not unknown:
+            return
+        if not self.principal:
+            self._rights.update(dict.fromkeys(unknown, True))
+            return
+        self._rights.update(zip(unknown, await allowed_rights(self.services.client, unknown), strict=True))
+
+    async def may(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
+        """Return whether the person may do something."""
+        await self.look_up((operation, kind, name))
+        return self._rights[operation, kind, name]
+
+    async def may_change(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> bool:
+        """Return whether to offer a change: the person may do it, and the console is not read-only."""
+        return not self.settings.read_only and await self.may(operation, kind, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, rendered from a template."""
+
+    template: str
+    context: Mapping[str, Any]
+    status: HTTPStatus = HTTPStatus.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A change was made: go to a page, which shows what happened."""
+
+    to: str
+    notice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A stream of text: a file to keep, or events."""
+
+    pieces: AsyncGenerator[bytes, None]
+    content_type: str
+    file_name: str = ""
+
+
+Answer = Page | Done | Download
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRoute:
+    """One method of one path below `/console`."""
+
+    path: str
+    handle: Callable[[Visit], Awaitable[Answer]]
+    method: str = "GET"
+    lane: Lane = Lane.ADMIN
+
+
+def change(path: str, handle: Callable[[Visit], Awaitable[Answer]]) -> PageRoute:
+    """Return the route of a change."""
+    return PageRoute(path=path, handle=handle, method="POST")
+
+
+def address(*parts: object) -> str:
+    """Return the address of a page, with names percent-encoded."""
+    return "/".join([PREFIX, *(quote(str(part), safe="") for part in parts)])
+
+
+def command(*words: object) -> str:
+    """Return the command that does the same as a page, for a shell."""
+    return shlex.join(["millstream", *(str(word) for word in words)])
+
+
+def refuse_read_only() -> Refused:
+    """Refuse a change on a console that only shows."""
+    return Refused(
+        HTTPStatus.FORBIDDEN,
+        "this console is read-only (setting console-read-only); use the command line or the API to change things",
+    )

@@ -1,0 +1,360 @@
+"""The console in a real browser, against a real server: every page and action, hostile content, no scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import quote
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from millstream.client.admin.groups import commit_offsets
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
+from millstream_testing.browser import Watched, chromium, running_browser
+from millstream_testing.server import Server
+
+WAIT_S = 30.0
+expect.set_options(timeout=WAIT_S * 1000)
+AXE = Path(__file__).parent / "axe-core" / "axe.min.js"
+SCREENSHOTS = os.environ.get("CONSOLE_SCREENSHOTS")
+"""A folder for the pictures of docs/console.md; without it none are taken."""
+HOSTILE = "<img src=x onerror=alert(1)>\"'><script>window.pwned=1</script>"
+MESSAGES = {"content-type": "application/vnd.millstream.messages+json"}
+PAGES = (
+    "",
+    "/topics",
+    "/topics/orders",
+    "/topics/orders/messages",
+    "/topics/orders/messages/0/0",
+    "/topics/orders/settings",
+    "/topics/orders/consumers",
+    "/topics/orders/publish",
+    "/subscriptions",
+    "/subscriptions/billing",
+    "/dead-letters",
+    "/dead-letters/billing-dlq",
+    "/groups",
+    "/groups/reporting",
+    "/pipelines",
+    "/cluster",
+    "/transactions",
+    "/clients",
+    "/schemas",
+    "/access",
+)
+
+
+THEMED = ("", "/topics/orders/messages", "/subscriptions/billing", "/dead-letters/billing-dlq")
+"""The pages that are checked in both themes; others have no colours of their own."""
+
+
+class Console(NamedTuple):
+    server: Server
+    browser: Browser
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server.http}/console"
+
+    def api(self) -> httpx.Client:
+        return httpx.Client(base_url=f"http://{self.server.http}/v1", timeout=WAIT_S)
+
+    def page(self, path: str = "", **context: Any) -> Watched:
+        watched = Watched(self.browser.new_context(reduced_motion="reduce", **context).new_page())
+        watched.page.set_default_timeout(WAIT_S * 1000)
+        watched.page.goto(self.url + path)
+        return watched
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    chromium()
+    with Server(tmp_path_factory.mktemp("console") / "data") as server:
+        with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as api:
+            _fill(api)
+        # Before the browser, whose driver has an event loop of its own.
+        asyncio.run(_commit(server.kafka))
+        with running_browser() as browser:
+            yield Console(server, browser)
+
+
+def _fill(api: httpx.Client) -> None:
+    card = {"owner": "team-shop", "description": f"Every order. {HOSTILE}"}
+    assert api.post("/topics", json={"topic": "orders", "partitions": 2, **card}).status_code == 201
+    assert api.post("/topics", json={"topic": "payments"}).status_code == 201
+    for name in ("billing", "shipping"):
+        made = api.post("/subscriptions", json={"name": name, "topics": ["orders"], "start": "start", "attempts": 2})
+        assert made.status_code == 201, made.text
+    orders = [
+        {"json": {"order": number, "total": 100 * number}, "key": f"customer-{number % 3}", "headers": {"region": "eu"}}
+        for number in range(60)
+    ]
+    assert api.post("/topics/orders/messages", content=json.dumps({"messages": orders}), headers=MESSAGES).is_success
+    pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 12, "wait_ms": 20_000}).json()["messages"]
+    reject = [{"lease": one["lease"], "reason": f"card declined {HOSTILE}"} for one in pulled[:4]]
+    reject += [{"lease": one["lease"], "reason": "the bank did not answer"} for one in pulled[4:7]]
+    accept = [one["lease"] for one in pulled[7:9]]
+    settled = api.post("/subscriptions/billing/messages:settle", json={"reject": reject, "accept": accept})
+    assert settled.is_success, settled.text
+
+
+async def _commit(kafka: str) -> None:
+    async with Client.connect(kafka, client_id=HOSTILE) as client:
+        await commit_offsets(client, "reporting", {TopicPartition("orders", PartitionIndex(0)): 5})
+
+
+def _picture(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        page.screenshot(path=f"{SCREENSHOTS}/console-{name}.png")
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_navigation_opens_every_page(console: Console) -> None:
+    watched = console.page()
+    page = watched.page
+    for name in ("Topics", "Subscriptions", "Dead letters", "Groups", "Pipelines", "Cluster", "Overview"):
+        page.get_by_role("link", name=name, exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        expect(page.get_by_role("navigation", name="Main").locator("[aria-current]")).to_have_text(name)
+    assert watched.problems == []
+
+
+def test_pages_are_accessible_fit_on_a_phone_and_run_nothing_of_others(console: Console) -> None:
+    watched = console.page()
+    page = watched.page
+    axe = AXE.read_text(encoding="utf-8")
+    for path in PAGES:
+        page.set_viewport_size({"width": 1280, "height": 800})
+        answer = page.goto(console.url + path)
+        assert answer is not None
+        assert answer.status == 200, (path, answer.text())
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        page.evaluate(axe)
+        for scheme in ("light", "dark") if path in THEMED else ("light",):
+            page.emulate_media(color_scheme=cast("Any", scheme))
+            found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})")
+            violations = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found["violations"]]
+            assert violations == [], (path, scheme, violations)
+        page.set_viewport_size({"width": 390, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
+        assert page.evaluate("window.pwned") is None
+    assert watched.problems == []
+
+
+def test_pages_can_be_read_without_scripts(console: Console) -> None:
+    page = console.page("/topics", java_script_enabled=False).page
+    page.get_by_label("Search by name").fill("pay")
+    page.get_by_role("button", name="Search").click()
+    expect(page.get_by_role("rowheader")).to_have_text(["payments"])
+    page.goto(f"{console.url}/topics/orders")
+    page.get_by_role("link", name="Messages", exact=True).click()
+    page.get_by_label("Filter").fill("payload.total = 700")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("#rows tr")).to_have_count(1)
+
+
+def test_topics_are_searched_as_one_types(console: Console) -> None:
+    watched = console.page("/topics")
+    watched.page.get_by_label("Search by name").press_sequentially("orde")
+    expect(watched.page.get_by_role("rowheader")).to_have_text(["orders"])
+    assert "search=orde" in watched.page.url
+    _picture(watched.page, "topics")
+    assert watched.problems == []
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) -> None:
+    watched = console.page("/topics/orders/messages")
+    page = watched.page
+    page.get_by_label("Filter").fill("payload.total >= 5500 AND headers['region'] = 'eu'")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("#rows tr")).to_have_count(5)
+    expect(page.locator("#rows")).to_contain_text('{"order": 59, "total": 5900}')
+    _picture(page, "messages")
+    page.get_by_label("Filter").fill("payload.total >=")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_role("alert")).to_be_visible()
+    page.goto(f"{console.url}/topics/orders/messages?key=customer-1&filter=payload.total+<+500")
+    expect(page.locator("#rows tr")).to_have_count(2)
+    assert watched.problems == []
+
+
+def test_hostile_messages_are_shown_as_text(console: Console) -> None:
+    with console.api() as api:
+        made = api.post("/subscriptions", json={"name": HOSTILE, "topics": ["hostile"]})
+        assert made.status_code == 201, made.text
+        hostile = {"value": HOSTILE, "key": HOSTILE, "headers": {"x": HOSTILE}}
+        sent = api.post("/topics/hostile/messages", content=json.dumps({"messages": [hostile]}), headers=MESSAGES)
+        assert sent.is_success, sent.text
+    watched = console.page("/topics/hostile/messages")
+    page = watched.page
+    expect(page.locator("#rows")).to_contain_text(HOSTILE)
+    page.locator("#rows a").click()
+    expect(page.locator("#value")).to_have_text(HOSTILE)
+    for path in (
+        "",
+        "/subscriptions",
+        f"/subscriptions/{quote(HOSTILE, safe='')}",
+        "/clients?all=1",
+        "/topics/hostile/consumers",
+    ):
+        page.goto(console.url + path)
+    page.goto(f"{console.url}/topics?search={quote(HOSTILE)}")
+    expect(page.locator("#list")).to_contain_text(HOSTILE)
+    assert page.evaluate("window.pwned") is None
+    assert watched.problems == []
+
+
+def test_a_published_message_arrives_in_the_live_tail(console: Console) -> None:
+    following = console.page("/topics/payments/messages")
+    following.page.get_by_role("button", name="Live tail").click()
+    expect(following.page.get_by_role("button", name="Stop the tail")).to_be_visible()
+    watched = console.page("/topics/payments/publish")
+    page = watched.page
+    page.get_by_label("Value", exact=True).fill('{"payment": 1}')
+    page.get_by_label("Key").fill("customer-1")
+    page.get_by_label("Headers").fill("region: eu")
+    page.get_by_label("Publish to payments").check()
+    page.get_by_role("button", name="Publish").click()
+    expect(page.get_by_role("status")).to_contain_text("millstream publish payments --key customer-1")
+    expect(page.locator("#value")).to_contain_text('"payment": 1')
+    expect(page.get_by_text("customer-1").first).to_be_visible()
+    expect(following.page.locator("#rows")).to_contain_text('{"payment": 1}')
+    assert watched.problems + following.problems == []
+
+
+def test_messages_are_downloaded_as_lines(console: Console) -> None:
+    with httpx.Client(timeout=WAIT_S) as client:
+        answer = client.get(f"{console.url}/topics/orders/download", params={"filter": "payload.total > 5000"})
+    assert "attachment" in answer.headers["content-disposition"]
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert sorted(line["json"]["order"] for line in lines) == list(range(51, 60))
+
+
+# -- the story -------------------------------------------------------------------------------------------------------
+
+
+def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Console) -> None:
+    with console.api() as api:
+        assert api.post("/subscriptions/billing/pause").is_success
+    watched = console.page()
+    page = watched.page
+    _picture(page, "overview")
+    expect(page.get_by_text("billing is paused")).to_be_visible()
+    page.get_by_role("link", name="Resume it").click()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.get_by_role("status")).to_contain_text("millstream subscription resume billing")
+    _picture(page, "subscription")
+    page.get_by_role("link", name="Dead letters", exact=True).click()
+    page.get_by_role("link", name="billing-dlq").click()
+    _picture(page, "dead-letters")
+    page.get_by_role("link", name="the bank did not answer").first.click()
+    page.get_by_text("Redrive 3 letters").click()
+    page.get_by_role("button", name="Redrive").click()
+    expect(page.get_by_role("status")).to_contain_text("3 messages delivered again (3 to billing)")
+    expect(page.get_by_role("status")).to_contain_text("millstream dlq redrive billing-dlq --filter")
+    expect(page.get_by_role("rowheader")).to_have_text([f"card declined {HOSTILE}"])
+    page.get_by_text("Delete 4 letters").click()
+    page.get_by_label("to confirm").fill("something else")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("alert")).to_contain_text("nothing was changed")
+    page.go_back()
+    page.get_by_text("Delete 4 letters").click()
+    page.get_by_label("to confirm").fill("billing-dlq")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_contain_text("4 dead letters deleted")
+    assert watched.problems == []
+
+
+def test_who_holds_a_message_is_shown_there_and_on_its_page(console: Console) -> None:
+    with console.api() as api:
+        wanted = {"max": 1, "wait_ms": 20_000, "worker": "slow-worker"}
+        (held,) = api.post("/subscriptions/shipping/messages:pull", json=wanted).json()["messages"]
+        watched = console.page("/subscriptions/shipping")
+        page = watched.page
+        expect(page.get_by_text("http/slow-worker")).to_be_visible()
+        page.get_by_role("link", name=f"orders/{held['partition']}@{held['offset']}").click()
+        row = page.get_by_role("row").filter(has_text="shipping")
+        expect(row).to_contain_text("leased")
+        expect(row).to_contain_text("slow-worker")
+        _picture(page, "message")
+        api.post("/subscriptions/shipping/messages:settle", json={"accept": [held["lease"]]})
+    assert watched.problems == []
+
+
+def test_a_seek_shows_what_it_does_before_it_does_it(console: Console) -> None:
+    watched = console.page("/subscriptions/shipping")
+    page = watched.page
+    page.get_by_text("Deliver messages again, or skip ahead").click()
+    page.get_by_label("Continue at").fill("end")
+    page.get_by_role("button", name="Show what happens").click()
+    expect(page.locator("#seek")).to_contain_text("skipped")
+    page.locator("#seek").get_by_label("to confirm").fill("shipping")
+    page.locator("#seek").get_by_role("button", name="Seek").click()
+    expect(page.get_by_role("status")).to_contain_text("millstream subscription seek shipping --to end")
+    with console.api() as api:
+        assert sum(one["backlog"] for one in api.get("/subscriptions/shipping").json()["queues"]) == 0
+    assert watched.problems == []
+
+
+def test_a_group_is_reset_after_a_preview(console: Console) -> None:
+    watched = console.page("/groups/reporting")
+    page = watched.page
+    page.get_by_text("Reset offsets").first.click()
+    page.get_by_label("Continue at").fill("start")
+    page.get_by_role("button", name="Show what happens").click()
+    page.locator("#reset").get_by_label("to confirm").fill("reporting")
+    page.locator("#reset").get_by_role("button", name="Reset offsets").click()
+    expect(page.get_by_role("status")).to_contain_text("millstream group reset reporting --to start")
+    with console.api() as api:
+        assert api.get("/groups/reporting").json()["offsets"][0]["committed"] == 0
+    assert watched.problems == []
+
+
+def test_topics_are_created_changed_and_deleted(console: Console) -> None:
+    watched = console.page("/topics")
+    page = watched.page
+    page.get_by_text("Create a topic").click()
+    page.get_by_label("Name", exact=True).fill("parcels")
+    page.get_by_role("button", name="Create topic").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("parcels")
+    page.get_by_role("link", name="Settings", exact=True).click()
+    page.get_by_text("Change a setting").click()
+    page.get_by_label("Setting", exact=True).select_option("retention.ms")
+    page.get_by_label("Value", exact=True).fill("60000")
+    page.get_by_role("button", name="Change setting").click()
+    expect(page.get_by_role("row").filter(has_text="retention.ms").first).to_contain_text("60000")
+    page.get_by_role("link", name="Partitions", exact=True).click()
+    page.get_by_text("Delete this topic").click()
+    page.get_by_label("to confirm").fill("parcels")
+    page.get_by_role("button", name="Delete topic").click()
+    expect(page.get_by_role("status")).to_contain_text("Topic parcels is deleted")
+    assert watched.problems == []
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_form_of_another_site_changes_nothing(console: Console) -> None:
+    with httpx.Client(timeout=WAIT_S) as client:
+        address = f"{console.url}/subscriptions/billing/pause"
+        assert client.post(address, data={"csrf": "0" * 64}).status_code == 403
+        own = client.get(f"{console.url}/topics")
+        assert "httponly" in own.headers["set-cookie"].lower()
+        assert "samesite=strict" in own.headers["set-cookie"].lower()
+        assert client.post(address, data={"csrf": "0" * 64}).status_code == 403
+        assert client.post(address, data={}, headers={"origin": "https://evil.example"}).status_code == 403
+        assert client.get(f"{console.url}/nowhere").status_code == 404
+        assert client.get(f"{console.url}/static/..%2fapp.py").status_code == 404

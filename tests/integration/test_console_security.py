@@ -1,0 +1,265 @@
+"""Signing in to the console: passwords, tokens, OpenID Connect; what a person may not do; read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+
+import httpx
+import pytest
+
+from millstream.client.admin.security import put_user
+from millstream.core import acl
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream_testing.security import AUDIENCE, Certificates, Issuer, declare_security
+from millstream_testing.server import Server
+
+WAIT_S = 60.0
+PASSWORDS = {"admin": "admin-password", "alice": "alice-password", "bob": "bob-password"}
+CLIENT_ID = "millstream-console"
+
+
+class Provider:
+    """An OpenID provider that signs everyone in as alice, and insists on PKCE."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self._codes: dict[str, dict[str, str]] = {}
+        provider = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                url = urlsplit(self.path)
+                if url.path == "/.well-known/openid-configuration":
+                    self._say(provider.document())
+                    return
+                self.send_response(302)
+                self.send_header("location", provider.authorize(dict(parse_qsl(url.query))))
+                self.end_headers()
+
+            def do_POST(self) -> None:
+                form = dict(parse_qsl(self.rfile.read(int(self.headers["content-length"])).decode()))
+                self._say(provider.tokens(form))
+
+            def _say(self, document: dict[str, Any]) -> None:
+                body = json.dumps(document).encode()
+                self.send_response(400 if "error" in document else 200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                return
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def document(self) -> dict[str, Any]:
+        ends = {"authorization_endpoint": f"{self.url}/authorize", "token_endpoint": f"{self.url}/token"}
+        return {"issuer": self.url, **ends}
+
+    def authorize(self, asked: dict[str, str]) -> str:
+        code = f"code-{len(self._codes)}"
+        self._codes[code] = asked
+        return f"{asked['redirect_uri']}?{urlencode({'code': code, 'state': asked['state']})}"
+
+    def tokens(self, form: dict[str, str]) -> dict[str, Any]:
+        asked = self._codes.pop(form["code"], None)
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=")
+        if asked is None or asked["code_challenge"] != challenge.decode() or asked["client_id"] != CLIENT_ID:
+            return {"error": "invalid_grant"}
+        access = self._issuer.token("alice", iss=self.url)
+        identity = self._issuer.token("alice", iss=self.url, aud=CLIENT_ID, nonce=asked["nonce"])
+        return {"access_token": access, "id_token": identity, "token_type": "Bearer"}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Guarded(NamedTuple):
+    server: Server
+    certificates: Certificates
+    issuer: Issuer
+    provider: Provider
+
+    def client(self, **more: Any) -> httpx.Client:
+        tls = client_tls(self.certificates.ca)
+        return httpx.Client(base_url=f"https://{self.server.http}", verify=tls, timeout=WAIT_S, **more)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded-console")
+    certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
+    provider = Provider(issuer)
+    rules = frozenset(
+        acl.Acl(
+            resource_type=kind,
+            resource_name="alice",
+            pattern=acl.PatternType.PREFIXED,
+            principal=principal,
+            operation=acl.Operation.ALL if principal != "User:bob" else acl.Operation.READ,
+        )
+        for principal in ("User:alice", "User:oauth:alice", "User:bob")
+        for kind in (acl.ResourceType.TOPIC, acl.ResourceType.GROUP)
+    )
+    declare_security(folder / "data", PASSWORDS, rules)
+    settings = {
+        "auth": "required",
+        "tls-cert": certificates.node,
+        "tls-key": certificates.node_key,
+        "super-users": "admin",
+        "oauth-jwks": issuer.jwks,
+        "oauth-issuer": provider.url,
+        "oauth-audience": AUDIENCE,
+        "console-oidc-client-id": CLIENT_ID,
+    }
+    try:
+        with Server(folder / "data", settings=settings) as server:
+            found = Guarded(server, certificates, issuer, provider)
+            with found.client(auth=("admin", "admin-password")) as admin:
+                for topic in ("alice-orders", "secret"):
+                    assert admin.post("/v1/topics", json={"topic": topic}).status_code == 201
+                made = admin.post("/v1/subscriptions", json={"name": "alice-billing", "topics": ["alice-orders"]})
+                assert made.status_code == 201, made.text
+            yield found
+    finally:
+        provider.close()
+
+
+def _token(page: httpx.Response) -> str:
+    found = re.search(r'name="csrf" value="(\w+)"', page.text)
+    assert found is not None, page.text
+    return found[1]
+
+
+def sign_in(client: httpx.Client, user: str, form: dict[str, str] | None = None) -> httpx.Response:
+    page = client.get("/console/login")
+    given = {"user": user, "password": PASSWORDS[user]} if form is None else form
+    return client.post("/console/login", data={"csrf": _token(page), **given})
+
+
+def test_a_person_signs_in_sees_what_it_may_and_signs_out(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        refused = client.get("/console/topics?search=a")
+        assert refused.status_code == 303
+        assert refused.headers["location"] == "/console/login?next=%2Fconsole%2Ftopics%3Fsearch%3Da"
+        page = client.get(refused.headers["location"])
+        form = {"csrf": _token(page), "user": "alice", "password": "alice-password", "next": "/console/topics?search=a"}
+        answer = client.post("/console/login", data=form)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/console/topics?search=a")
+        cookie = answer.headers["set-cookie"]
+        assert cookie.startswith("__Host-millstream-session=")
+        assert {"HttpOnly", "SameSite=Strict", "Secure", "Path=/"} <= set(cookie.split("; "))
+        topics = client.get("/console/topics")
+        assert "alice-orders" in topics.text
+        assert "secret" not in topics.text
+        assert client.get("/console/topics/secret/messages").status_code == 403
+        assert client.get("/console/cluster").status_code == 403
+        assert client.get("/console").status_code == 200
+        stolen = dict(client.cookies)
+        out = client.post("/console/logout", data={"csrf": _token(topics)})
+        assert out.headers["location"] == "/console/login"
+        assert client.get("/console/topics").status_code == 303
+        assert "__Host-millstream-session" in stolen
+
+
+@pytest.mark.parametrize("form", [{"user": "alice", "password": "wrong"}, {"token": "mst_wrong.wrong"}, {}])
+def test_who_proves_nothing_is_not_signed_in(guarded: Guarded, form: dict[str, str]) -> None:
+    with guarded.client() as client:
+        answer = sign_in(client, "alice", form)
+        assert answer.status_code == 401
+        assert 'role="alert"' in answer.text
+        assert client.get("/console/topics").status_code == 303
+        client.cookies.set("__Host-millstream-session", base64.urlsafe_b64encode(b"x" * 200).decode())
+        assert client.get("/console/topics").status_code == 303
+        assert client.post("/console/login", data={"user": "alice", "password": "alice-password"}).status_code == 403
+
+
+def test_a_link_leads_nowhere_else_after_signing_in(guarded: Guarded) -> None:
+    for to in ("https://evil.example/", "//evil.example", "/console/../v1/topics\\evil", "/v1/topics"):
+        with guarded.client() as client:
+            page = client.get("/console/login", params={"next": to})
+            form = {"csrf": _token(page), "user": "alice", "password": "alice-password", "next": to}
+            assert client.post("/console/login", data=form).headers["location"] == "/console"
+
+
+def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -> None:
+    with guarded.client() as alice, guarded.client() as bob:
+        assert sign_in(alice, "alice").status_code == 303
+        assert sign_in(bob, "bob").status_code == 303
+        offered, shown = (one.get("/console/subscriptions/alice-billing") for one in (alice, bob))
+        assert "Pause" in offered.text
+        assert "Delete this subscription" in offered.text
+        assert "Pause" not in shown.text
+        assert "Delete this subscription" not in shown.text
+        address = "/console/subscriptions/alice-billing/pause"
+        assert bob.post(address, data={"csrf": _token(shown)}).status_code == 403
+        assert alice.post(address, data={"csrf": _token(shown)}).status_code == 403, "another session's form"
+        assert alice.post(address, data={"csrf": _token(offered)}).status_code == 303
+        resumed = alice.post(address.replace("pause", "resume"), data={"csrf": _token(offered)})
+        assert resumed.status_code == 303
+        assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
+
+
+def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        assert "Sign in with your organization" in client.get("/console/login").text
+        begun = client.get("/console/oidc?next=/console/topics")
+        assert begun.status_code == 303
+        asked = parse_qs(urlsplit(begun.headers["location"]).query)
+        assert asked["code_challenge_method"] == ["S256"]
+        assert "SameSite=Lax" in begun.headers["set-cookie"]
+        with httpx.Client() as elsewhere:
+            back = elsewhere.get(begun.headers["location"]).headers["location"]
+        with guarded.client() as other:
+            assert other.get(back).status_code == 422, "the answer is for another browser"
+        signed_in = client.get(back)
+        assert signed_in.status_code == 200
+        assert 'url=/console/topics"' in signed_in.text
+        assert "User:oauth:alice" in client.get("/console/topics").text
+        assert client.get(back).status_code in (403, 422, 502), "a code works once"
+
+
+def test_another_password_ends_the_session(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        assert sign_in(client, "bob").status_code == 303
+        assert client.get("/console/topics").status_code == 200
+        async def change() -> None:
+            credentials = Credentials(tls=client_tls(guarded.certificates.ca), user="admin", password="admin-password")
+            async with Client.connect(guarded.server.kafka, credentials=credentials) as admin:
+                await put_user(admin, "bob", "another-password")
+
+        asyncio.run(change())
+        # A gateway remembers an answer of its node for a while; connections of the old password are closed at once.
+        assert client.get("/console/topics").status_code in (303, 401)
+
+
+def test_a_read_only_console_changes_nothing(tmp_path: Path) -> None:
+    with (
+        Server(tmp_path / "data", settings={"console-read-only": "true"}) as server,
+        httpx.Client(base_url=f"http://{server.http}", timeout=WAIT_S) as client,
+    ):
+        client.post("/v1/topics/orders/messages", content="1")
+        page = client.get("/console/topics")
+        assert "Read-only" in page.text
+        assert "Create a topic" not in page.text
+        assert client.get("/console/topics/orders/publish").text.count("<textarea") == 0
+        refused = client.post("/console/topics", data={"name": "new"})
+        assert refused.status_code == 403
+        assert "console-read-only" in refused.text
