@@ -9,8 +9,8 @@ import msgspec
 
 from millstream.protocol.private.message import Response
 
-TOPICS_KEY: Final = 32100
-RIGHTS_KEY: Final = 32101
+TOPICS_KEY: Final = 32190
+RIGHTS_KEY: Final = 32191
 
 BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES = "name", "partitions", "records", "bytes"
 ORDERS: Final = (BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES)
