@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -40,11 +40,14 @@ class Watched:
         self.page = page
         self.problems: list[str] = []
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on("console", self._note)
 
-    def _note(self, message: object) -> None:
-        kind, text = getattr(message, "type", ""), getattr(message, "text", "")
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _note(self, message: ConsoleMessage) -> None:
         # A status of a page that the test asks for is no error of the page.
-        if kind == "error" and "Failed to load resource" not in text:
-            self.problems.append(f"console: {text}")
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.problems.append(f"console: {message.text}")

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from millstream.client.admin.groups import commit_offsets
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.browser import Watched, chromium, running_browser
 from millstream_testing.server import Server
 

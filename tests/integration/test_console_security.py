@@ -240,6 +240,7 @@ def test_another_password_ends_the_session(guarded: Guarded) -> None:
     with guarded.client() as client:
         assert sign_in(client, "bob").status_code == 303
         assert client.get("/console/topics").status_code == 200
+
         async def change() -> None:
             credentials = Credentials(tls=client_tls(guarded.certificates.ca), user="admin", password="admin-password")
             async with Client.connect(guarded.server.kafka, credentials=credentials) as admin:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from millstream.client.admin.groups import (
-    commit_offsets,
     delete_group,
     describe_group,
     group_document,
     group_summaries,
-    list_groups,
     plan_reset,
     progress_of,
 )
@@ -18,6 +16,7 @@ from millstream.client.admin.position import parse_position
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.protocol.wire.group_offsets import commit_offsets, list_groups
 
 _GROUP: Final = ResourceType.GROUP
 

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from millstream.client.admin.browse import topics_page
 from millstream.client.admin.dead_letter import check_no_open_letters
-from millstream.client.admin.groups import committed_by_group, list_groups
 from millstream.client.admin.subscriptions import summary_of
 from millstream.client.admin.topic_notes import change_notes, deletion_notes, pipelines_reading
 from millstream.client.admin.topics import (
@@ -39,6 +38,7 @@ from millstream.gateway.console.visit import (
 )
 from millstream.protocol.private.browse_messages import ORDERS
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.group_offsets import committed_by_group, list_groups
 
 GROUPS_MAX: Final = 1000
 """Groups whose offsets a topic's page looks at."""
