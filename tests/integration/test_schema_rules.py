@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.schema_registry import SchemaRegistryClient, header_schema_id_serializer
@@ -174,6 +175,37 @@ def test_a_client_library_reports_the_refusal(
     producer.produce(topic, b"no schema", on_delivery=lambda error, _message: outcomes.append(error))
     assert producer.flush(30) == 0
     assert outcomes[1] is None
+
+
+def test_batches_that_decompress_to_much_cost_bounded_memory_and_hold_up_nobody(
+    server: Server, millstream: CommandLine, registry: Any, topic: str
+) -> None:
+    rule(millstream, topic, validate="content")
+    (good,) = avro(registry, topic, 1)
+    plain = f"{topic}-plain"
+    assert millstream("topic", "create", plain, "--partitions", "1").code == 0
+    # 40 MiB is below the node's limit for decompressed batches, 80 MiB is beyond it.
+    large = [NewRecord(None, good[:5] + bytes(1024 * 1024), (), 1)] * 40
+    process = psutil.Process(server.pid)
+
+    async def run() -> tuple[list[BaseException | object], int]:
+        async with Client.connect(server.kafka, client_id="test", timeout_s=60) as client:
+            batches = [bytes(encode_batch(large * times, compression=COMPRESSION_ZSTD)) for times in (1, 2)]
+            heavy = [asyncio.ensure_future(client.produce(topic, 0, bytearray(one))) for one in batches * 3]
+            quick = 0
+            async with Client.connect(server.kafka, client_id="other", timeout_s=60) as other:
+                while not all(one.done() for one in heavy):
+                    await other.produce(plain, 0, encode_batch([NewRecord(None, b"x", (), 1)]))
+                    quick += 1
+            return await asyncio.gather(*heavy, return_exceptions=True), quick
+
+    before = process.memory_info().rss
+    outcomes, quick = asyncio.run(run())
+    assert all(isinstance(one, InvalidBatch) for one in outcomes), outcomes
+    # Others are served all the time, and the broker itself never holds what was decompressed.
+    assert quick > len(outcomes)
+    assert process.memory_info().rss - before < 200 * 1024 * 1024
+    assert send(server, topic, [good]) == 0
 
 
 def test_the_rule_is_shown_and_removed(millstream: CommandLine, topic: str) -> None:

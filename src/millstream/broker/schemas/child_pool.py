@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import IO, Final, NamedTuple
 
 from millstream.core.errors import QuotaExceeded
+from millstream.protocol.records.compression import DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE
 
 LENGTH_BYTES: Final = 4
 WORKERS_MAX: Final = 2
@@ -29,7 +30,10 @@ IDLE_S: Final = 60.0
 """How long a process without work is kept."""
 MEMORY_BYTES_MAX: Final = 1 << 30
 _CHILD_ANSWER_S_MAX: Final = 30.0
-_ENVIRONMENT: Final = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
+_ENVIRONMENT: Final = (
+    *("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV"),
+    *(DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE),
+)
 
 
 class ChildTimedOut(Exception):

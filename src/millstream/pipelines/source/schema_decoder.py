@@ -21,6 +21,7 @@ from millstream.client.admin.schemas import SchemaClient
 from millstream.client.schemas import RegisteredCodec, codecs_of
 from millstream.core.errors import InvalidSetting, MillstreamError, SchemaMismatch, SchemaRegistryError
 from millstream.core.topic import SCHEMA_VALUE
+from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import ReadOptions
 from millstream.protocol.private.schema_messages import GetSubject
@@ -166,7 +167,8 @@ def payload_fields_of(options: ReadOptions) -> pa.Schema:
         raise InvalidSetting("decode=schema with a pattern needs the option schemaSubject, or a schema of the query")
     topics = options.subscribe or tuple(options.assign or ())
     found: list[pa.Schema] = link.call(_fields_of(link.client, topics, options.subject))
-    return _merged(found)
+    # A field that every version has as null could be anything.
+    return pa.schema([one for one in joined_schemas(found) if not pa.types.is_null(one.type)])
 
 
 async def _fields_of(client: Client, topics: Sequence[str], subject: str | None) -> list[pa.Schema]:
@@ -186,33 +188,6 @@ async def _subject_of(client: Client, topic: str) -> str:
     """The subject that a topic's rule names, or the one that serialisers use."""
     rule = (await topic_configs(client, topic)).get(SCHEMA_VALUE)
     return (rule.value if rule is not None else None) or f"{topic}-value"
-
-
-def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The fields of several versions; one that has several types is text, numbers are double."""
-    merged: dict[str, pa.Field] = {}
-    for one in (each for schema in schemas for each in schema):
-        known = merged.setdefault(one.name.lower(), one)
-        merged[one.name.lower()] = known.with_type(_merged_type(known.type, one.type))
-    return pa.schema([one.with_type(_without_null(one.type)) for one in merged.values()])
-
-
-def _merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if pa.types.is_struct(one) and pa.types.is_struct(other):
-        return pa.struct(list(_merged([pa.schema(list(one)), pa.schema(list(other))])))
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return _list(_merged_type(one.value_type, other.value_type))
-    if {one, other} == {pa.int64(), pa.float64()}:
-        return pa.float64()
-    return pa.string()
-
-
-def _without_null(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if pa.types.is_null(kind) else kind
 
 
 def encode_values(link: Link, subject: str, batch: pa.RecordBatch) -> pa.RecordBatch:
