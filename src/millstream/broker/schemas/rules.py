@@ -7,6 +7,7 @@ and so does a batch that fails, to name the records at fault; the connection tha
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -29,6 +30,8 @@ from millstream.protocol.records.batch import (
 )
 from millstream.protocol.schemas.formats import COMPILED
 from millstream.protocol.schemas.record_check import FEW_RECORDS, KEY, VALUE, FieldRule, check_ids, have_known_ids
+
+_logger = logging.getLogger(__name__)
 
 MODULE: Final = "millstream.broker.schemas.record_worker"
 RULES_MAX: Final = 4096
@@ -108,7 +111,7 @@ class SchemaRules:
 
     async def check(self, records: Buffer, settings: TopicSettings) -> None:
         """Raise `InvalidBatch` with the records at fault unless a batch conforms to its topic's rule."""
-        if not self._is_compiled:
+        if not self._is_compiled and not self._rule(settings).checks_content:
             await self._compile()
         if self.conforms(records, settings):
             return
@@ -122,11 +125,10 @@ class SchemaRules:
         for _round in range(ROUNDS_MAX):
             rule = self._rule(settings)
             wrong = await self._ask(bytes(records), rule)
-            before = self._registry.last_change
             if wrong:
                 # Another node may have registered the schema.
                 await self._registry.load()
-            if not wrong or self._registry.last_change == before:
+            if not wrong or self._registry.last_change == rule.change:
                 break
         self.checked_in_child += 1
         if wrong:
@@ -187,11 +189,19 @@ class SchemaRules:
         return FieldRule(subject=subject, context=context, guids=guids)
 
     async def _compile(self) -> None:
-        """Load the compiled code in a thread, once: it takes a while."""
+        """Load the compiled code in a thread, once: it takes a while. Where that fails, children check all batches."""
         if self._compiling is None:
             self._compiling = asyncio.ensure_future(asyncio.to_thread(_warm_up))
-        await asyncio.shield(self._compiling)
-        self._is_compiled = True
+            self._compiling.add_done_callback(self._compiled_or_not)
+        await asyncio.wait([self._compiling])
+
+    def _compiled_or_not(self, compiling: asyncio.Task[None]) -> None:
+        if compiling.cancelled():
+            return
+        error = compiling.exception()
+        self._is_compiled = error is None
+        if error is not None:
+            _logger.warning("schema ids are checked in child processes only", extra={"reason": repr(error)})
 
 
 def _warm_up() -> None:

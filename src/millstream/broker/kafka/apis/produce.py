@@ -256,7 +256,9 @@ class Produce:
             # It is refused when it is appended.
             return False
         settings = partition.log.settings
-        return settings.validates_schemas and not self._rules.conforms(portion.records, settings)
+        if not (settings.validates_schemas and partition.is_leader):
+            return False
+        return not self._rules.conforms(portion.records, settings)
 
     def _answer(
         self,
