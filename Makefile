@@ -18,6 +18,7 @@ SIMULATE_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -101,6 +102,9 @@ bench-compare: $(DEV_STAMP) ## Measure the CPU seconds of two versions, interlea
 
 bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost per message (seconds)
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)
+
+bench-ledger: $(DEV_STAMP) ## Measure what a ledger costs the broker, and an audit of 100 million deliveries (10 minutes; BENCH_ARGS="--only cost": 3)
+	@$(BIN)/python -m benchmarks.ledger $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
 	@$(BIN)/python -m trials.kill_trial

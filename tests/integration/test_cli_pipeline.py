@@ -196,7 +196,7 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
         assert (refused.status_code, "nothing to change" in refused.json()["detail"]) == (422, True)
     assert http.post("/pipelines", json={"name": "x", "kind": "land"}).status_code == 422
     refused = http.post("/pipelines", json={"name": "x", "kind": "lnad"})
-    assert refused.json()["detail"].endswith("the kinds are: land, transform, route; did you mean 'land'?")
+    assert refused.json()["detail"].endswith("the kinds are: land, transform, route, job, ledger; did you mean 'land'?")
     refused = http.post("/pipelines", json={"name": "x", "kind": "land", "settings": {"every.ms": [1]}})
     assert (refused.status_code, "the setting 'every.ms'" in refused.json()["detail"]) == (422, True)
     assert http.post("/pipelines/none/start").status_code == 404

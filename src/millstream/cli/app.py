@@ -37,6 +37,7 @@ ORDER = (
     "group",
     "subscription",
     "dlq",
+    "audit",
     "schema",
     "pipeline",
     "mirror",

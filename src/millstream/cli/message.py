@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from millstream.cli.connection import ask, complete_topics
+from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
+from millstream.cli.pipeline_options import Lake
 
 if TYPE_CHECKING:
     from millstream.client.admin.messages import StoredMessage
@@ -58,27 +60,76 @@ def trace(
     position: Annotated[
         str,
         typer.Argument(
-            metavar="TOPIC/PARTITION/OFFSET",
-            help="The position of the message, or its id if that is a position.",
+            metavar="TOPIC/PARTITION/OFFSET|ID",
+            help="The position of the message; or its id, with --topic and --since.",
             show_default=False,
         ),
     ],
+    topic: Annotated[
+        str | None,
+        typer.Option(
+            "--topic",
+            autocompletion=complete_topics,
+            metavar="TOPIC",
+            help="The topic in which to look for an id.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="TIME", help="Where to start looking for an id.", show_default=False),
+    ] = None,
+    until: Annotated[
+        str, typer.Option("--until", metavar="TIME", help="Where to stop looking for an id.", show_default=False)
+    ] = "end",
+    lake: Lake = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show what became of a message in every subscription of its topic."""
+    """Show what became of a message in every subscription of its topic, from the broker and from the ledger."""
+    if (topic is None) != (since is None):
+        raise typer.BadParameter("an id is looked for in a --topic from a time on: --since")
 
-    async def question(client: Client) -> dict[str, Any]:
-        from millstream.client.admin.message_trace import trace_message
+    async def question(client: Client) -> list[dict[str, Any]]:
+        from millstream.client.admin.message_trace import find_by_id, trace_at, trace_message
 
-        return await trace_message(client, position)
+        if topic is None or since is None:
+            return [await trace_message(client, position)]
+        return [await trace_at(client, place) for place in await find_by_id(client, position, topic, since, until)]
 
-    document = ask(brokers, timeout, question)
-    if as_json:
-        print_json(document)
-    else:
-        _print_trace(document)
+    documents = [_with_history(one, brokers, timeout, lake) for one in ask(brokers, timeout, question)]
+    if not documents:
+        raise CommandFailed(f"topic {topic!r} has no message {position!r} in this time", ExitCode.NOT_FOUND)
+    for document in documents:
+        if as_json:
+            print_json(document)
+        else:
+            _print_trace(document)
+
+
+def _with_history(document: dict[str, Any], brokers: str, timeout: float, lake: str | None) -> dict[str, Any]:
+    """Complete a trace from the ledger's table if the broker does not know everything, and if the table is at hand."""
+    lives = document["subscriptions"]
+    needed = any(one["ledger"] and not one["is_complete"] for one in lives) or document["published_ms"] is None
+    if lake is None and not needed:
+        return document
+    from millstream.cli.audit import find_lake
+
+    try:
+        place, _pipeline = find_lake(brokers, timeout, lake)
+        # Imported on use: the table's reader is installed with Spark.
+        from millstream.pipelines.jobs.ledger.history import add_history
+
+        return add_history(document, place)
+    except (ImportError, CommandFailed) as missing:
+        note = f"the ledger's table cannot be read here: {missing}"
+    if lake is not None:
+        raise CommandFailed(note)
+    for one in lives:
+        if one["ledger"] and not one["is_complete"]:
+            one["unknown"] = f"{one['unknown']}; {note}"
+    return document
 
 
 def _print_trace(document: dict[str, Any]) -> None:

@@ -196,6 +196,23 @@ def job(
     _create(name, PipelineKind.JOB, flags, _How(stopped, if_missing, as_json, brokers, timeout))
 
 
+@app.command("ledger")
+def ledger(
+    name: Name,
+    lake: Lake = None,
+    every: EverySeconds = None,
+    settings: Settings = None,
+    stopped: Stopped = False,
+    if_missing: IfMissing = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Land the events of subscriptions with --ledger in a table, exactly once, and audit them every night."""
+    flags = Flags(lake=lake, every=every, settings=settings)
+    _create(name, PipelineKind.LEDGER, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+
+
 def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:
     notes = _declare(name, kind, flags, how)
     shown = one_line(name)

@@ -247,6 +247,7 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
     PipelineKind.ROUTE: frozenset({"rules", "decode"}),
     PipelineKind.JOB: frozenset({"file", "requirements", "pace", "cron", "timezone", "continuous", "param", "timeout"}),
+    PipelineKind.LEDGER: frozenset({"lake", "every"}),
 }
 """The flags that apply to each kind."""
 _SPELLED: Final = {"start": "--from", "settings": "--set", "pace": "--every", "timeout": "--run-timeout"}
@@ -299,6 +300,7 @@ class Flags:
             PipelineKind.TRANSFORM: self._transform,
             PipelineKind.ROUTE: dict,
             PipelineKind.JOB: self._job,
+            PipelineKind.LEDGER: self._ledger,
         }[kind]()
         flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
         named = parse_settings(self.settings or [], secret=SECRET_SETTINGS)
@@ -327,6 +329,9 @@ class Flags:
             "schema": given_text(schemas[0], flag="--schema") if schemas else None,
             "dedupe.ms": _milliseconds(self.dedupe),
         }
+
+    def _ledger(self) -> dict[str, str | None]:
+        return {"lake": self.lake, "every.ms": _milliseconds(self.every)}
 
     def _transform(self) -> dict[str, str | None]:
         return {

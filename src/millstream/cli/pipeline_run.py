@@ -98,7 +98,7 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
     with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
         try:
-            with _signed_in(brokers, scratch) as (_, access):
+            with signed_in(brokers, scratch) as (_, access):
                 context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
                 plan = dry_run(pipeline, context)
         except MillstreamError:
@@ -319,7 +319,7 @@ def run(
         settings=settings,
     )
     pipeline = _described_by(kind_or_name, flags, name)
-    _refuse_without_spark()
+    refuse_without_spark()
     is_declared = pipeline is None
     pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, kind_or_name, pipeline, brokers))
     by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
@@ -349,7 +349,7 @@ def run_job(
     with (
         unwound_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
-        _signed_in(brokers, scratch) as (_, access),
+        signed_in(brokers, scratch) as (_, access),
     ):
         order = JobOrder(
             name=pipeline.name,
@@ -448,7 +448,8 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
     return Pipeline(pipeline_id=pipeline_id, name=name, kind=kind, overrides=settings, rules=tuple(rules))
 
 
-def _refuse_without_spark() -> None:
+def refuse_without_spark() -> None:
+    """Raise `CommandFailed` with what to install if Spark is missing."""
     from millstream.pipelines.jobs.installation import missing_packages
 
     missing = missing_packages()
@@ -479,7 +480,7 @@ async def _look_up(
 
 
 @contextmanager
-def _signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[Link, Access]]:
+def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[tuple[Link, Access]]:
     """Connect as the command's user; Spark's queries sign in by a token in a file of the run."""
     from millstream.pipelines.source.access import TokenFiles, connection_access
     from millstream.pipelines.source.link import Link
@@ -540,7 +541,7 @@ class _ByHand:
         with (
             unwound_by_sigterm(),
             tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
-            _signed_in(self._brokers, scratch, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (link, access),
+            signed_in(self._brokers, scratch, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (link, access),
         ):
             claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)
             try:

@@ -326,7 +326,7 @@ Ledger = Annotated[
     bool | None,
     typer.Option(
         "--ledger/--no-ledger",
-        help="Remember more of what happened to each message, for message trace.",
+        help="Keep every event of each message's delivery until the ledger has landed it.",
         show_default=False,
     ),
 ]

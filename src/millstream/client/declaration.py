@@ -62,6 +62,8 @@ class Wanted(TypedDict, total=False):
     """Where a new subscription starts."""
     expires: Seconds | None
     """How long it may be unused before it is deleted."""
+    ledger: bool | None
+    """Whether every event of its deliveries is kept for the ledger."""
 
 
 def wanted_settings(wanted: Wanted) -> dict[str, str]:

@@ -126,6 +126,12 @@ def read_book(path: str | Path) -> Iterator[Kept]:
 
 async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
     """Check a book against the log: return every message that is missing or differs."""
+    async with Client.connect(brokers) as client:
+        return await check_book(client, path)
+
+
+async def check_book(client: Client, path: str | Path) -> list[Finding]:
+    """Check a book against the log through a client."""
     by_partition: dict[tuple[str, int], dict[int, Kept]] = {}
     findings: list[Finding] = []
     for kept in read_book(path):
@@ -133,9 +139,8 @@ async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
         if kept.offset in known and known[kept.offset] != kept:
             findings.append(Finding(kept, f"the book has {known[kept.offset].id} at the same place"))
         known[kept.offset] = kept
-    async with Client.connect(brokers) as client:
-        for (topic, partition), expected in sorted(by_partition.items()):
-            findings += await _check_partition(client, topic, partition, expected)
+    for (topic, partition), expected in sorted(by_partition.items()):
+        findings += await _check_partition(client, topic, partition, expected)
     return findings
 
 

@@ -349,6 +349,14 @@ class Config:
         minimum=1,
         maximum=1000,
     )
+    ledger_bytes_max: int = setting(
+        "ledger-bytes-max",
+        256 * 1024 * 1024,
+        "How much of each partition of `__subscriptions` is kept until the ledger has landed it, beyond what the node "
+        "needs itself. What exceeds it is deleted, and the ledger says so.",
+        minimum=1024 * 1024,
+        maximum=2**50,
+    )
     default_flush: str = setting(
         "default-flush",
         "auto",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
@@ -19,7 +19,7 @@ from millstream.core.regex import compile_regex
 from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
 from millstream.core.setting import HIDDEN, SealedValue, hide_secrets, seal_problem, setting, settings_of, suggestion
 from millstream.core.sql import read_select
-from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name
+from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
 RULES_MAX: Final = 10_000
@@ -63,6 +63,7 @@ class PipelineKind(StrEnum):
     TRANSFORM = "transform"
     ROUTE = "route"
     JOB = "job"
+    LEDGER = "ledger"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -686,11 +687,65 @@ class JobSettings(PipelineSettings):
 _EVERY_MS_MIN: Final = 1000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSettings(PipelineSettings):
+    """Settings of the pipeline that lands the events of deliveries, and audits them."""
+
+    lake: str = setting(
+        "lake",
+        "",
+        "Where the ledger's table is stored: a folder or a URL such as s3://bucket/path; empty means the node's "
+        "`pipelines-lake`.",
+        needs_restart=False,
+    )
+    lake_options: str = setting(
+        LAKE_OPTIONS,
+        "",
+        "Options of the object store that holds the table, as a JSON object of texts. They win over the environment "
+        "of the driver, and are never shown.",
+        needs_restart=False,
+        is_secret=True,
+    )
+    every_ms: int = setting(
+        "every.ms",
+        60_000,
+        "How long events are collected before they are landed; a full batch is landed at once.",
+        minimum=100,
+        maximum=24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    audit_every_ms: int = setting(
+        "audit.every.ms",
+        24 * 3600 * 1000,
+        "How often all messages are accounted for; findings are counted in metrics. 0 never does it.",
+        minimum=0,
+        maximum=365 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+
+    format: ClassVar[str] = "delta"
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for an invalid location."""
+        if self.lake:
+            check_absolute_lake_url(self.lake)
+        self.storage_options()
+
+    def storage_options(self) -> dict[str, str]:
+        """Return the options of the object store by name; no error holds a value."""
+        return named_texts(LAKE_OPTIONS, self.lake_options)
+
+    def matcher(self) -> Callable[[str], bool]:
+        """Return a predicate over topic names: it reads the delivery state alone."""
+        return SUBSCRIPTIONS.__eq__
+
+
 SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.LAND: LandSettings,
     PipelineKind.TRANSFORM: TransformSettings,
     PipelineKind.ROUTE: RouteSettings,
     PipelineKind.JOB: JobSettings,
+    PipelineKind.LEDGER: LedgerSettings,
 }
 """The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`; those
 of users have a driver of their own, `pipelines/runtime/job_driver.py`.

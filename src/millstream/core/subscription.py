@@ -208,7 +208,7 @@ class SubscriptionSettings:
     ledger: bool = setting(
         LEDGER,
         False,
-        "Whether more of what happened to each message is remembered, for traces.",
+        "Whether every event of each message's delivery is kept until the ledger has landed it in its table.",
         needs_restart=False,
     )
     push_url: str = setting(

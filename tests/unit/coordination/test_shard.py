@@ -20,6 +20,7 @@ from millstream.core.errors import (
     PartitionClosed,
     StorageFailure,
 )
+from millstream.core.ids import Offset
 from millstream_testing.clock import ManualClock
 from millstream_testing.state_log import MemoryPartition
 
@@ -30,8 +31,10 @@ class Texts:
         self.texts: dict[bytes, bytes] = {}
         self.parked: dict[bytes, Deferred[bytes]] = {}
         self.loads = 0
+        self.replayed = 0
 
     def replay(self, record: StateRecord) -> None:
+        self.replayed += 1
         if record.key == b"bad":
             raise InvalidRequest("cannot be read")
         if record.key == b"broken":
@@ -80,7 +83,9 @@ def answer(key: bytes) -> Callable[[Texts], Outcome[str]]:
     return operation
 
 
-async def opened(partition: MemoryPartition, clock: ManualClock | None = None, **options: int) -> Shard[Texts]:
+async def opened(
+    partition: MemoryPartition, clock: ManualClock | None = None, retention: KeepFrom | None = None, **options: int
+) -> Shard[Texts]:
     shard = Shard(
         "texts-0",
         partition,
@@ -89,6 +94,7 @@ async def opened(partition: MemoryPartition, clock: ManualClock | None = None, *
         load_slot=asyncio.Semaphore(1),
         retry_first_s=0.0,
         rewrite_records_min=options.get("rewrite_records_min", 1_000_000),
+        retention=retention,
     )
     shard.open()
     await shard.wait_loaded()
@@ -504,6 +510,43 @@ async def test_a_log_full_of_overtaken_records_is_rewritten() -> None:
     restarted = await opened(partition.after_crash())
     assert restarted.state is not None
     assert restarted.state.texts == {b"stays": b"1", b"busy": b"199"}
+
+
+class KeepFrom:
+    """Keeps the log from an offset on."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def keep_from(self, _state: Texts, _partition: object, rewritten: Offset) -> tuple[Offset, list[StateRecord]]:
+        kept = min(Offset(self.offset), rewritten)
+        return kept, [StateRecord(b"told", b"kept")]
+
+
+async def test_overtaken_records_may_be_kept_and_are_not_loaded() -> None:
+    partition = MemoryPartition()
+    shard = await opened(partition, rewrite_records_min=100, retention=KeepFrom(5))
+    await shard.run(put(b"stays", b"1"))
+    for number in range(120):
+        await shard.run(put(b"busy", str(number).encode()))
+    await settle()
+
+    assert partition.log_start == 5
+    await shard.run(put(b"busy", b"last"))
+    left = partition.after_crash()
+    restarted = await opened(left, rewrite_records_min=100, retention=KeepFrom(60))
+    assert restarted.state is not None
+    assert restarted.state.texts == {b"stays": b"1", b"busy": b"last", b"told": b"kept"}
+    assert restarted.state.replayed < 40
+    for number in range(100):
+        await restarted.run(put(b"busy", str(number).encode()))
+    await settle()
+    assert left.log_start == 60
+    # Without the header, as after damage at the end of the log, everything that is left is read.
+    plain = await opened(left.after_crash())
+    assert plain.state is not None
+    assert plain.state.texts[b"busy"] == b"99"
+    assert plain.state.replayed > restarted.state.replayed - 100
 
 
 async def test_a_log_of_live_records_is_left_alone() -> None:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold, InternTable
-from millstream.broker.subscriptions.frame import FrameHeader, read_frame, read_header, write_frame
+from millstream.broker.subscriptions.frame import (
+    FrameHeader,
+    LedgerNames,
+    is_for_ledger,
+    read_frame,
+    read_header,
+    write_frame,
+)
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
@@ -53,7 +60,12 @@ def leased_queue() -> Queue:
 def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
     given_deltas = some_deltas * times
     frame = write_frame(HEADER, given_deltas)
-    assert read_frame(frame) == (HEADER, given_deltas)
+    assert read_frame(frame) == (HEADER, given_deltas, None)
+    names = LedgerNames("billing", "orders")
+    for_ledger = write_frame(HEADER, given_deltas, names)
+    assert read_frame(for_ledger) == (HEADER._replace(has_ledger=True), given_deltas, names)
+    assert is_for_ledger(for_ledger)
+    assert not is_for_ledger(frame)
     assert read_header(frame) == HEADER
     assert not is_snapshot(frame)
 

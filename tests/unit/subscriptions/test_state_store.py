@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -16,12 +17,13 @@ from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
-from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_coordinator import LedgerRetention, StateCoordinator
 from millstream.broker.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
     SNAPSHOT,
     Loaded,
+    Overflow,
     QueueRecord,
     StateShard,
     read_record,
@@ -38,9 +40,9 @@ from millstream.core.errors import (
     OutOfOrderSequence,
     StorageFailure,
 )
-from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
-from millstream.core.topic import SUBSCRIPTIONS
+from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
 from millstream_testing.clock import ManualClock
 from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
@@ -49,6 +51,8 @@ ME, OTHER = NodeId(1), NodeId(2)
 
 class Joined:
     """An image that is just all of its deltas, one after the other."""
+
+    has_ledger = False
 
     def __init__(self, _key: QueueKey, snapshot: bytes | None) -> None:
         self._content = snapshot or b""
@@ -343,3 +347,48 @@ async def test_a_large_queue_that_goes_meanwhile_is_not_written_again(monkeypatc
     assert not isinstance(failing, StateRecord)
     await failing.make()
     assert failing.records() == []
+
+
+class Ledgered(Joined):
+    has_ledger = True
+
+
+class _Segment(NamedTuple):
+    size: int
+    next_offset: int
+
+
+class _Log(NamedTuple):
+    partition: TopicPartition
+    segments: list[_Segment]
+
+
+class _Partition(NamedTuple):
+    log: _Log
+    log_start: int = 0
+
+
+def kept_from(landed: int, sizes: Sequence[int], *, has_ledger: bool = True) -> tuple[int, list[Overflow]]:
+    """What is kept of a log of 100 offsets per segment, of which the last two are the rewrite."""
+    retention = LedgerRetention(ManualClock(), bytes_max=1000)
+    retention.landed = lambda _partition: landed
+    segments = [_Segment(size, 100 * number) for number, size in enumerate(sizes, 1)]
+    place = TopicPartition(SUBSCRIPTIONS, PartitionIndex(0))
+    shard = StateShard(Ledgered if has_ledger else Joined)
+    shard.replay(written(QueueKey(uuid4(), uuid4(), PartitionIndex(0)), 0, 0, b"a"))
+    partition: Any = _Partition(_Log(place, segments))
+    kept, records = retention.keep_from(shard, partition, Offset(100 * (len(sizes) - 2)))
+    return kept, [Overflow.read(content) for one in records if (content := read_record(one).content) is not None]
+
+
+def test_deltas_are_kept_until_they_have_landed_and_overflow_is_recorded() -> None:
+    assert kept_from(0, [300, 300, 300, 10], has_ledger=False) == (200, [])
+    assert kept_from(0, [300, 300, 300, 10]) == (0, [])
+    assert kept_from(150, [300, 300, 300, 10]) == (150, [])
+    assert kept_from(390, [300, 300, 300, 10]) == (200, [])
+    kept, (overflow,) = kept_from(50, [600, 600, 300, 10])
+    assert kept == 100
+    assert (overflow.start, overflow.end) == (50, 100)
+    # What the node needs itself is never deleted, however large it is.
+    kept, _overflow = kept_from(0, [300, 300, 900, 900])
+    assert kept == 200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import Settlement
-from millstream.broker.subscriptions.trace import POSITION, trace_message
+from millstream.broker.subscriptions.lease import POSITION, Settlement
+from millstream.broker.subscriptions.trace import trace_message
 from millstream.core.ids import Offset
 from millstream.core.verb import Verb
 from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace
@@ -60,7 +60,7 @@ async def test_a_dead_letter_is_named_with_its_reason(bench: Workbench) -> None:
     delivery.settle_now("one", settle(0, Verb.REJECT, None, "not an order"))
     rejected = await trace(delivery)
     assert (rejected.state, rejected.reason) == ("rejected", "not an order")
-    delivery.queue.dead_lettered(0, POSITION.pack(0, 7), now_ms=bench.clock.now_ms())
+    delivery.queue.dead_lettered(0, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
     delivery.queue_changed()
     found = await trace(delivery)
     assert (found.state, found.reason, found.worker) == ("dead-lettered", "not an order", "one")

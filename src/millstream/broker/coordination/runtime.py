@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Shard, StateLog
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Retention, Shard, StateLog
 from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine
 from millstream.broker.coordination.timers import Timers
 from millstream.core.clock import Clock
@@ -92,9 +92,11 @@ class Runtime(Generic[S]):
         clock: Clock,
         retry_first_s: float = RETRY_FIRST_S,
         confirmation: Confirmation | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._topics = topics
         self._confirmation = confirmation
+        self._retention = retention
         self._topic = topic
         self._make_state = make_state
         self._clock = clock
@@ -207,6 +209,7 @@ class Runtime(Generic[S]):
             load_slot=self._load_slot,
             retry_first_s=self._retry_first_s,
             confirmation=self._confirmation,
+            retention=self._retention,
         )
         self._shards[index] = shard
         shard.open()

@@ -4,6 +4,9 @@ An operation runs to its end without an `await`, its records are appended as one
 its response waits until the log has acknowledged everything that the operation could have seen. So a response never
 reports something that a crash can undo, whether the operation wrote it or only read it.
 
+A state machine may keep superseded records for readers of the log (`Retention`). Loading then starts at the last
+rewrite all the same: the last record of every batch carries its offset in a header.
+
 When an append fails, memory would hold what the log does not: the state is discarded, all waiting clients are sent to
 find the coordinator again, and the shard is read back from the log.
 """
@@ -16,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from millstream.broker.coordination.state_machine import Confirmation, Deferred, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
@@ -62,9 +65,30 @@ class ReadableLog(Protocol):
         """Read whole batches up to the high watermark."""
 
 
-async def read_back(name: str, log: ReadableLog, state: StateMachine) -> tuple[Offset, int]:
-    """Replay the whole log into `state`; return its end and the number of records."""
-    offset = log.log_start
+_LOAD_START: Final = "load-start"
+"""The header with the offset of the last complete rewrite, as 8 bytes."""
+
+
+def find_load_start(log: ReadableLog) -> Offset:
+    """Return where loading has to start: at the last rewrite, or at the start of the log if that is unknown."""
+    if log.high_watermark <= log.log_start:
+        return log.log_start
+    try:
+        chunk = log.read(Offset(log.high_watermark - 1), max_bytes=1)
+        headers = [header for header in iterate_headers(chunk) if not header.is_control]
+        records = [record for header in headers[-1:] for record in decode_batch(chunk, header)]
+    except MillstreamError:
+        # Reading everything is slower, and leads to the same state.
+        return log.log_start
+    found = dict(records[-1].headers).get(_LOAD_START) if records else None
+    return log.log_start if found is None else Offset(max(log.log_start, int.from_bytes(found, "big")))
+
+
+async def read_back(
+    name: str, log: ReadableLog, state: StateMachine, start: Offset | None = None
+) -> tuple[Offset, int]:
+    """Replay the log into `state`, all of it or from an offset on; return its end and the number of records."""
+    offset = log.log_start if start is None else start
     replayed = 0
     while offset < log.high_watermark:
         try:
@@ -123,6 +147,13 @@ SUPERSEDED_RATIO = 3
 BATCH_RECORDS = 200
 
 
+class Retention(Protocol):
+    """Says what of a rewritten log is kept for its readers."""
+
+    def keep_from(self, state: Any, partition: Any, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
+        """Return from which offset on the log is kept, at most `rewritten`, and records that say what is not."""
+
+
 class Rewritable(Protocol):
     """The part of a shard that rewriting needs."""
 
@@ -142,8 +173,11 @@ class Rewritable(Protocol):
     async def acknowledged_up_to(self, offset: Offset) -> None:
         """Wait until the log has acknowledged everything below `offset`."""
 
-    def delete_before(self, offset: Offset) -> None:
-        """Drop the beginning of the log."""
+    def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
+        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
+
+    def drop_superseded(self, rewritten: Offset, keep_from: Offset) -> None:
+        """Drop the beginning of the log after a rewrite, and start loading at the rewrite."""
 
 
 class Rewrite:
@@ -180,7 +214,11 @@ class Rewrite:
         first = shard.written
         self._records = 0
         if await self._append_all(keys, state):
-            shard.delete_before(first)
+            keep_from, records = shard.retained_from(first)
+            await self._append(records)
+            if shard.state is not state:
+                return
+            shard.drop_superseded(first, keep_from)
             _logger.info("state rewritten", extra={"shard": shard.name, "keys": len(keys), "from_offset": first})
 
     async def _append_all(self, keys: list[Hashable], state: StateMachine) -> bool:
@@ -308,6 +346,7 @@ class Shard(Generic[S]):
         load_slot: asyncio.Semaphore,
         retry_first_s: float = RETRY_FIRST_S,
         confirmation: Confirmation | None = None,
+        retention: Retention | None = None,
         rewrite_records_min: int = RECORDS_MIN,
     ) -> None:
         self.name = name
@@ -320,6 +359,9 @@ class Shard(Generic[S]):
         self._load_slot = load_slot
         self._retry_first_s = retry_first_s
         self._confirmation = confirmation
+        self._retention = retention
+        # Where the last rewrite starts, if the log begins earlier.
+        self._load_start: Offset | None = None
         self._timers = Timers(clock)
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
@@ -433,7 +475,10 @@ class Shard(Generic[S]):
         them.
         """
         now_ms = self._clock.now_ms()
-        batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
+        new = [NewRecord(record.key, record.value, record.headers, now_ms) for record in records]
+        if self._load_start is not None and new:
+            new[-1] = new[-1]._replace(headers=(*new[-1].headers, (_LOAD_START, self._load_start.to_bytes(8, "big"))))
+        batch = encode_batch(new)
         appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
         self._written = appended.next_offset
         self._is_refusing = False
@@ -455,9 +500,17 @@ class Shard(Generic[S]):
             self._waiting.append((offset, partial(complete, future), _resolved(None)))
             await future
 
-    def delete_before(self, offset: Offset) -> None:
-        """Drop the beginning of the log."""
-        self.partition.log.delete_before(offset)
+    def retained_from(self, rewritten: Offset) -> tuple[Offset, Sequence[StateRecord]]:
+        """Return from which offset on the log is kept after a rewrite, and records that say what is not."""
+        if self._retention is None or self._state is None:
+            return rewritten, ()
+        return self._retention.keep_from(self._state, self.partition, rewritten)
+
+    def drop_superseded(self, rewritten: Offset, keep_from: Offset) -> None:
+        """Drop the beginning of the log after a rewrite, and start loading at the rewrite."""
+        self._load_start = rewritten if keep_from < rewritten else None
+        if keep_from > self.partition.log_start:
+            self.partition.log.delete_before(keep_from)
 
     def _loaded_state(self) -> S:
         if self._closed:
@@ -581,7 +634,9 @@ class Shard(Generic[S]):
         self.epoch = self.partition.leader_epoch
         async with self._load_slot:
             state = self._make_state(self._timers)
-            end, replayed = await read_back(self.name, self.partition, state)
+            start = find_load_start(self.partition) if self._retention is not None else self.partition.log_start
+            self._load_start = start if start > self.partition.log_start else None
+            end, replayed = await read_back(self.name, self.partition, state, start)
         self._written = self._acknowledged = end
         self._rewrite.begin(replayed)
         state.loaded()

@@ -125,6 +125,7 @@ from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.broker.kafka.apis.subscription_apis import (
     DeliveryState,
+    LedgerMark,
     MessageTracing,
     SubscriptionAlter,
     SubscriptionCreate,
@@ -273,6 +274,7 @@ class ServedApis:
         await self._subscriptions.start()
         self._landed.start()
         self._mirrors.start()
+        self._subscriptions.states.retention.landed = self._landed.floor
         topics = self._parts.topics
         self._parts.declared.security.topic_name = lambda topic_id: (
             None if (topic := topics.by_id(topic_id)) is None else topic.name
@@ -368,6 +370,7 @@ class ServedApis:
         yield SubscriptionForget(service)
         yield DeliveryState(service)
         yield MessageTracing(service)
+        yield LedgerMark(service)
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions

@@ -36,7 +36,7 @@ from millstream.core.errors import (
     UnknownSubscription,
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.metric import Metric, gauge
+from millstream.core.metric import Metric, counter, gauge
 from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
     EARLIEST,
@@ -169,6 +169,8 @@ class SubscriptionService:
         opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
         yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
+        text = "Records of the ledger that were deleted before they had landed."
+        yield counter("millstream_ledger_overflowed", text, self.states.retention.overflows)
         if self._engine is not None:
             from millstream.broker.subscriptions.delivery_metrics import delivery_metrics, letter_metrics
 

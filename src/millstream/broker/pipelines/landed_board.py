@@ -14,7 +14,7 @@ from uuid import UUID
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import MillstreamError
-from millstream.core.pipeline import LandSettings
+from millstream.core.pipeline import LandSettings, LedgerSettings
 from millstream.core.topic import TopicPartition
 
 Offsets = Mapping[int, int]
@@ -96,7 +96,7 @@ class LandedBoard:
             except MillstreamError:
                 # A newer node may have declared settings that are unknown here.
                 continue
-            if isinstance(settings, LandSettings):
+            if isinstance(settings, LandSettings | LedgerSettings):
                 known = before.get(pipeline.pipeline_id)
                 place = settings.lake, settings.format
                 landed = known.landed if known is not None and known.place == place else {}

@@ -279,6 +279,7 @@ CHANGES_NOTHING: Final = frozenset(
         *("ApiVersions", "Authenticate", "ClientList", "ConsumerGroupDescribe", "DeliveryState", "DescribeAcls"),
         *("DescribeClientQuotas", "DescribeCluster", "DescribeConfigs", "DescribeGroups", "DescribeLogDirs"),
         *("DescribeProducers", "DescribeShareGroupOffsets", "DescribeTopicPartitions", "DescribeTransactions"),
+        *("LedgerMark", "MessageTracing"),
         *("DescribeUserScramCredentials", "Fetch", "FindCoordinator", "LastBatch", "ListConfigResources"),
         *("ListGroups", "ListOffsets", "ListPartitionReassignments", "ListTransactions", "LoadQueueState"),
         *("MessageTracing", "Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList"),
@@ -297,6 +298,7 @@ CHANGES_NOTHING: Final = frozenset(
         *("MirrorBarrier", "MirrorExpose", "MirrorHold", "MirrorList", "MirrorOffer"),
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "PipelineRunLog"),
         *("PipelineRuns", "SaslAuthenticate"),
+        *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
         *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
         *("RightsList", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList", "TopicList"),
         # They change data and progress, not what is declared.

@@ -23,7 +23,7 @@ from millstream.broker.cluster.leader_appender import DEAD_LETTERS, LeaderAppend
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import Rejected
+from millstream.broker.subscriptions.lease import POSITION, Rejected
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -90,8 +90,6 @@ READ_BYTES: Final = 1
 LOST_REASON: Final = "the log no longer has the message"
 
 _PLAN: Final = struct.Struct(">qii")
-
-_POSITION: Final = struct.Struct(">iq")
 
 
 class Plan(NamedTuple):
@@ -257,7 +255,8 @@ class DeadLetters:
             if rejected.offset in self._delivery.refused_letters:
                 self._delivery.refused_letters.discard(rejected.offset)
                 self._refused_backoff.reset()
-            queue.dead_lettered(rejected.offset, _POSITION.pack(plan.partition, offset), now_ms=self._clock.now_ms())
+            where = POSITION.pack(plan.partition, offset) + topic.encode()
+            queue.dead_lettered(rejected.offset, where, now_ms=self._clock.now_ms())
 
     def _refuse(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:
         """Retry a refused letter later, and log once what to do about it."""

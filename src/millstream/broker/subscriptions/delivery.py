@@ -21,6 +21,7 @@ import numpy.typing as npt
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.frame import LedgerNames
 from millstream.broker.subscriptions.lease import HeldRange, Lease, Origin, Revival, Settlement
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
@@ -111,6 +112,12 @@ DROP_WARNING_S: Final = 60.0
 
 ALARM_S_MAX: Final = 3600.0
 """Alarms are set no further ahead, since the wall clock may be corrected in between."""
+
+WINDOW_FRAMES: Final = 2000
+"""How many frames of a queue with a ledger lie between two windows."""
+
+LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_ASKED = "on", "off", "opened", "periodic", "asked"
+"""Why a window is recorded for the ledger."""
 
 _RESTARTS: Final = (
     "it restarts from its stored state: nothing confirmed is lost, and messages held by workers may be delivered again"
@@ -217,6 +224,7 @@ class Delivery:
         self._scanned_offsets = 0
         self._last_write: PendingWrite | None = None
         self.outcomes = OutcomeHistory()
+        self._marked_sequence = 0
         self._closed: MillstreamError | None = None
         self._record_filter_version()
         self._apply_ledger()
@@ -400,6 +408,10 @@ class Delivery:
 
     def change(self, settings: SubscriptionSettings, queue_filter: QueueFilter | None) -> None:
         """Apply changed settings; messages that were scanned already keep their state."""
+        if self.settings.ledger and not settings.ledger:
+            # The last event, so that what follows is not missed.
+            self.mark_window(LEDGER_OFF)
+            self.queue_changed()
         self.queue.settings = settings
         if self._filter is not None:
             self._filter.close()
@@ -478,7 +490,25 @@ class Delivery:
         self.queue.filter_version = 0 if self._filter is None else int(self._filter.filter.version, 16) & _INT64_MAX
 
     def _apply_ledger(self) -> None:
-        self.outcomes.bytes_max = LEDGER_FRAMES_BYTES_MAX if self.settings.ledger else FRAMES_BYTES_MAX
+        """Record events for the ledger from now on, or no longer."""
+        is_on = self.settings.ledger
+        self.outcomes.bytes_max = LEDGER_FRAMES_BYTES_MAX if is_on else FRAMES_BYTES_MAX
+        was_on = self.queue.ledger is not None
+        self.queue.ledger = LedgerNames(self.name, self.topic) if is_on else None
+        if is_on and not was_on and self.queue.is_started:
+            # The leader before this one may have been told so already.
+            self.mark_window(LEDGER_OPENED if self.queue.fold.has_ledger else LEDGER_ON)
+
+    def mark_window(self, reason: str) -> None:
+        """Record for the ledger which messages are unfinished now."""
+        if self.queue.ledger is not None:
+            self.queue.mark_window(reason, now_ms=self._clock.now_ms())
+            self._marked_sequence = self.queue.fold.sequence
+
+    def _mark_window_if_due(self) -> None:
+        """Bound what an audit has to go through to find where an event is missing."""
+        if self.queue.ledger is not None and self.queue.fold.sequence - self._marked_sequence >= WINDOW_FRAMES:
+            self.mark_window(LEDGER_PERIODIC)
 
     def _check(self) -> None:
         if self._closed is not None:
@@ -659,6 +689,7 @@ class Delivery:
             max_bytes=min(SCAN_BYTES, READ_BYTES_MIN + 2 * offsets_max * self._message_bytes),
             offsets_max=offsets_max,
             with_keys=settings.ordered,
+            with_times=settings.ledger,
         )
 
     def _apply_scan(self, scanned: ScannedRange, matches: npt.NDArray[np.bool_] | None) -> None:
@@ -674,6 +705,7 @@ class Delivery:
             matches=matches,
             keys=scanned.keys,
             delayed=scanned.delayed,
+            published=scanned.published,
         )
         if scanned.damage is not None:
             self._report_damage(scanned.next_offset - scanned.first, scanned.damage)
@@ -684,6 +716,7 @@ class Delivery:
 
     def _after_change(self) -> None:
         """Do what follows every change: write it, set timers, wake workers."""
+        self._mark_window_if_due()
         self._write()
         if self.queue.has_leases and self._leases_timer is None:
             self._leases_timer = asyncio.get_running_loop().call_later(LEASE_WRITE_DELAY_S, self._write_leases)

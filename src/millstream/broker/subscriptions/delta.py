@@ -48,6 +48,8 @@ class DeltaKind(IntEnum):
     """Dead letters are available again as if never delivered; `extra` holds the key and letter of each."""
     LETTER_CLOSED = 20
     """The letters by which messages were revived are closed and will not be used again."""
+    WINDOW = 21
+    """The scan has reached `first`, and `extra` holds the unfinished messages before it; only the ledger needs it."""
 
 
 class Delta(NamedTuple):

@@ -114,6 +114,7 @@ class Fold:
     __slots__ = (
         "counters",
         "counts",
+        "has_ledger",
         "is_started",
         "key",
         "plans",
@@ -142,6 +143,8 @@ class Fold:
         self.counters = [0] * (max(DeltaKind) + 1)
         self.redelivered = 0
         self.sequence = 0
+        # Whether the last frame was one for the ledger.
+        self.has_ledger = False
 
     @property
     def oldest(self) -> Offset:
@@ -156,7 +159,7 @@ class Fold:
 
     def replay(self, frame: bytes) -> FrameHeader:
         """Apply a stored frame, ignoring one that was applied before, so that a write can be repeated."""
-        header, deltas = read_frame(frame)
+        header, deltas, _names = read_frame(frame)
         if header.key != self.key:
             raise CorruptState(f"a frame of queue {header.key} does not belong to {self.key}")
         if header.sequence <= self.sequence:
@@ -166,7 +169,19 @@ class Fold:
         for delta in deltas:
             self.apply(delta)
         self.sequence = header.sequence
+        self.has_ledger = header.has_ledger
         return header
+
+    def unfinished_ranges(self) -> list[tuple[int, int]]:
+        """Return the scanned messages that are not done, as ascending ranges [start, end)."""
+        found: list[tuple[int, int]] = []
+        left = np.flatnonzero(np.frombuffer(self.stragglers.states, np.uint8) != DONE)
+        if len(left):
+            found += _consecutive_ranges(np.frombuffer(self.stragglers.offsets, np.int64)[left])
+        left = np.flatnonzero(np.frombuffer(self.window.states, np.uint8) != DONE)
+        if len(left):
+            found += _consecutive_ranges(left + self.window.base)
+        return found
 
     def apply(self, delta: Delta) -> None:
         """Apply one event."""
@@ -412,6 +427,11 @@ class Fold:
         self.counts[AVAILABLE] += count
         self.counters[delta.kind] += count
 
+    def _apply_window(self, delta: Delta) -> None:
+        if delta.first != self.window.end:
+            raise CorruptState(f"{delta.kind.name} of queue {self.key} is at {delta.first}, not at {self.window.end}")
+        self.counters[delta.kind] += 1
+
     def _apply_letter_closed(self, delta: Delta) -> None:
         for offset in range(delta.first, delta.last + 1):
             self.revived.pop(offset, None)
@@ -466,7 +486,7 @@ def _waiting(columns: Window | Stragglers, state: int, start: int, end: int) -> 
     return WaitingRun(state, first, last, columns.attempts[start], columns.dues[start], columns.holders[start])
 
 
-def _consecutive_ranges(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
+def _consecutive_ranges(places: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Group ascending indexes into ranges."""
     cuts = np.flatnonzero(np.diff(places) != 1)
     starts = places[np.concatenate(([0], cuts + 1))]
@@ -495,6 +515,7 @@ _APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
     DeltaKind.LEFT_BEHIND: Fold._apply_left_behind,
     DeltaKind.REVIVED: Fold._apply_revived,
     DeltaKind.LETTER_CLOSED: Fold._apply_letter_closed,
+    DeltaKind.WINDOW: Fold._apply_window,
 }
 
 _APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))

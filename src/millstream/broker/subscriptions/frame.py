@@ -6,6 +6,9 @@
     rows     48 bytes each: kind, attempt, worker, reason, extra (numbers of texts and extras), first, last, due, time
     texts    in UTF-8, concatenated; then the extras
 
+A frame of a queue with a ledger ends its texts with the names of the subscription and the topic, which nothing else in
+it needs: those who read it later may no longer find them by their ids.
+
 Rows have a fixed width, so that numpy can read many at once. Everything after the header is compressed if it is large.
 """
 
@@ -16,7 +19,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 from uuid import UUID
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.core.errors import CorruptBatch, CorruptState
@@ -48,7 +53,15 @@ ROWS: Final = np.dtype(
 _HEADER: Final = struct.Struct("<BB16s16siiqqIII")
 _ROW: Final = struct.Struct("<BBHIIIqqqq")
 _COMPRESSED: Final = 1
+_LEDGER: Final = 2
 _COMPRESS_MIN: Final = 1024
+
+
+class LedgerNames(NamedTuple):
+    """The names of a queue with a ledger."""
+
+    subscription: str
+    topic: str
 
 
 class FrameHeader(NamedTuple):
@@ -58,6 +71,7 @@ class FrameHeader(NamedTuple):
     leader_epoch: int
     sequence: int
     filter_version: int
+    has_ledger: bool = False
 
 
 class Frame(NamedTuple):
@@ -65,10 +79,11 @@ class Frame(NamedTuple):
 
     header: FrameHeader
     deltas: list[Delta]
+    names: LedgerNames | None = None
 
 
-def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
-    """Encode deltas as a frame."""
+def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames | None = None) -> bytes:
+    """Encode deltas as a frame; with names, as one for the ledger."""
     texts: dict[str, int] = {"": 0}
     extras: list[bytes] = []
     pack = _ROW.pack
@@ -82,13 +97,13 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
             extras.append(extra)
         rows.append(pack(kind, attempt, 0, named, why, len(extras) if extra else 0, first, last, due_ms, time_ms))
     del texts[""]
-    blobs = [text.encode("utf-8", "replace") for text in texts]
+    blobs = [text.encode("utf-8", "replace") for text in (*texts, *(names or ()))]
     lengths = b"".join([len(blob).to_bytes(4, "little") for blob in (*blobs, *extras)])
     body = b"".join((lengths, *rows, *blobs, *extras))
-    flags = 0
+    flags = 0 if names is None else _LEDGER
     if len(body) >= _COMPRESS_MIN:
         body = compress(COMPRESSION_ZSTD, body)
-        flags = _COMPRESSED
+        flags |= _COMPRESSED
     key = header.key
     return b"".join(
         (
@@ -108,6 +123,44 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
             body,
         )
     )
+
+
+class LedgerWindow(msgspec.Struct, frozen=True, array_like=True):
+    """What a `WINDOW` delta holds: the unfinished messages, and the settings that a reader of the ledger needs."""
+
+    ranges: bytes
+    """Pairs of 64-bit offsets [start, end)."""
+    delivery: str
+    isolation: str
+    dead_letter_topic: str
+    """Empty without one."""
+    filter: str
+
+    def unfinished(self) -> npt.NDArray[np.int64]:
+        """Return the ranges of unfinished messages, a row each."""
+        return np.frombuffer(self.ranges, np.int64).reshape(-1, 2)
+
+
+encode_window: Final = msgspec.msgpack.Encoder().encode
+
+PUBLISHED: Final = struct.Struct("<qq")
+"""In the extra of a `SCANNED` delta: the end of a run of messages, and the time of their batches."""
+
+
+def read_window(extra: bytes) -> LedgerWindow:
+    """Decode the extra of a `WINDOW` delta, or raise `CorruptState`."""
+    try:
+        return _WINDOW.decode(extra)
+    except msgspec.MsgspecError as error:
+        raise CorruptState(f"a window of the ledger cannot be read: {error}") from error
+
+
+_WINDOW: Final = msgspec.msgpack.Decoder(LedgerWindow)
+
+
+def is_for_ledger(data: bytes) -> bool:
+    """Whether a frame is one for the ledger; cheap enough to ask of every frame."""
+    return len(data) > 1 and bool(data[1] & _LEDGER)
 
 
 def read_header(data: bytes) -> FrameHeader:
@@ -133,7 +186,12 @@ def read_frame(data: bytes) -> Frame:
         raise CorruptState("the texts of a frame of deltas do not match its length")
     blobs = list(_blobs(body, rows_end, lengths))
     texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:text_count])]
-    return Frame(header, _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]]))
+    names = None
+    if header.has_ledger:
+        if text_count < len(LedgerNames._fields):
+            raise CorruptState("a frame of the ledger has no names")
+        names = LedgerNames(*texts[-len(LedgerNames._fields) :])
+    return Frame(header, _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]]), names)
 
 
 def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
@@ -145,7 +203,8 @@ def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
     if form != FORMAT:
         raise CorruptState(f"a frame of deltas has unknown format {form}")
     key = QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
-    return FrameHeader(key, epoch, sequence, filter_version), flags, rows, texts, extras
+    header = FrameHeader(key, epoch, sequence, filter_version, bool(flags & _LEDGER))
+    return header, flags, rows, texts, extras
 
 
 def _blobs(body: memoryview, position: int, lengths: Iterable[int]) -> Iterable[bytes]:

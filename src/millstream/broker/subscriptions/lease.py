@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Final, NamedTuple
 
 from millstream.core.errors import InvalidRecordState
@@ -60,6 +61,10 @@ class Settlement(NamedTuple):
 
 LETTER_BYTES: Final = 28
 """The id of the dead letter topic, the partition and the offset."""
+
+
+POSITION: Final = struct.Struct(">iq")
+"""The partition and offset of a dead letter, as a `DEAD_LETTERED` delta holds them before the topic's name."""
 
 
 class Rejected(NamedTuple):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.batch_scan import BatchScan, Ranges, TooHeavy, scan_batch
+from millstream.broker.subscriptions.frame import PUBLISHED
 from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
@@ -43,6 +44,8 @@ class ScannedRange(NamedTuple):
     """Unreadable batches, each as its first and last offset and the reason; their offsets are absent."""
     damage: DamagedRange | None = None
     """The damage because of which the whole range is absent."""
+    published: bytes = b""
+    """The times of the batches for the ledger: pairs of the offset after a batch and its time."""
 
     @property
     def batch_first(self) -> int:
@@ -101,6 +104,7 @@ def scan_log(
     max_bytes: int,
     offsets_max: int,
     with_keys: bool = False,
+    with_times: bool = False,
 ) -> ScannedRange | None:
     """Scan the log from an offset on; None if there is nothing to read yet."""
     try:
@@ -118,6 +122,7 @@ def scan_log(
     aborted_batches = AbortedBatches(aborted)
     position = offset
     scanned_bytes = 0
+    times: list[bytes] = []
     for header in iterate_whole_headers(records):
         if header.next_offset <= position:
             continue
@@ -137,7 +142,9 @@ def scan_log(
                     break
                 batch = memoryview(records)[header.position : header.end_position]
                 no_keys = np.zeros(header.next_offset - offset, np.int64) if with_keys else None
-                return ScannedRange(batch, offset, header.next_offset, gap, [], no_keys, is_heavy=True)
+                time = PUBLISHED.pack(header.next_offset, header.max_timestamp_ms) if with_times else b""
+                heavy = ScannedRange(batch, offset, header.next_offset, gap, [], no_keys, is_heavy=True)
+                return heavy._replace(published=time)
             except BatchRejected as error:
                 absent += [*gap, (first, header.last_offset)]
                 unreadable.append((first, header.last_offset, str(error)))
@@ -147,6 +154,8 @@ def scan_log(
                 scanned_bytes += scan.scanned_bytes
                 if scan.keys is not None:
                     keys.append((first, scan.keys))
+                if with_times:
+                    times.append(PUBLISHED.pack(header.next_offset, header.max_timestamp_ms))
         position = header.next_offset
     if position == offset:
         return None
@@ -154,7 +163,8 @@ def scan_log(
     if all_keys is not None:
         for begin, batch_keys in keys:
             all_keys[begin - offset : begin - offset + batch_keys.size] = batch_keys
-    return ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
+    found = ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
+    return found._replace(published=b"".join(times)) if times else found
 
 
 def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:

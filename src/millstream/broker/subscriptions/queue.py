@@ -31,7 +31,7 @@ from millstream.broker.subscriptions.columns import (
 )
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold, encode_revivals
-from millstream.broker.subscriptions.frame import FrameHeader, write_frame
+from millstream.broker.subscriptions.frame import FrameHeader, LedgerNames, LedgerWindow, encode_window, write_frame
 from millstream.broker.subscriptions.key_order import KeyOrder
 from millstream.broker.subscriptions.lease import Lease, Rejected, Revival, Settlement
 from millstream.broker.subscriptions.snapshot import read_snapshot
@@ -134,6 +134,8 @@ class Queue:
         """May be replaced, except for `ordered`: a queue that changes it is restored from a snapshot."""
         self.filter_version = 0
         """Written into every frame, to record which filter decided."""
+        self.ledger: LedgerNames | None = None
+        """Written into every frame if its events are for the ledger."""
         self._leader_epoch = leader_epoch
         self._window_max = window_max
         self._parked_max = parked_max
@@ -252,13 +254,14 @@ class Queue:
         matches: npt.NDArray[np.bool_] | None = None,
         keys: npt.NDArray[np.int64] | None = None,
         delayed: Sequence[tuple[int, int]] = (),
+        published: bytes = b"",
     ) -> None:
         """Add the messages scanned from `next_scan_offset` on; they may overlap known offsets, a gap before them is
-        absent.
+        absent. `published` holds the times of their batches, for the ledger.
         """
         window = self._fold.window
         if self._order is None and matches is None and not absent and not delayed and first == window.end < next_offset:
-            self._record(Delta(DeltaKind.SCANNED, first, next_offset - 1, 0, 0, "", now_ms))
+            self._record(Delta(DeltaKind.SCANNED, first, next_offset - 1, 0, 0, "", now_ms, "", published))
             self._leave_behind_if_due(now_ms)
             return
         scan = ScanResult(
@@ -269,6 +272,8 @@ class Queue:
         if next_offset <= window.end:
             return
         for delta in scan.starting_at(window.end).deltas(now_ms):
+            if published and delta.kind == DeltaKind.SCANNED:
+                delta = delta._replace(extra=published)
             self._record(delta)
             if delta.kind == DeltaKind.PARKED:
                 self._dues.add(delta.first, delta.last, delta.due_ms)
@@ -675,6 +680,23 @@ class Queue:
         self._record(Delta(kind, offset, offset, attempt, 0, "", now_ms, reason, extra))
         return True
 
+    # -- the ledger ------------------------------------------------------------------------------------------
+
+    def mark_window(self, reason: str, *, now_ms: int) -> None:
+        """Record for the ledger how far the scan is, which messages are unfinished, and why this is recorded now."""
+        fold, settings = self._fold, self.settings
+        extra = encode_window(
+            LedgerWindow(
+                ranges=np.array(fold.unfinished_ranges(), np.int64).tobytes(),
+                delivery=settings.delivery,
+                isolation=settings.isolation,
+                dead_letter_topic=settings.dead_letter_topic if settings.has_dead_letters else "",
+                filter=settings.filter,
+            )
+        )
+        end = fold.window.end
+        self._record(Delta(DeltaKind.WINDOW, end, end, 0, 0, "", now_ms, reason, extra))
+
     # -- what has to be stored -------------------------------------------------------------------------------
 
     @property
@@ -689,8 +711,9 @@ class Queue:
         deltas, self._pending = self._pending, []
         self._is_urgent = self.has_leases = False
         self._fold.sequence += 1
+        self._fold.has_ledger = self.ledger is not None
         header = FrameHeader(self._fold.key, self._leader_epoch, self._fold.sequence, self.filter_version)
-        return write_frame(header, deltas)
+        return write_frame(header, deltas, self.ledger)
 
     def _record(self, delta: Delta) -> None:
         """Apply a delta, and keep it to be stored."""
@@ -704,7 +727,8 @@ class Queue:
         if pending and _IS_MERGEABLE[kind]:
             before = pending[-1]
             if before.kind == kind and before.last + 1 == delta.first and before[3:7] == delta[3:7]:
-                pending[-1] = Delta(kind, before.first, *delta[2:])
+                extra = before.extra + delta.extra
+                pending[-1] = Delta(kind, before.first, *delta[2:8], extra)
                 return
         pending.append(delta)
 

@@ -67,6 +67,7 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
     stragglers: StoredColumns
     straggler_offsets: bytes
     straggler_keys: bytes
+    has_ledger: bool
 
 
 _FORMAT_BYTE: Final = bytes([FORMAT])
@@ -97,6 +98,7 @@ def write_snapshot(fold: Fold) -> bytes:
         stragglers=_store_columns(stragglers, waiting, *numbers),
         straggler_offsets=np.frombuffer(stragglers.offsets, np.int64)[waiting].tobytes(),
         straggler_keys=np.frombuffer(stragglers.keys, np.int64)[waiting].tobytes(),
+        has_ledger=fold.has_ledger,
     )
     return _FORMAT_BYTE + compress(COMPRESSION_ZSTD, _ENCODER.encode(stored))
 
@@ -172,6 +174,7 @@ def _restore_fold(stored: StoredQueue) -> Fold:
     fold.is_started = stored.is_started
     fold.window = Window(stored.start)
     fold.sequence = stored.sequence
+    fold.has_ledger = stored.has_ledger
     fold.counters[: len(stored.counters)] = stored.counters
     fold.redelivered = stored.redelivered
     fold.plans = dict(stored.plans)
@@ -239,6 +242,11 @@ class FoldImage:
             self.fold = read_snapshot(data)
         else:
             self.fold.replay(data)
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether the events of the queue are for the ledger."""
+        return self.fold.has_ledger
 
     @property
     def is_large(self) -> bool:

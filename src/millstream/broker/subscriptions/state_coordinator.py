@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
-from millstream.broker.subscriptions.state_shard import Loaded, StateShard, WriteResult
+from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.state_shard import Loaded, Overflow, StateShard, WriteResult
 from millstream.broker.subscriptions.state_store import MakeImage, QueueWrite, StoredQueue
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable
-from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
-from millstream.core.topic import SUBSCRIPTIONS
+from millstream.core.topic import SUBSCRIPTIONS, TopicPartition
+
+_logger = logging.getLogger(__name__)
 
 _TOPIC_SETTINGS = {
     # Deltas build on each other, so none may be deleted before a snapshot replaces it.
@@ -27,6 +32,46 @@ _TOPIC_SETTINGS = {
 
 PARTITION_CACHE_MAX: Final = 100_000
 """The number of queues whose state partition is cached, since every write looks it up."""
+
+
+class LedgerRetention:
+    """Keeps superseded deltas in the log until the ledger has landed them, within a number of bytes.
+
+    Beyond that the oldest ones go, whole segments at a time, and a record in the log says which.
+    """
+
+    def __init__(self, clock: Clock, bytes_max: int) -> None:
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self.landed: Callable[[TopicPartition], int] = lambda _partition: 0
+        """Returns the first offset of a partition that is not landed."""
+        self.overflows = 0
+        """How many offsets were deleted before they had landed, since this node started."""
+
+    def keep_from(
+        self, state: StateShard, partition: Partition, rewritten: Offset
+    ) -> tuple[Offset, Sequence[StateRecord]]:
+        """Return from which offset on a partition is kept, and a record about what overflows."""
+        if not state.has_ledger:
+            return rewritten, ()
+        log = partition.log
+        needed = max(partition.log_start, min(rewritten, self.landed(log.partition)))
+        fitting = needed
+        kept_bytes = 0
+        for segment in reversed(log.segments):
+            kept_bytes += segment.size
+            if kept_bytes > self._bytes_max and segment.next_offset <= rewritten:
+                fitting = max(needed, segment.next_offset)
+                break
+        if fitting <= needed:
+            return Offset(needed), ()
+        self.overflows += fitting - needed
+        _logger.error(
+            "events of the ledger are deleted before they have landed; is its pipeline running? "
+            "(millstream pipeline list)",
+            extra={"partition": str(log.partition), "start": needed, "end": fitting},
+        )
+        return Offset(fitting), [Overflow(needed, fitting, self._clock.now_ms()).write()]
 
 
 class StateCoordinator(Coordinator[StateShard]):
@@ -42,8 +87,14 @@ class StateCoordinator(Coordinator[StateShard]):
         retry_first_s: float = RETRY_FIRST_S,
     ) -> None:
         topic = StateTopic(name=SUBSCRIPTIONS, partitions=config.subscriptions_partitions, overrides=_TOPIC_SETTINGS)
+        self.retention = LedgerRetention(clock, config.ledger_bytes_max)
         self._runtime = Runtime(
-            topics, topic, lambda _timers: StateShard(make_image), clock=clock, retry_first_s=retry_first_s
+            topics,
+            topic,
+            lambda _timers: StateShard(make_image),
+            clock=clock,
+            retry_first_s=retry_first_s,
+            retention=self.retention,
         )
         # The number of partitions never changes.
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}

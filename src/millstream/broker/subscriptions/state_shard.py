@@ -19,6 +19,12 @@ SNAPSHOT: Final = 0
 
 DELTAS: Final = 1
 
+OVERFLOW: Final = 2
+"""Events for the ledger were deleted before they had landed; see `LedgerRetention`."""
+
+REPEATED: Final = 3
+"""Deltas that are in the log already, before a snapshot that does not have them."""
+
 _KEY: Final = struct.Struct(">B16s16si")
 
 _HEAD: Final = struct.Struct(">iq")
@@ -49,7 +55,7 @@ def read_record(record: StateRecord) -> QueueRecord:
     try:
         kind, subscription, topic, partition = _KEY.unpack(record.key)
         key = QueueKey(UUID(bytes=subscription), UUID(bytes=topic), PartitionIndex(partition))
-        if kind not in (SNAPSHOT, DELTAS):
+        if kind not in (SNAPSHOT, DELTAS, OVERFLOW, REPEATED):
             raise CorruptState(f"unknown record kind {kind}; a newer version may have written it")
         if record.value is None:
             return QueueRecord(kind, key, Epoch(-1), -1, None)
@@ -57,6 +63,30 @@ def read_record(record: StateRecord) -> QueueRecord:
     except struct.error as error:
         raise CorruptState(f"the record of a queue cannot be decoded: {error}") from error
     return QueueRecord(kind, key, Epoch(epoch), sequence, record.value[_HEAD.size :])
+
+
+class Overflow(NamedTuple):
+    """Offsets of `__subscriptions` that were deleted before the ledger had landed them."""
+
+    start: int
+    end: int
+    time_ms: int
+
+    def write(self) -> StateRecord:
+        """Encode the record that says so."""
+        key = _KEY.pack(OVERFLOW, bytes(16), bytes(16), 0)
+        return StateRecord(key, _HEAD.pack(-1, NO_SEQUENCE) + _OVERFLOW.pack(*self))
+
+    @classmethod
+    def read(cls, content: bytes) -> Overflow:
+        """Decode the content of such a record, or raise `CorruptState`."""
+        try:
+            return cls(*_OVERFLOW.unpack(content))
+        except struct.error as error:
+            raise CorruptState(f"an overflow of the ledger cannot be decoded: {error}") from error
+
+
+_OVERFLOW: Final = struct.Struct(">qqq")
 
 
 NO_SEQUENCE = -1
@@ -111,7 +141,8 @@ class _LateSnapshot:
             # The queue was deleted; its replacement, if any, is in the log.
             return []
         queue.changes = None
-        return [self._snapshot, *self._changes]
+        kind = bytes([REPEATED])
+        return [self._snapshot, *(record._replace(key=kind + record.key[1:]) for record in self._changes)]
 
 
 class StateShard:
@@ -126,6 +157,11 @@ class StateShard:
 
     def __iter__(self) -> Iterable[QueueKey]:
         return iter(self._queues)
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether the events of a queue are for the ledger."""
+        return any(queue.image.has_ledger for queue in self._queues.values())
 
     def written(self) -> list[QueueKey]:
         return [key for key, queue in self._queues.items() if queue.has_state]
@@ -181,6 +217,8 @@ class StateShard:
     def replay(self, record: StateRecord) -> None:
         """Apply one record."""
         read = read_record(record)
+        if read.kind == OVERFLOW:
+            return
         if read.content is None:
             self._queues.pop(read.key, None)
             return

@@ -23,6 +23,10 @@ class QueueImage(Protocol):
         """Apply deltas in order."""
 
     @property
+    def has_ledger(self) -> bool:
+        """Whether the events of the queue are for the ledger."""
+
+    @property
     def is_large(self) -> bool:
         """Whether encoding the snapshot would stall the loop."""
 

@@ -6,21 +6,18 @@ frames that `OutcomeHistory` holds know the rest for a while. What neither knows
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.broker.subscriptions.columns import BLOCKED, DONE, LEASED, PARKED, REJECTING, Columns
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import FrameHeader
+from millstream.broker.subscriptions.lease import POSITION
 from millstream.broker.subscriptions.outcomes import FINAL_KINDS, concerns
 from millstream.core.ids import Offset
 from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace, TraceEvent
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
-
-POSITION: Final = struct.Struct(">iq")
-"""The partition and offset of a dead letter, as a `DEAD_LETTERED` delta holds them."""
 
 _ENDS: Final = {
     DeltaKind.ACCEPTED: "accepted",
@@ -57,7 +54,7 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     fold = delivery.queue.fold
     history = [
         (header, delta)
-        for header, deltas in delivery.outcomes.frames()
+        for header, deltas, _names in delivery.outcomes.frames()
         for delta in deltas
         if delta.kind in _SHOWN and concerns(delta, offset)
     ]
@@ -133,9 +130,9 @@ def _ended(delivery: Delivery, offset: int, history: list[Delta], known: dict[st
     deliveries = [delta for delta in history if delta.kind == DeltaKind.ACQUIRED]
     is_complete = final.attempt <= len(deliveries) or final.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT)
     letter = None
-    if final.kind == DeltaKind.DEAD_LETTERED and len(final.extra) == POSITION.size:
-        partition, at = POSITION.unpack(final.extra)
-        letter = DeadLetterPosition(delivery.settings.dead_letter_topic, partition, at)
+    if final.kind == DeltaKind.DEAD_LETTERED and len(final.extra) > POSITION.size:
+        partition, at = POSITION.unpack_from(final.extra)
+        letter = DeadLetterPosition(final.extra[POSITION.size :].decode("utf-8", "replace"), partition, at)
     rejected = next((delta for delta in reversed(history) if delta.kind == DeltaKind.REJECTING), None)
     origin = delivery.origin_of(final.worker)
     return SubscriptionTrace(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import asyncio
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
 from millstream.client.admin.messages import ReadRecord, find_message, read_record, utc
+from millstream.client.admin.position import LATEST_TIMESTAMP
+from millstream.client.admin.position import parse_position as position_of
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import InvalidRequest, NotFound, TopicNotAuthorized, UnknownTopic
 from millstream.core.message_id import message_id
 from millstream.protocol.private.message_trace import message_trace
+from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers
+from millstream.protocol.records.record import decode_batch
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 
 class Position(NamedTuple):
@@ -40,6 +46,51 @@ async def trace_message(client: Client, position: str) -> dict[str, Any]:
     """Return the life of the message at a position, as programs see it."""
     parsed = parse_position(position)
     return await trace_at(client, parsed._replace(topic=await _topic_name(client, parsed.topic)))
+
+
+async def find_by_id(client: Client, wanted: str, topic: str, since: str, until: str = "end") -> list[Position]:
+    """Find the messages of a topic with an id, published in a time: the log is read from beginning to end of it."""
+    found = await find_topic(client, topic)
+    places: list[Position] = []
+    for partition in sorted(found.partitions):
+        offset, end = [await _offset_at(client, topic, partition, when) for when in (since, until)]
+        while offset < end and len(places) < FOUND_MAX:
+            answer = await client.fetch(topic, partition, offset, max_bytes=FETCH_BYTES, max_wait_ms=0)
+            before = offset
+            for header in iterate_whole_headers(answer.records):
+                offset = max(offset, header.next_offset)
+                if header.is_control:
+                    continue
+                # In a thread: batches may be large and compressed.
+                places += await asyncio.to_thread(_with_id, answer.records, header, wanted, found, partition)
+            if offset == before:
+                break
+    return [place for place in places if place.offset >= 0][:FOUND_MAX]
+
+
+FOUND_MAX: Final = 100
+"""How many messages with the same id are traced: publishers may repeat themselves."""
+FETCH_BYTES: Final = 4 * 1024 * 1024
+
+
+def _with_id(records: Buffer, header: BatchHeader, wanted: str, topic: TopicMetadata, partition: int) -> list[Position]:
+    return [
+        Position(topic.name, partition, record.offset)
+        for record in decode_batch(records, header)
+        if message_id(topic.topic_id, partition, record.offset, record.headers) == wanted
+    ]
+
+
+async def _offset_at(client: Client, topic: str, partition: int, when: str) -> int:
+    position = position_of(when)
+    timestamp = position.lookup_timestamp
+    if timestamp is None:
+        return position.value
+    offset = (await client.list_offsets(topic, {partition: timestamp}))[partition].offset
+    if offset < 0:
+        # No message is that young.
+        offset = (await client.list_offsets(topic, {partition: LATEST_TIMESTAMP}))[partition].offset
+    return int(offset)
 
 
 async def trace_at(

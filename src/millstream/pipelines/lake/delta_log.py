@@ -32,6 +32,9 @@ CONFIGURATION: Final[Mapping[str, str]] = {
     "delta.dataSkippingStatsColumns": ",".join(BOUNDED),
 }
 
+COMMITS_KEPT: Final[Mapping[str, str]] = {**CONFIGURATION, "delta.logRetentionDuration": "interval 36500 days"}
+"""For tables whose commits are evidence."""
+
 
 class DeltaLog:
     """A table as it was last read."""

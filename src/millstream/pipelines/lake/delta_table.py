@@ -62,9 +62,11 @@ _MANIFEST: Final = "millstream.quarantined"
 class DeltaTable:
     """A `LakeTable` in Delta Lake's format."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, log: DeltaLog | None = None) -> None:
         self.storage = storage
-        self.log = DeltaLog(storage)
+        self.log = log or DeltaLog(storage)
+        self.sealed: Callable[[deltalake.DeltaTable], Mapping[str, str]] = lambda _table: {}
+        """Returns the metadata of a commit after a version."""
         self.quarantine = DeltaLog(storage.suffixed(QUARANTINE_SUFFIX))
         self._known: set[TopicPartition] = set()
         """The partitions seen in the table: one that has lost them is another table."""
@@ -115,7 +117,7 @@ class DeltaTable:
                 # The previous attempt may have succeeded without learning it.
                 return attempt > 0 and self.log.holds(files)
             versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}
-            if self._commit_with(quarantined, added(files), versions, table):
+            if self._commit_with(quarantined, added(files), versions, table, self.sealed(table)):
                 self._known.update(offsets)
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
@@ -127,13 +129,14 @@ class DeltaTable:
         actions: Sequence[AddAction | RemoveAction],
         versions: Mapping[str, int],
         table: deltalake.DeltaTable,
+        sealed: Mapping[str, str] | None = None,
     ) -> bool:
         """Commit for the version after the one that was read, naming quarantined files; False if it is too late."""
-        metadata = None
+        metadata = dict(sealed or {})
         if quarantined:
             versions = {**versions, _QUARANTINED: table.version() + 1}
-            metadata = {_MANIFEST: to_json(quarantined)}
-        if not self.log.commit(actions, versions, metadata=metadata):
+            metadata[_MANIFEST] = to_json(quarantined)
+        if not self.log.commit(actions, versions, metadata=metadata or None):
             return False
         self._bring_quarantined(table)
         return True

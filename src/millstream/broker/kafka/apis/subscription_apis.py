@@ -17,7 +17,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
-from millstream.core.acl import Operation, ResourceType
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import Offset
@@ -27,6 +27,12 @@ from millstream.protocol.private.delivery_state import (
     WAIT_MS_MAX,
     DeliveryStateAnswer,
     DeliveryStateRequest,
+)
+from millstream.protocol.private.ledger_messages import (
+    LEDGER_MARK_KEY,
+    LedgerMarkRequest,
+    LedgerMarkResponse,
+    MarkedQueue,
 )
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.message_trace import MESSAGE_TRACE_KEY, MessageTrace, MessageTraceRequest
@@ -486,6 +492,63 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer])
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
         current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
         return DeliveryStateAnswer(0, None, current.state, current.attempt, current.next_ms, current.is_final)
+
+
+class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
+    """Records in the ledger which messages of queues are unfinished now.
+
+        {"mark": "…", "names": ["billing"]}, or null for all subscriptions with a ledger
+        answer, when it is durable: {"error": 0, "message": null, "queues": [{"subscription": "billing", …, "end": 12}]}
+
+    Each node marks the queues that it leads, so a client asks all nodes. An audit compares events with the mark.
+    """
+
+    key = LEDGER_MARK_KEY
+
+    async def needs(self, request: LedgerMarkRequest) -> Sequence[Need]:
+        """DESCRIBE on the subscriptions that are named; without names, on the cluster."""
+        if request.names is None:
+            return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
+        return [(Operation.DESCRIBE, ResourceType.GROUP, name) for name in request.names]
+
+    async def handle(self, request: LedgerMarkRequest) -> LedgerMarkResponse:
+        """Mark one queue after the other."""
+        if request.names is None:
+            subscriptions: Sequence[Subscription] = list(self._subscriptions.all())
+        else:
+            subscriptions = [await self._subscriptions.find(name) for name in request.names]
+        marked: list[MarkedQueue] = []
+        for subscription in subscriptions:
+            if not self._subscriptions.settings_of(subscription).ledger:
+                continue
+            for topic in await self._service.share_topics.of(subscription):
+                marked += [await self._mark(subscription, partition, request.mark) for partition in self._led(topic)]
+        return LedgerMarkResponse(queues=marked)
+
+    def _led(self, name: str) -> list[Partition]:
+        topics = self._service.topics
+        topic = topics.get(name)
+        return [] if topic is None else [one for one in topics.partitions_of(topic) if one.is_leader]
+
+    async def _mark(self, subscription: Subscription, partition: Partition, mark: str) -> MarkedQueue:
+        from millstream.broker.subscriptions.delivery import LEDGER_ASKED
+        from millstream.broker.subscriptions.log_scan import readable_end
+
+        engine = await self._service.engine()
+        delivery = await engine.delivery(subscription, partition)
+        delivery.mark_window(f"{LEDGER_ASKED} {mark}")
+        end = readable_end(partition, delivery.settings.isolation)
+        delivery.queue_changed()
+        await delivery.durable(is_all=True)
+        topic = partition.topic
+        return MarkedQueue(
+            subscription.name,
+            str(subscription.subscription_id),
+            topic.name,
+            str(topic.topic_id),
+            partition.index,
+            end,
+        )
 
 
 class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):

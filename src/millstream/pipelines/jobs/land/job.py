@@ -120,13 +120,14 @@ def _arrow_type(kind: ColumnType) -> pa.DataType:
     return _SIMPLE[kind.name]
 
 
-async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
-    """Report the next offset that is not landed to every node, by topic id and partition."""
-    settings = LandSettings.from_strings(pipeline.overrides)
+async def report_landed(
+    client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]], *, lake: str, format: str
+) -> None:
+    """Report the next offset that is not landed in a lake to every node, by topic id and partition."""
     topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
     if not topics:
         return
-    report = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
+    report = Landed(pipeline_id=pipeline.pipeline_id, lake=lake, format=format, topics=topics)
     body = encode(report)
     nodes = (await client.metadata(())).nodes
     # A node that misses it keeps more than it must until the next batch.
@@ -477,7 +478,8 @@ class LandJob:
             if self._context.lake_is_shared or self._settings.lake:
                 # Nodes believe only each other about what retention may delete.
                 reports = self._context.node_link or link
-                reports.call(report_landed(reports.client, self._pipeline, by_id))
+                place = {"lake": self._settings.lake, "format": self._settings.format}
+                reports.call(report_landed(reports.client, self._pipeline, by_id, **place))
             link.call(commit_offsets(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

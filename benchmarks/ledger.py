@@ -1,0 +1,213 @@
+"""`make bench-ledger`: what a ledger costs the broker, and how long an audit of very many deliveries takes.
+
+    python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only cost|audit]
+
+Cost: the same messages are published, delivered and accepted, in large ranges and one by one, through a subscription
+without and one with a ledger, on one broker and in turn; the figures are CPU seconds of the broker's process, and their
+ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are told apart.
+
+Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
+the largest process is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
+from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START
+from millstream.core.verb import Verb
+from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, account_queues
+from millstream.pipelines.jobs.ledger.events import EVENTS
+from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.spark.session import session
+from millstream_testing.server import Server
+
+RATIO_MAX: Final = 1.05
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+_VALUE: Final = b"x" * 100
+_BATCH: Final = 500
+_FRAMES: Final = 100_000
+QUEUES: Final = 8
+
+
+def main() -> int:
+    """Measure and print; 1 if a ledger costs more than it may."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--messages", type=int, default=60_000)
+    parser.add_argument("--deliveries", type=int, default=100_000_000)
+    parser.add_argument("--range", type=int, default=50, help="messages per stored range")
+    parser.add_argument("--only", choices=("cost", "audit"))
+    given = parser.parse_args()
+    failed = False
+    if given.only != "audit":
+        with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
+            failed = asyncio.run(cost(server, given.rounds, given.messages))
+    if given.only != "cost":
+        with tempfile.TemporaryDirectory() as folder:
+            failed |= audit_synthetic(folder, given.deliveries, given.range)
+    return int(failed)
+
+
+def broker_cpu_s(pid: int) -> float:
+    """The CPU seconds that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+async def cost(server: Server, rounds: int, messages: int) -> bool:
+    """Publish, deliver and accept, without and with a ledger in turn."""
+    failed = False
+    async with Client.connect(server.kafka) as client:
+        for way, at_once, count in (("in ranges", _BATCH, messages), ("one by one", 1, messages // 10)):
+            taken: dict[bool, list[float]] = {False: [], True: []}
+            for number in range(rounds + 1):
+                for ledger in (False, True) if number % 2 else (True, False):
+                    before = broker_cpu_s(server.pid)
+                    await _deliver(client, f"cost-{way[:2]}-{number}-{ledger}", count, at_once, ledger=ledger)
+                    if number:
+                        # The first round warms everything up.
+                        taken[ledger].append(broker_cpu_s(server.pid) - before)
+            without, with_it = (statistics.median(taken[one]) for one in (False, True))
+            ratio = statistics.median(b / a for a, b in zip(taken[False], taken[True], strict=True))
+            per_message = 1e6 / count
+            print(
+                f"{way}: {without * per_message:.1f} µs of broker CPU per message without a ledger, "
+                f"{with_it * per_message:.1f} with one; ratio {ratio:.3f} (at most {RATIO_MAX})",
+                flush=True,
+            )
+            failed |= ratio > RATIO_MAX
+    return failed
+
+
+async def _deliver(client: Client, name: str, count: int, at_once: int, *, ledger: bool) -> None:
+    await client.metadata([name], create=True)
+    subscriptions = SubscriptionClient(client)
+    settings = {START: "earliest", LEDGER: str(ledger).lower()}
+    await subscriptions.create(name, [name], settings)
+    for _ in range(count // _BATCH):
+        batch = encode_batch([NewRecord(None, _VALUE, (), int(time.time() * 1000))] * _BATCH)
+        await client.produce(name, 0, batch)
+    done = 0
+    while done < count // _BATCH * _BATCH:
+        messages = await subscriptions.receive(name, "worker", max_records=_BATCH, wait_ms=1000)
+        for start in range(0, len(messages), at_once):
+            part = messages[start : start + at_once]
+            errors = await subscriptions.settle(name, "worker", part, Verb.ACCEPT)
+            if any(errors):
+                raise RuntimeError(f"a message was not accepted: {errors}")
+        done += len(messages)
+
+
+# -- the audit ----------------------------------------------------------------------------------------------------
+
+
+def audit_synthetic(folder: str, deliveries: int, length: int) -> bool:
+    """Write a ledger of deliveries in eight queues, and account for them."""
+    storage = ledger_storage(folder)
+    began = time.monotonic()
+    queues = _write_synthetic(LedgerTable(storage), deliveries, length)
+    rows = sum(queue.end for queue in queues)
+    print(f"{rows:,} deliveries in ranges of {length} written in {time.monotonic() - began:.0f} s", flush=True)
+    spark = session("bench-ledger", master="local[2]")
+    try:
+        began = time.monotonic()
+        results = account_queues(spark, AuditTasks(Place(brokers="", storage=storage), queues), len(queues))
+        taken_s = time.monotonic() - began
+    finally:
+        spark.stop()
+    accepted = sum(result["totals"]["accepted"] for _queue, result in results)
+    findings = sum(len(result["findings"]) for _queue, result in results)
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(
+        f"audited {accepted:,} accepted messages in {taken_s:.0f} s on two cores, {findings} findings; "
+        f"the largest process took {memory:.0f} MiB",
+        flush=True,
+    )
+    return bool(accepted != rows or findings)
+
+
+def _write_synthetic(table: LedgerTable, deliveries: int, length: int) -> list[QueueAudit]:
+    queues: list[QueueAudit] = []
+    size = deliveries // QUEUES // length * length
+    subscription_id, topic_id = str(uuid.uuid4()), str(uuid.uuid4())
+    for partition in range(QUEUES):
+        writer = table.writer("synthetic", uuid.uuid4().hex[:16])
+        for start in range(0, size // length, _FRAMES):
+            frames = np.arange(start, min(start + _FRAMES, size // length))
+            writer.write(_events(frames, length, partition, subscription_id, topic_id))
+        table.commit(writer.close(), {("synthetic", partition): (0, size // length)})
+        queues.append(
+            QueueAudit(
+                subscription="synthetic",
+                subscription_id=subscription_id,
+                topic="synthetic",
+                topic_id=topic_id,
+                partition=partition,
+                base=0,
+                end=size,
+            )
+        )
+    return queues
+
+
+def _events(
+    frames: npt.NDArray[np.int64], length: int, partition: int, subscription_id: str, topic_id: str
+) -> pa.RecordBatch:
+    """Each frame scans, leases and accepts one range; the first starts the queue, the last records its window."""
+    kinds = ["scanned", "acquired", "accepted"]
+    columns: dict[str, Any] = {
+        "kind": np.tile(np.array(kinds, object), len(frames)),
+        "offset": np.repeat(frames * length, len(kinds)),
+        "end_offset": np.repeat((frames + 1) * length, len(kinds)),
+        "sequence": np.repeat(frames, len(kinds)),
+        "row": np.tile(np.arange(len(kinds)), len(frames)),
+        "state_offset": np.repeat(frames, len(kinds)),
+        "window": np.full(len(frames) * len(kinds), None, object),
+    }
+    end = int(frames[-1] + 1) * length
+    window = encode_window(LedgerWindow(b"", EXACTLY_ONCE, "read_committed", "", ""))
+    marks: list[tuple[object, ...]] = [("window", end, end, int(frames[-1]), len(kinds), int(frames[-1]), window)]
+    if frames[0] == 0:
+        marks.append(("start", 0, 0, 0, -1, 0, None))
+    for name, values in zip(columns, zip(*marks, strict=True), strict=True):
+        columns[name] = np.concatenate([columns[name], np.array(values, columns[name].dtype)])
+    rows = len(columns["kind"])
+    fixed = {
+        "subscription": "synthetic",
+        "topic": "synthetic",
+        "subscription_id": subscription_id,
+        "topic_id": topic_id,
+    }
+    found = {
+        **columns,
+        **{name: np.full(rows, value, object) for name, value in fixed.items()},
+        "partition": np.full(rows, partition),
+        "attempt": np.full(rows, 1),
+        "timestamp": np.full(rows, 0),
+        "state_partition": np.full(rows, 0),
+    }
+    schema = pa.schema([field for field in EVENTS if field.name in found])
+    return pa.RecordBatch.from_arrays([pa.array(found[field.name], field.type) for field in schema], schema=schema)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""`millstream audit`: account for every message of the subscriptions with a ledger."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from uuid import NAMESPACE_OID, uuid5
+
+import typer
+
+from millstream.cli.connection import ask, complete_subscriptions
+from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table
+from millstream.cli.pipeline_options import Lake
+from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in, unwound_by_sigterm
+from millstream.core.errors import MillstreamError
+from millstream.core.pipeline import Pipeline, PipelineKind
+
+if TYPE_CHECKING:
+    from millstream.client.admin.pipeline_storage import PipelineStorage
+    from millstream.client.receipt_book import Finding
+    from millstream.pipelines.jobs.ledger.audit import AuditReport
+    from millstream.protocol.wire.client import Client
+
+SHOWN_MAX: Final = 50
+"""How many findings people are shown; programs get all of them."""
+
+
+def audit(
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            help="Only messages published at this time or later, or within an age such as 24h.",
+            show_default=False,
+        ),
+    ] = None,
+    subscription: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--subscription",
+            autocompletion=complete_subscriptions,
+            metavar="NAME",
+            help="Only this subscription; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    receipts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--receipts",
+            metavar="FILE",
+            help="Also check the receipts that a publisher has kept; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    lake: Lake = None,
+    master: Master = "",
+    memory: Memory = "1g",
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Account for every message; exits with 0 only if all add up. Needs Spark, and subscriptions with --ledger."""
+    refuse_without_spark()
+    since_ms = None if since is None else _since_ms(since)
+    place = find_lake(brokers, timeout, lake)
+    report = _run(place, brokers, subscription, since_ms, master=master, memory=memory)
+    missing = _check_receipts(receipts or [], brokers, timeout)
+    if as_json:
+        found = [{"file": file, **_receipt(one)} for file, one in missing]
+        document = report.as_document()
+        print_json({**document, "adds_up": document["adds_up"] and not missing, "receipts": found})
+    else:
+        _print_report(report, missing)
+    if missing or not report.adds_up:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _since_ms(text: str) -> int:
+    from millstream.client.admin.position import parse_position
+
+    found = parse_position(text).lookup_timestamp
+    if found is None or found < 0:
+        raise typer.BadParameter(f"--since takes a time or an age, as in 2026-11-15T00:00 or 24h, not {text!r}")
+    return found
+
+
+def find_lake(brokers: str, timeout: float, given: str | None) -> tuple[str, Pipeline | None]:
+    """Return where the ledger's table is: where its pipeline lands it, unless a place is given."""
+
+    async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
+        from millstream.client.admin.pipeline_storage import storage_of
+        from millstream.client.admin.pipelines import PipelineClient, pipeline_of
+
+        declared = [one for one in await PipelineClient(client).describe() if one["kind"] == PipelineKind.LEDGER]
+        return (pipeline_of(declared[0]) if declared else None), await storage_of(client)
+
+    if given is not None:
+        return (given if "://" in given else os.path.abspath(given)), None
+    pipeline, places = ask(brokers, timeout, question)
+    lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
+    if lake.startswith(places.data) and not os.path.isdir(places.data):
+        raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; give --lake")
+    return lake, pipeline
+
+
+def _run(
+    place: tuple[str, Pipeline | None],
+    brokers: str,
+    names: list[str] | None,
+    since_ms: int | None,
+    *,
+    master: str,
+    memory: str,
+) -> AuditReport:
+    from millstream.pipelines.jobs.error_reason import reason_of
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+    from millstream.pipelines.runtime.spark_session import open_session
+
+    lake, declared = place
+    pipeline = declared or Pipeline(
+        pipeline_id=uuid5(NAMESPACE_OID, "millstream audit"), name="audit", kind=PipelineKind.LEDGER
+    )
+    with (
+        unwound_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        signed_in(brokers, scratch) as (_link, access),
+        Stages("audit") as stages,
+    ):
+        stages.show("starting Spark …")
+        spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
+        stages.show("accounting for every message …")
+        try:
+            context = JobContext(spark=spark, brokers=brokers, access=access, lake=lake, folder=scratch)
+            return LedgerJob(pipeline, context).audit(names, since_ms)
+        except MillstreamError:
+            raise
+        except Exception as error:
+            raise CommandFailed(reason_of(error)) from error
+
+
+def _check_receipts(files: list[str], brokers: str, timeout: float) -> list[tuple[str, Finding]]:
+    found: list[tuple[str, Finding]] = []
+    for file in files:
+        if not os.path.isfile(file):
+            raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)
+
+        async def question(client: Client, file: str = file) -> list[Finding]:
+            from millstream.client.receipt_book import check_book
+
+            return await check_book(client, file)
+
+        found += [(file, one) for one in ask(brokers, timeout, question)]
+    return found
+
+
+def _receipt(finding: Finding) -> dict[str, Any]:
+    kept = finding.kept
+    return {
+        "id": kept.id,
+        "topic": kept.topic,
+        "partition": kept.partition,
+        "offset": kept.offset,
+        "problem": finding.problem,
+    }
+
+
+def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]]) -> None:
+    from millstream.pipelines.jobs.ledger.audit import COUNTS as COUNTED
+
+    names = ("subscription", "topic", *(name for name in COUNTED if name != "dropped"))
+    if report.rows:
+        print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in report.rows])
+    else:
+        print_note("The ledger has no events: create or update subscriptions with --ledger.")
+    lines = [_finding(one) for one in report.findings]
+    lines += [f"ledger table, {one.kind}: {one_line(one.path)}: {one.problem}" for one in report.damage]
+    lines += [f"receipt in {one_line(file)}: {one_line(str(one))}" for file, one in receipts]
+    for line in lines[:SHOWN_MAX]:
+        print_line(line)
+    if len(lines) > SHOWN_MAX:
+        print_line(f"… and {len(lines) - SHOWN_MAX:,} more; --json has all of them.")
+    total = counted(sum(row["published"] for row in report.rows), "message")
+    verdict = "All add up." if report.adds_up and not receipts else "It does not add up."
+    print_line(f"{verdict} {total} accounted for in {report.seconds:.1f} s; seal {report.seal[:16] or '-'}")
+
+
+def _finding(one: dict[str, Any]) -> str:
+    if "subscription" not in one:
+        return f"{one['kind']}: {one_line(one['detail'])}"
+    last = "" if one["end"] - one["start"] <= 1 else f" to {one['end'] - 1}"
+    place = f"{one_line(one['topic'])}/{one['partition']}"
+    where = f"{place}@{one['start']}{last}" if one["end"] > one["start"] else place
+    return f"{one['kind']}: {where} in {one_line(one['subscription'])}: {one_line(one['detail'])}"

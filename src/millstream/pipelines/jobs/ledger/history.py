@@ -1,0 +1,131 @@
+"""The life of one message from the ledger's table, for traces of what the broker no longer remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import pyarrow.dataset as ds
+
+from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
+
+_ENDS: Final = {
+    "accepted": "accepted",
+    "dead_lettered": "dead-lettered",
+    "dropped": "dropped",
+    "filtered": "filtered",
+    "absent": "absent",
+    "retention_cut": "expired",
+    "sought": "skipped",
+    "deleted": "skipped",
+}
+_SHOWN: Final = frozenset({*_ENDS, "acquired", "released", "expired", "extended", "rejecting", "revived", "parked"})
+_COLUMNS: Final = (
+    *("subscription", "subscription_id", "kind", "offset", "end_offset", "timestamp", "attempt", "worker", "until"),
+    *("reason", "leader_epoch", "sequence", "row", "state_offset", "published"),
+    *("letter_topic", "letter_partition", "letter_offset"),
+)
+Trace = dict[str, Any]
+
+
+def add_history(document: Trace, lake: str, options: Mapping[str, str] | None = None) -> Trace:
+    """Complete a trace with what the table knows; subscriptions that are gone are added."""
+    table = LedgerTable(ledger_storage(lake, options))
+    rows = _rows(table, document["topic_id"], document["partition"], document["offset"])
+    lives: dict[str, list[Trace]] = {}
+    for row in rows:
+        lives.setdefault(row["subscription_id"], []).append(row)
+    live = {one["subscription_id"]: one for one in document["subscriptions"]}
+    found = [_completed(one, lives.get(one["subscription_id"], ())) for one in live.values()]
+    for subscription_id, life in lives.items():
+        if subscription_id not in live and any(row["subscription"] for row in life):
+            found.append(_completed(_gone(subscription_id, life), life))
+    published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
+    if document["published_ms"] is None and published:
+        document = {**document, "published_ms": _ms(published[-1]), "published": published[-1].isoformat()}
+    return {**document, "subscriptions": sorted(found, key=lambda one: str(one["subscription"]))}
+
+
+def _rows(table: LedgerTable, topic_id: str, partition: int, offset: int) -> list[Trace]:
+    """Return the events about a message, in order; moves of a queue are about all its messages."""
+    about = (ds.field("offset") <= offset) & (ds.field("end_offset") > offset)
+    moves = ds.field("kind").isin(["sought", "deleted"])
+    wanted = (ds.field("topic_id") == topic_id) & (ds.field("partition") == partition) & (about | moves)
+    rows = [row for batch in table.events(wanted, _COLUMNS) for row in batch.to_pylist()]
+    return sorted(rows, key=lambda row: (row["state_offset"], row["row"] or 0))
+
+
+def _gone(subscription_id: str, life: Iterable[Trace]) -> Trace:
+    name = next(row["subscription"] for row in life if row["subscription"])
+    return {
+        "subscription": name,
+        "subscription_id": subscription_id,
+        "state": "done",
+        "is_final": True,
+        "attempts": 0,
+        "worker": "",
+        "client_id": "",
+        "address": "",
+        "until_ms": 0,
+        "first_delivery_ms": 0,
+        "ended_ms": 0,
+        "reason": "",
+        "dead_letter": None,
+        "ledger": True,
+        "events": [],
+        "is_complete": False,
+        "unknown": "the subscription was deleted",
+    }
+
+
+def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
+    """Put the events of the table before those that the broker remembers."""
+    told = [row for row in rows if row["kind"] in _SHOWN]
+    if not told:
+        return live
+    last = max((row["sequence"] or 0 for row in told), default=-1)
+    newer = [event for event in live["events"] if event["sequence"] > last]
+    events = [_event(row) for row in told] + newer
+    done = {**live, "events": events}
+    deliveries = [event for event in events if event["kind"] == "acquired"]
+    if deliveries and not live["first_delivery_ms"]:
+        done["first_delivery_ms"] = deliveries[0]["time_ms"]
+    if not live["is_final"]:
+        is_complete = live["attempts"] <= len(deliveries)
+        return {**done, "is_complete": is_complete, "unknown": "" if is_complete else live["unknown"]}
+    ends = [row for row in told if row["kind"] in _ENDS]
+    if live["ended_ms"] or not ends:
+        return {**done, "is_complete": True, "unknown": "" if live["ended_ms"] else live["unknown"]}
+    end = ends[-1]
+    letter = None
+    if end["kind"] == "dead_lettered" and end["letter_topic"]:
+        letter = {"topic": end["letter_topic"], "partition": end["letter_partition"], "offset": end["letter_offset"]}
+    rejected = next((row["reason"] for row in reversed(told) if row["kind"] == "rejecting"), None)
+    return {
+        **done,
+        "state": _ENDS[end["kind"]],
+        "attempts": end["attempt"] or 0,
+        "worker": end["worker"] or next((row["worker"] for row in reversed(told) if row["worker"]), ""),
+        "ended_ms": _ms(end["timestamp"]),
+        "reason": end["reason"] or rejected or "",
+        "dead_letter": letter,
+        "is_complete": True,
+        "unknown": "",
+    }
+
+
+def _event(row: Trace) -> Trace:
+    return {
+        "kind": row["kind"],
+        "time_ms": _ms(row["timestamp"]),
+        "attempt": row["attempt"] or 0,
+        "worker": row["worker"] or "",
+        "until_ms": 0 if row["until"] is None else _ms(row["until"]),
+        "reason": row["reason"] or "",
+        "leader_epoch": row["leader_epoch"] or 0,
+        "sequence": row["sequence"] or 0,
+    }
+
+
+def _ms(moment: Any) -> int:
+    return int(moment.timestamp() * 1000)

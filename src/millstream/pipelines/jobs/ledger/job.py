@@ -1,0 +1,227 @@
+"""Lands the events of deliveries in the ledger's table, and audits them from time to time.
+
+The events are read where the broker writes them for itself: the deltas in `__subscriptions`. As in landing, the table
+is the source of truth for its progress, so every event is in it once, whatever happens to a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+from uuid import uuid4
+
+import pyarrow as pa
+
+from millstream.core.errors import MillstreamError, StalePlan
+from millstream.core.pipeline import LedgerSettings, Pipeline
+from millstream.core.topic import SUBSCRIPTIONS
+from millstream.pipelines.jobs.group_offsets import commit_offsets
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.land.job import report_landed
+from millstream.pipelines.jobs.land.plan import PartitionPlan, plans, tasks, topic_ranges
+from millstream.pipelines.jobs.land.sources import Source, Sources
+from millstream.pipelines.jobs.land.task import Reading, log_start
+from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, audit, mark
+from millstream.pipelines.jobs.ledger.events import decode_events
+from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
+from millstream.pipelines.lake.task_writer import RowWriter
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
+from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.access import Access, may_read
+from millstream.pipelines.source.options import BROKERS, read_options
+from millstream.pipelines.source.ranges import Range, admitted
+from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.shape import default_schema, shape_of
+
+_logger = logging.getLogger(__name__)
+
+FRAME_BYTES: Final = 500.0
+"""The assumed size of a record of `__subscriptions`."""
+SORTED_ROWS: Final = 200_000
+"""How many events a task sorts at a time: row groups hold one partition each."""
+FINDINGS_LOGGED: Final = 100
+"""How many findings of an audit are logged."""
+REPORT_COLUMNS: Final = "rows long, lost long, files string"
+_REPORT: Final = pa.schema([pa.field("rows", pa.int64()), pa.field("lost", pa.int64()), pa.field("files", pa.string())])
+_ORDER: Final = [(name, "ascending") for name in ("partition", "topic_id", "subscription_id", "sequence", "row")]
+
+
+class LedgerTasks:
+    """The function of `mapInArrow` that maps task numbers to the files they wrote."""
+
+    def __init__(self, brokers: str, shares: Sequence[Sequence[Range]], writer: RowWriter, access: Access) -> None:
+        self._brokers = brokers
+        self._shares = shares
+        self._writer = writer
+        self._access = access
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Run the tasks of the given numbers."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                rows, lost, files = self._land(self._shares[number])
+                report = {"rows": rows, "lost": lost, "files": to_json(files)}
+                yield pa.RecordBatch.from_pylist([report], schema=_REPORT)
+
+    def _land(self, ranges: Sequence[Range]) -> tuple[int, int, list[Written]]:
+        options = read_options(
+            {BROKERS: self._brokers, "subscribe": SUBSCRIPTIONS, "columns": "key,value,offset,timestamp"}, self._access
+        )
+        shape = shape_of(default_schema(options), options)
+        reading = Reading(lambda one: read_range(one, options, shape), log_start(options))
+        rows = waiting_rows = 0
+        waiting: list[pa.RecordBatch] = []
+        try:
+            for one in ranges:
+                for records in reading.batches(one):
+                    events = decode_events(records, one.partition)
+                    rows += records.num_rows
+                    waiting_rows += events.num_rows
+                    waiting.append(events)
+                    if waiting_rows >= SORTED_ROWS:
+                        self._write(waiting)
+                        waiting, waiting_rows = [], 0
+            self._write(waiting)
+            return rows, reading.lost, self._writer.close()
+        except BaseException:
+            self._writer.abort()
+            raise
+
+    def _write(self, waiting: Sequence[pa.RecordBatch]) -> None:
+        if not any(batch.num_rows for batch in waiting):
+            return
+        for batch in pa.Table.from_batches(waiting).sort_by(_ORDER).combine_chunks().to_batches():
+            self._writer.write(batch)
+
+
+class LedgerJob:
+    """The running pipeline."""
+
+    def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+        settings = pipeline.settings
+        if not isinstance(settings, LedgerSettings):
+            raise TypeError("a ledger job takes a ledger pipeline")
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._sources = Sources(context.brokers, [SUBSCRIPTIONS], "", context.access)
+        self._lake = settings.lake or context.lake
+        options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        self._options = {**options, **settings.storage_options()}
+        self._table = LedgerTable(ledger_storage(self._lake, self._options))
+
+    def step(self) -> Step:
+        """Land what has happened since the last step, and audit if that is due."""
+        began = time.monotonic()
+        found = self._sources.now()
+        if not found:
+            # The topic is created with the first subscription that is used.
+            return Step(wait_s=self._settings.every_ms / 1000)
+        (source,) = found
+        planned = self._plan(source)
+        rows, counts = self._land(source, planned)
+        self._report(source, planned)
+        lag = sum(max(0, source.end[number] - plan.end) for number, plan in planned.items())
+        if not lag:
+            counts |= self._audit_if_due()
+        waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
+        return Step(rows=rows, lag=lag, wait_s=0.0 if lag else waits_s, counts=counts)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _plan(self, source: Source) -> dict[int, PartitionPlan]:
+        landed = self._table.next_offsets([(source.topic_id, number) for number in source.end])
+        planned = plans(source, {number: offset for (_id, number), offset in landed.items()}, from_latest=False)
+        starts = {SUBSCRIPTIONS: {number: plan.first for number, plan in planned.items()}}
+        ends = {SUBSCRIPTIONS: {number: plan.end for number, plan in planned.items()}}
+        allowed = admitted(starts, ends, self._settings.batch_max)[SUBSCRIPTIONS]
+        return {number: PartitionPlan(plan.start, plan.first, allowed[number]) for number, plan in planned.items()}
+
+    def _land(self, source: Source, planned: Mapping[int, PartitionPlan]) -> tuple[int, dict[str, int]]:
+        ranges = topic_ranges(SUBSCRIPTIONS, planned)
+        lost = sum(plan.lost for plan in planned.values())
+        if not ranges and not lost:
+            return 0, {}
+        rows, lost_meanwhile, files = self._run(source, ranges)
+        offsets = {
+            (source.topic_id, number): (plan.first if plan.start is None else plan.start, plan.end)
+            for number, plan in planned.items()
+        }
+        try:
+            if not self._table.commit(files, offsets):
+                self._table.discard(files)
+        except StalePlan as stale:
+            _logger.info("pipeline %s: another run has landed the events: %s", self._pipeline.name, stale)
+            self._table.discard(files)
+            return 0, {}
+        lost += lost_meanwhile
+        if lost:
+            _logger.error("pipeline %s: %d records were deleted before they had landed", self._pipeline.name, lost)
+        counts = {"files": len(files), "events": sum(file.rows for file in files), "lost": lost}
+        return rows, {name: number for name, number in counts.items() if number}
+
+    def _run(self, source: Source, ranges: Sequence[Range]) -> tuple[int, int, list[Written]]:
+        if not ranges:
+            return 0, 0, []
+        spark = self._context.spark
+        shares = tasks(ranges, {SUBSCRIPTIONS: FRAME_BYTES}, parallelism=spark.sparkContext.defaultParallelism)
+        access = self._context.access.for_tasks(self._context.brokers, may_read([SUBSCRIPTIONS]))
+        writer = self._table.writer(source.topic_id, uuid4().hex[:16])
+        work = Marked(LedgerTasks(self._context.brokers, shares, writer, access))
+        reports = spark.range(0, len(shares), 1, len(shares)).mapInArrow(work, REPORT_COLUMNS).collect()
+        self._context.progress()
+        files = [file for report in reports for file in from_json(report.files)]
+        return sum(report.rows for report in reports), sum(report.lost for report in reports), files
+
+    def _report(self, source: Source, planned: Mapping[int, PartitionPlan]) -> None:
+        """Let nodes delete what has landed, and show the progress as the group's offsets."""
+        ends = {number: plan.end for number, plan in planned.items()}
+        link = self._sources.link
+        try:
+            if self._context.lake_is_shared or self._settings.lake:
+                reports = self._context.node_link or link
+                place = {"lake": self._settings.lake, "format": self._settings.format}
+                landed = {source.topic_id: ends}
+                reports.call(report_landed(reports.client, self._pipeline, landed, **place))
+            offsets = {SUBSCRIPTIONS: ends}
+            link.call(commit_offsets(link.client, self._pipeline.group, offsets, self._context.member()))
+        except MillstreamError as error:
+            _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)
+
+    # -- the audit ----------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Land everything that has happened so far, without the pipeline's group: another run may have it."""
+        while found := self._sources.now():
+            (source,) = found
+            planned = self._plan(source)
+            self._land(source, planned)
+            if all(plan.end >= source.end[number] for number, plan in planned.items()):
+                return
+
+    def audit(self, names: Sequence[str] | None = None, since_ms: int | None = None) -> AuditReport:
+        """Account for every message up to now."""
+        context = self._context
+        place = Place(brokers=context.brokers, access=context.access, storage=self._table.storage)
+        marked = mark(place, names)
+        self.catch_up()
+        return audit(context.spark, place, marked=marked, names=names, since_ms=since_ms)
+
+    def _audit_if_due(self) -> dict[str, int]:
+        every_s, now_s = self._settings.audit_every_ms // 1000, int(time.time())
+        if not self._settings.audit_every_ms or now_s < self._table.last_audit_s() + every_s:
+            return {}
+        report = self.audit()
+        self._table.note_audit(now_s)
+        for one in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
+            _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, one)
+        for damaged in report.damage[:FINDINGS_LOGGED]:
+            _logger.error("pipeline %s: the ledger was changed: %s", self._pipeline.name, damaged)
+        return report.counts()
+
+
+JOB: Final = LedgerJob

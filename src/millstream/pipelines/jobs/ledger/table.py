@@ -1,0 +1,224 @@
+"""The ledger's table: events in Delta Lake, each landed once, and sealed commit by commit.
+
+A commit carries, besides the next offset of each partition of `__subscriptions`, a seal: the digest of every file that
+it adds, the offsets that it lands, and the seal before it. Whoever changes, adds or removes a file or a commit later
+breaks the chain, unless all later seals are made anew; the last seal is reported by every audit, so that it can be
+kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import deltalake
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from millstream.core.errors import CorruptState
+from millstream.pipelines.jobs.ledger.events import EVENTS
+from millstream.pipelines.lake.delta_log import COMMITS_KEPT, DeltaLog
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import TopicPartition
+from millstream.pipelines.lake.task_writer import RowWriter
+from millstream.pipelines.lake.written_file import Written
+
+NAME: Final = "__ledger"
+"""The folder of the table in a lake."""
+SEAL: Final = "millstream.ledger.seal"
+FIRST_SEAL: Final = ""
+AUDITED: Final = "millstream/audited"
+"""The application version with the time of the last audit by the pipeline, in seconds."""
+_CHUNK_BYTES: Final = 1 << 20
+
+
+class Seal(NamedTuple):
+    """The seal of one commit."""
+
+    previous: str
+    files: dict[str, str]
+    """The digest of each file that is added, by path."""
+    offsets: dict[str, list[int]]
+    """The range of each partition that is landed, by topic id and partition."""
+
+    @property
+    def digest(self) -> str:
+        """Return the digest over everything, which the next seal contains."""
+        text = json.dumps([self.previous, sorted(self.files.items()), sorted(self.offsets.items())])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Encode it for a commit."""
+        return json.dumps({**self._asdict(), "digest": self.digest})
+
+
+class Damage(NamedTuple):
+    """A place where the table is not as it was sealed."""
+
+    kind: str
+    """changed, missing, added, unsealed, broken or gap."""
+    path: str
+    problem: str
+
+
+def ledger_storage(lake: str, options: Mapping[str, str] | None = None) -> Storage:
+    """Return the storage of the ledger in a lake."""
+    return Storage.at(f"{lake.rstrip('/')}/{NAME}", options)
+
+
+class LedgerTable:
+    """Lands and reads events; belongs to one thread."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._delta = DeltaTable(storage, DeltaLog(storage, configuration=COMMITS_KEPT))
+
+    def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return the next offset of each partition of `__subscriptions` that has landed."""
+        return self._delta.next_offsets(partitions)
+
+    def writer(self, topic_id: str, attempt: str) -> RowWriter:
+        """Return a writer of files for tasks."""
+        return self._delta.writer(EVENTS, topic_id, attempt=attempt)
+
+    def commit(self, files: Sequence[Written], offsets: Mapping[TopicPartition, tuple[int, int]]) -> bool:
+        """Add files, advance and seal atomically; False if another run has landed the same."""
+        digests = {file.path: self.digest(file.path) for file in files}
+        spans = {f"{topic_id}/{number}": list(span) for (topic_id, number), span in offsets.items()}
+
+        def sealed(table: deltalake.DeltaTable) -> Mapping[str, str]:
+            return {SEAL: Seal(self._last_seal(table.version()), digests, spans).to_json()}
+
+        self._delta.sealed = sealed
+        return self._delta.commit(files, offsets, schema=EVENTS)
+
+    def discard(self, files: Iterable[Written]) -> None:
+        """Delete files for which no commit was tried."""
+        self._delta.discard(files)
+
+    def last_audit_s(self) -> int:
+        """Return when the pipeline last audited, in seconds since 1970; 0 if never."""
+        table = self._delta.log.refresh()
+        return 0 if table is None else table.transaction_version(AUDITED) or 0
+
+    def note_audit(self, time_s: int) -> None:
+        """Record the time of an audit; one that comes too late is left to the next."""
+        table = self._delta.log.refresh()
+        if table is not None:
+            seal = Seal(self._last_seal(table.version()), {}, {})
+            self._delta.log.commit([], {AUDITED: time_s}, metadata={SEAL: seal.to_json()})
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def dataset(self) -> ds.Dataset | None:
+        """Return the events as a dataset; None before the first have landed."""
+        table = self._delta.log.refresh()
+        if table is None:
+            return None
+        found: ds.Dataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
+        return found
+
+    def events(
+        self, filter: ds.Expression | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield events in no particular order."""
+        found = self.dataset()
+        if found is not None:
+            yield from found.to_batches(filter=filter, columns=None if columns is None else list(columns))
+
+    # -- seals --------------------------------------------------------------------------------------------------
+
+    def digest(self, path: str) -> str:
+        """Return the digest of a file."""
+        found = hashlib.sha256()
+        with self.storage.files().open_input_stream(path) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                found.update(chunk)
+        return found.hexdigest()
+
+    def last_seal(self) -> str:
+        """Return the last seal; empty before the first commit."""
+        table = self._delta.log.refresh()
+        return FIRST_SEAL if table is None else self._last_seal(table.version())
+
+    def _last_seal(self, version: int) -> str:
+        while version >= 0:
+            found = self._delta.log.commit_info(version).get(SEAL)
+            if found is not None:
+                return str(json.loads(found)["digest"])
+            version -= 1
+        return FIRST_SEAL
+
+    def verify(self) -> list[Damage]:
+        """Compare files and commits with their seals; return what does not match."""
+        table = self._delta.log.refresh()
+        if table is None:
+            return []
+        found, known = self._verify_chain(table.version())
+        active = set(self._delta.log.paths())
+        for path in sorted(active):
+            if path not in known:
+                found.append(Damage("added", path, "it belongs to the table, and no commit has sealed it"))
+                continue
+            try:
+                digest = self.digest(path)
+            except FileNotFoundError:
+                found.append(Damage("missing", path, "the file is gone"))
+                continue
+            if digest != known[path]:
+                found.append(Damage("changed", path, "its content is not what was landed"))
+        for path in sorted(known.keys() - active):
+            found.append(Damage("missing", path, "it was landed, and the table no longer has it"))
+        return found
+
+    def _verify_chain(self, last_version: int) -> tuple[list[Damage], dict[str, str]]:
+        found: list[Damage] = []
+        known: dict[str, str] = {}
+        reached: dict[str, int] = {}
+        previous = FIRST_SEAL
+        for version in range(last_version + 1):
+            path = f"_delta_log/{version:020}.json"
+            actions = self._actions(path)
+            if actions is None:
+                found.append(Damage("missing", path, "the commit is gone"))
+                continue
+            added = {str(one["add"]["path"]) for one in actions if "add" in one}
+            text = next((one["commitInfo"].get(SEAL) for one in actions if "commitInfo" in one), None)
+            if text is None:
+                if added:
+                    found.append(Damage("unsealed", path, "it adds files, and has no seal"))
+                continue
+            try:
+                seal, digest = _read_seal(text)
+            except CorruptState as error:
+                found.append(Damage("broken", path, str(error)))
+                continue
+            if seal.digest != digest or seal.previous != previous or added != set(seal.files):
+                found.append(Damage("broken", path, "the seal does not match the commit, or the one before it"))
+            for partition, (start, end) in seal.offsets.items():
+                if reached.get(partition, start) != start:
+                    found.append(Damage("gap", path, f"{partition} continues at {start}, not at {reached[partition]}"))
+                reached[partition] = end
+            known |= seal.files
+            previous = digest
+        return found, known
+
+    def _actions(self, path: str) -> list[dict[str, Any]] | None:
+        try:
+            with self.storage.files().open_input_stream(path) as stream:
+                return [json.loads(line) for line in stream.read().splitlines() if line.strip()]
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return []
+
+
+def _read_seal(text: str) -> tuple[Seal, str]:
+    try:
+        document = json.loads(text)
+        return Seal(document["previous"], document["files"], document["offsets"]), document["digest"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptState(f"the seal cannot be read: {error}") from error

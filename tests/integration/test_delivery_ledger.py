@@ -1,0 +1,183 @@
+"""The ledger end to end: events of a real broker are landed once, every message is accounted for, and faults show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import millstream
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def millstream_command(server: Server) -> CommandLine:
+    return CommandLine(server.kafka)
+
+
+@pytest.fixture
+def job(spark: SparkSession, server: Server, tmp_path: Path) -> Iterator[LedgerJob]:
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+
+    lake = str(tmp_path / "lake")
+    pipeline = Pipeline(pipeline_id=uuid4(), name=f"ledger-{uuid4().hex[:8]}", kind=PipelineKind.LEDGER)
+    context = JobContext(spark=spark, brokers=server.kafka, lake=lake, folder=str(tmp_path), lake_is_shared=False)
+    made = LedgerJob(pipeline, context)
+    yield made
+    made.close()
+
+
+async def _deliver(server: Server, topic: str, name: str) -> None:
+    """Publish ten messages: five are accepted at once, one at its second attempt, one is rejected, three wait."""
+    async with millstream.connect(server.kafka) as client:
+        for number in range(10):
+            await client.publish(topic, {"number": number}, key="one")
+        attempts: dict[int, int] = {}
+        done = asyncio.Event()
+
+        async def handle(message: millstream.Message) -> None:
+            attempts[message.offset] = attempts.get(message.offset, 0) + 1
+            if message.offset == 5 and attempts[5] == 1:
+                raise millstream.RetryLater(0)
+            if message.offset == 6:
+                raise millstream.Reject("not an order")
+            if message.offset >= 7:
+                done.set()
+                await asyncio.sleep(WAIT_S)
+
+        settings: Any = {"start": "earliest", "delivery": "exactly-once", "ledger": True, "ordered": False}
+        subscriber = await client.subscribe(topic, handle, name=name, concurrency=10, **settings)
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while attempts.get(5) != 2:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.05)
+        await subscriber.drain(timeout=0.1)
+
+
+def _state(command: CommandLine, position: str, name: str) -> str:
+    (found,) = [
+        one
+        for one in command("message", "trace", position, "--json").document["subscriptions"]
+        if one["subscription"] == name
+    ]
+    return str(found["state"])
+
+
+def _row(report: Any, name: str) -> dict[str, Any]:
+    (row,) = [row for row in report.rows if row["subscription"] == name]
+    return dict(row)
+
+
+def test_a_ledger_is_landed_once_and_adds_up_and_tampering_shows_in_spark(
+    server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob
+) -> None:
+    name = f"{topic}-ledger"
+    assert millstream_command("topic", "create", topic).code == 0
+    asyncio.run(_deliver(server, topic, name))
+    deadline = time.monotonic() + WAIT_S
+    while _state(millstream_command, f"{topic}/0/6", name) != "dead-lettered":
+        assert time.monotonic() < deadline
+    report = job.audit([name])
+    row = _row(report, name)
+    assert report.adds_up, (report.findings, report.damage)
+    assert (row["published"], row["accepted"], row["dead_lettered"], row["waiting"]) == (10, 6, 1, 3)
+    assert (row["lost"], row["doubled"], row["delivery"]) == (0, 0, "exactly-once")
+    # Everything again, and only what is new is landed.
+    table = job._table
+    events = sum(batch.num_rows for batch in table.events())
+    again = job.audit([name])
+    assert again.adds_up
+    assert _row(again, name) == row
+    windows = sum(batch.num_rows for batch in table.events()) - events
+    assert 0 < windows < 10
+    rows = [row for batch in table.events() for row in batch.to_pylist() if row["subscription"] == name]
+    keys = [(one["sequence"], one["row"]) for one in rows]
+    assert len(keys) == len(set(keys))
+    (retried,) = [one for one in rows if one["kind"] == "acquired" and one["attempt"] == 2]
+    assert (retried["offset"], retried["end_offset"]) == (5, 6)
+    assert retried["endpoint"] == retried["worker"].partition("/")[0] != ""
+    (rejected,) = [one for one in rows if one["kind"] == "rejecting"]
+    assert rejected["reason"] == "not an order"
+    (letter,) = [one for one in rows if one["kind"] == "dead_lettered"]
+    assert (letter["offset"], letter["letter_topic"]) == (6, f"{name}-dlq")
+    assert all(one["published"] is not None for one in rows if one["kind"] == "scanned")
+
+    # Someone changes how a message ended.
+    (changed,) = {one for one in _files(table) if any(kind == "dead_lettered" for kind in _kinds(one))}
+    content = pq.read_table(changed).to_pylist()
+    for one in content:
+        one["kind"] = "accepted" if one["kind"] == "dead_lettered" else one["kind"]
+    pq.write_table(pa.Table.from_pylist(content, schema=pq.read_schema(changed)), changed)
+    tampered = job.audit([name])
+    assert not tampered.adds_up
+    assert [(one.kind, os.path.basename(one.path)) for one in tampered.damage] == [("changed", changed.name)]
+
+
+def _files(table: Any) -> list[Path]:
+    return sorted(Path(str(table.storage.folder)).rglob("*.parquet"))
+
+
+def _kinds(path: Path) -> list[str]:
+    found: list[str] = pq.read_table(path, columns=["kind"]).column(0).to_pylist()
+    return found
+
+
+def test_the_views_are_the_same_in_duckdb_and_in_spark(
+    server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob, spark: SparkSession
+) -> None:
+    import duckdb
+
+    from millstream.spark.ledger import duckdb_views, spark_views
+
+    name = f"{topic}-ledger"
+    assert millstream_command("topic", "create", topic).code == 0
+    assert millstream_command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
+    for number in range(3):
+        assert millstream_command("publish", topic, f"{number}").code == 0
+    assert millstream_command("subscription", "pull", name, "-n", 1, "--accept").code == 0
+    assert millstream_command("subscription", "pull", name, "-n", 1, "--release").code == 0
+    job.catch_up()
+    lake = job._lake
+    connection = duckdb.connect()
+    duckdb_views(connection, lake)
+    spark_views(spark, lake)
+    wanted = "outcome, attempts, published IS NOT NULL AS dated, first_delivery IS NOT NULL AS delivered"
+    one = f'SELECT "offset", {wanted} FROM ledger_messages WHERE subscription = \'{name}\' ORDER BY "offset"'
+    found = [tuple(row) for row in connection.sql(one).fetchall()]
+    assert found == [
+        (0, "accepted", 1, True, True),
+        (1, "unfinished", 1, True, True),
+        (2, "unfinished", 0, True, False),
+    ]
+    assert [tuple(row) for row in spark.sql(one.replace('"', "`")).collect()] == found
+    tried = f"SELECT deliveries FROM ledger_messages WHERE subscription = '{name}' AND \"offset\" = 1"
+    ((attempts,),) = connection.sql(tried).fetchall()
+    assert [attempt["kind"] for attempt in attempts] == ["acquired", "released"]
+    counts = "sum(arrived), sum(delivered), sum(accepted), count(latency_ms_p99) > 0"
+    minutes = f"SELECT {counts} FROM ledger_minutes WHERE subscription = '{name}'"
+    (minute,) = connection.sql(minutes).fetchall()
+    assert tuple(minute) == (3, 2, 1, True)
+    (same,) = spark.sql(minutes).collect()
+    assert tuple(same) == (3, 2, 1, True)
+    last = f"SELECT lag FROM ledger_minutes WHERE subscription = '{name}' ORDER BY minute DESC LIMIT 1"
+    for row in (*connection.sql(last).fetchall(), *spark.sql(last).collect()):
+        assert int(row[0]) == 2

@@ -1,0 +1,275 @@
+"""The account of a queue's messages: real queues write their events, and every planted fault is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pytest
+
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.lease import POSITION, Revival, Settlement
+from millstream.broker.subscriptions.state_shard import DELTAS, QueueRecord, write_record
+from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite
+from millstream.core.errors import NotLeader
+from millstream.core.ids import Epoch, Offset, OffsetRange
+from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE
+from millstream.core.verb import Verb
+from millstream.pipelines.jobs.ledger.account import Account
+from millstream.pipelines.jobs.ledger.events import decode_events
+from millstream_testing.queue_bench import Workbench, wanted
+from millstream_testing.queue_store import MemoryStateStore
+
+
+class Recording(MemoryStateStore):
+    """A store that also keeps every write, as the log does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[QueueWrite] = []
+
+    def write(self, write: QueueWrite) -> PendingWrite:
+        self.log.append(write)
+        return super().write(write)
+
+    def events(self, without: Sequence[int] = (), twice: Sequence[int] = ()) -> pa.Table:
+        """The events of the writes; some may be left out, or be there again at the end."""
+        kept = [one for at, one in enumerate(self.log) if at not in without] + [self.log[at] for at in twice]
+        records = [write_record(QueueRecord(DELTAS, one.key, Epoch(0), one.sequence, one.deltas)) for one in kept]
+        batch = pa.RecordBatch.from_pydict(
+            {
+                "offset": pa.array(range(len(records)), pa.int64()),
+                "timestamp": pa.array([0] * len(records), pa.timestamp("us", tz="UTC")),
+                "key": pa.array([record.key for record in records], pa.binary()),
+                "value": pa.array([record.value for record in records], pa.binary()),
+            }
+        )
+        return pa.Table.from_batches([decode_events(batch, 0)])
+
+
+@pytest.fixture
+async def bench() -> Workbench:
+    made = Workbench()
+    made.store = Recording()
+    return made
+
+
+def settle(delivery: Delivery, first: int, last: int, verb: Verb, worker: str = "one", reason: str = "") -> None:
+    results = delivery.settle_now(worker, [Settlement(Offset(first), Offset(last), verb, 0, reason)])
+    assert results == [None]
+
+
+def account(events: pa.Table, bench: Workbench, *, pieces: int = 1) -> Account:
+    """Fold events, in one piece or several, and compare them with the log."""
+    found = Account(base=0, size=int(bench.partition.high_watermark))
+    step = -(-events.num_rows // pieces)
+    for start in range(0, events.num_rows, step):
+        found.take(events.slice(start, step))
+    end = int(bench.partition.high_watermark)
+    log_start = int(bench.partition.log_start)
+    present = [OffsetRange(log_start, end)]
+    found.close(present, first=found.start or 0, cut=end, log_start=log_start)
+    return found
+
+
+def recorded(bench: Workbench) -> Recording:
+    assert isinstance(bench.store, Recording)
+    return bench.store
+
+
+async def test_every_outcome_has_its_class(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True, dead_letter_topic="dead", delivery=EXACTLY_ONCE)
+    bench.publish(*"abcdefghij")
+    delivery.try_receive(wanted(6))
+    settle(delivery, 0, 2, Verb.ACCEPT)
+    settle(delivery, 3, 3, Verb.REJECT, reason="broken")
+    delivery.queue.dead_lettered(3, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
+    settle(delivery, 4, 4, Verb.RELEASE)
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(), bench)
+    assert found.findings == []
+    assert found.letters == {3: ("dead", 0, 7)}
+    totals = found.totals()
+    assert totals == {
+        "published": 10,
+        "accepted": 3,
+        "dead_lettered": 1,
+        "filtered": 0,
+        "skipped": 0,
+        "waiting": 6,
+        "expired": 0,
+        "lost": 0,
+        "dropped": 0,
+        "doubled": 0,
+    }
+
+
+async def test_seeks_retention_redrives_and_restarts_add_up(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE)
+    bench.publish(*"abcdefghij")
+    delivery.try_receive(wanted(4))
+    settle(delivery, 0, 1, Verb.ACCEPT)
+    delivery.seek(Offset(6))
+    delivery.try_receive(wanted(2))
+    settle(delivery, 6, 7, Verb.ACCEPT)
+    delivery.queue.revive([Revival(Offset(0), 0, bytes(28))], now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    await delivery.durable(is_all=True)
+    delivery.close(NotLeader("moved"))
+    delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE)
+    delivery.seek(Offset(5))
+    delivery.try_receive(wanted(1))
+    bench.partition.log.delete_before(9)
+    delivery.queue.drop_before(9, now_ms=bench.clock.now_ms())
+    delivery.mark_window("asked")
+    delivery.queue_changed()
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(), bench)
+    totals = found.totals()
+    # Of 0 to 4, two were accepted and the others passed by; 5 to 8 were to be delivered again, and are gone.
+    assert [one for one in found.findings if one.kind != "expired"] == []
+    assert (totals["accepted"], totals["skipped"], totals["expired"], totals["waiting"]) == (1, 4, 4, 1)
+    assert totals["published"] == 10
+    assert (totals["lost"], totals["doubled"]) == (0, 0)
+
+
+async def test_a_lost_delta_is_found_and_named(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True)
+    bench.publish(*"abcd")
+    delivery.try_receive(wanted(4))
+    await delivery.durable(is_all=True)
+    settle(delivery, 1, 2, Verb.ACCEPT)
+    lost = len(recorded(bench).log) - 1
+    settle(delivery, 3, 3, Verb.ACCEPT)
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    for pieces in (1, 3):
+        found = account(recorded(bench).events(without=[lost]), bench, pieces=pieces)
+        (one,) = found.findings
+        assert (one.kind, one.start, one.end) == ("lost", 1, 3)
+        assert "missing" in one.detail
+        assert (found.totals()["lost"], found.totals()["waiting"], found.totals()["accepted"]) == (2, 1, 1)
+
+
+async def test_a_lease_that_is_missing_is_named_though_nothing_is_lost(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True)
+    bench.publish("a")
+    delivery.try_receive(wanted(1))
+    await delivery.durable(is_all=True)
+    lease = len(recorded(bench).log) - 1
+    delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.EXTEND, 5000)])
+    await delivery.durable(is_all=True)
+    assert len(recorded(bench).log) == lease + 2
+    settle(delivery, 0, 0, Verb.ACCEPT)
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(without=[lease + 1]), bench)
+    assert [one.kind for one in found.findings] == ["missing_events"]
+    assert found.totals()["lost"] == 0
+
+
+@pytest.mark.parametrize("delivery_mode", [AT_LEAST_ONCE, EXACTLY_ONCE])
+async def test_a_doubled_accept_is_found_where_it_is_promised_not_to_happen(
+    bench: Workbench, delivery_mode: str
+) -> None:
+    delivery = await bench.open(ledger=True, delivery=delivery_mode)
+    bench.publish(*"ab")
+    delivery.try_receive(wanted(2))
+    settle(delivery, 0, 0, Verb.ACCEPT)
+    twice = len(recorded(bench).log) - 1
+    settle(delivery, 1, 1, Verb.ACCEPT)
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(twice=[twice]), bench)
+    doubled = [(one.start, one.end) for one in found.findings if one.kind == "doubled"]
+    assert doubled == ([(0, 1)] if delivery_mode == EXACTLY_ONCE else [])
+    assert found.totals()["doubled"] == len(doubled)
+
+
+async def test_a_cut_before_delivery_is_its_own_class(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True)
+    bench.publish(*"abcdef")
+    delivery.try_receive(wanted(2))
+    settle(delivery, 0, 0, Verb.ACCEPT)
+    bench.partition.log.delete_before(4)
+    delivery.queue.drop_before(4, now_ms=bench.clock.now_ms())
+    delivery.mark_window("asked")
+    delivery.queue_changed()
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(), bench)
+    assert [(one.kind, one.start, one.end) for one in found.findings] == [("expired", 1, 4)]
+    assert (found.totals()["expired"], found.totals()["lost"], found.totals()["published"]) == (3, 0, 6)
+
+
+async def test_a_ledger_that_was_off_for_a_while_claims_nothing_about_that(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=False)
+    bench.publish(*"abcdef")
+    delivery.try_receive(wanted(3))
+    settle(delivery, 0, 0, Verb.ACCEPT)
+    delivery.change(delivery.settings.__class__(ledger=True), None)
+    settle(delivery, 1, 1, Verb.ACCEPT)
+    delivery.change(delivery.settings.__class__(ledger=False), None)
+    settle(delivery, 2, 2, Verb.ACCEPT)
+    delivery.change(delivery.settings.__class__(ledger=True), None)
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(), bench)
+    assert found.findings == []
+    totals = found.totals()
+    assert (totals["published"], totals["accepted"], totals["waiting"]) == (4, 1, 3)
+
+
+async def test_what_the_ledger_calls_no_message_must_not_be_one(bench: Workbench) -> None:
+    delivery = await bench.open(ledger=True)
+    bench.publish(*"abc")
+    delivery.queue.add_scanned(0, 3, now_ms=0, absent=[(1, 1)])
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    found = account(recorded(bench).events(), bench)
+    assert [(one.kind, one.start, one.end) for one in found.findings] == [("lost", 1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_random_lives_add_up(bench: Workbench, seed: int) -> None:
+    chance = random.Random(seed)
+    delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE, dead_letter_topic="dead", attempts=3)
+    published = 0
+    for _ in range(150):
+        what = chance.random()
+        if what < 0.25:
+            count = chance.randint(1, 20)
+            bench.publish(*("x" * count))
+            published += count
+        elif what < 0.55:
+            delivery.try_receive(wanted(chance.randint(1, 15), chance.choice(["one", "two"])))
+        elif what < 0.9:
+            for held in delivery.held_ranges()[:3]:
+                verb = chance.choice([Verb.ACCEPT, Verb.ACCEPT, Verb.RELEASE, Verb.REJECT, Verb.RETURN])
+                delivery.settle_now(held.worker, [Settlement(held.first, held.last, verb, 0)])
+            for rejected in delivery.queue.rejecting(5):
+                where = POSITION.pack(0, rejected.offset) + b"dead"
+                delivery.queue.dead_lettered(rejected.offset, where, now_ms=bench.clock.now_ms())
+        elif what < 0.93 and published:
+            delivery.seek(Offset(chance.randint(int(bench.partition.log_start), published)))
+        elif what < 0.95 and published:
+            start = chance.randint(int(bench.partition.log_start), published)
+            bench.partition.log.delete_before(start)
+            delivery.queue.drop_before(start, now_ms=bench.clock.now_ms())
+        elif what < 0.97:
+            delivery.mark_window("periodic")
+        else:
+            await delivery.durable(is_all=True)
+            delivery.close(NotLeader("moved"))
+            delivery = await bench.open(ledger=True, delivery=EXACTLY_ONCE, dead_letter_topic="dead", attempts=3)
+        bench.clock.advance_ms(chance.choice([0, 10, 40_000]))
+        delivery.queue_changed()
+    delivery.mark_window("asked")
+    await delivery.durable(is_all=True)
+    for pieces in (1, 5):
+        found = account(recorded(bench).events(), bench, pieces=pieces)
+        assert [one for one in found.findings if one.kind != "expired"] == []
+        totals = found.totals()
+        parts = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired")
+        assert totals["published"] == published == sum(totals[name] for name in parts)
