@@ -19,6 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -126,6 +127,9 @@ chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_cluster $(CHAOS_ARGS)
+
+chaos-mirror: $(DEV_STAMP) ## Kill two sites and cut the line between them, fail over, come back and switch, and check every message (half an hour)
+	@$(BIN)/python -m trials.chaos_mirror $(CHAOS_ARGS)
 
 chaos-overload: $(DEV_STAMP) ## Flood a broker, and send it batches that hold far more than they are, beside a client that must not notice (12 minutes; CHAOS_ARGS=--peer floods Apache Kafka, too: 6 more)
 	@$(BIN)/python -m trials.chaos_overload $(CHAOS_ARGS)

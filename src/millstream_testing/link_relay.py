@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 EVERYBODY = ""
+_PIECES_MAX = 1000
 _CHUNK_BYTES = 64 * 1024
 _STOP_S_MAX = 10.0
 _CLIENT_ID_AT = 12
@@ -66,11 +67,21 @@ async def _end_all() -> None:
 class LinkRelay:
     """Listens on an address and passes on what it gets, unless the sender's link is cut."""
 
-    def __init__(self, thread: RelayThread, target: str, *, host: str = "127.0.0.1", named: bool = False) -> None:
+    def __init__(
+        self,
+        thread: RelayThread,
+        target: str,
+        *,
+        host: str = "127.0.0.1",
+        named: bool = False,
+        delay_s: float = 0.0,
+    ) -> None:
         at, _, port = target.rpartition(":")
         self._target = (at, int(port))
         self._host = host
         self._named = named
+        self._delay_s = delay_s
+        """How long everything is on its way, in each direction; a line of any bandwidth."""
         self._thread = thread
         self._open: defaultdict[tuple[str, Way], asyncio.Event] = defaultdict(_set_event)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,20 +132,41 @@ class LinkRelay:
         try:
             onward.write(first)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, onward, asking))
-                group.create_task(_pass_on(onward_reader, writer, answering))
+                group.create_task(_pass_on(reader, onward, asking, self._delay_s))
+                group.create_task(_pass_on(onward_reader, writer, answering, self._delay_s))
         finally:
             onward.transport.abort()
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event) -> None:
-    with suppress(OSError):
-        while piece := await reader.read(_CHUNK_BYTES):
-            await is_open.wait()
-            writer.write(piece)
-            await writer.drain()
-    await is_open.wait()
-    writer.transport.abort()
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event, delay_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_PIECES_MAX)
+
+    async def arrive() -> None:
+        with suppress(OSError):
+            while True:
+                due, piece = await on_the_way.get()
+                if not piece:
+                    break
+                if delay_s:
+                    await asyncio.sleep(due - loop.time())
+                await is_open.wait()
+                writer.write(piece)
+                await writer.drain()
+        await is_open.wait()
+        writer.transport.abort()
+
+    arriving = asyncio.ensure_future(arrive())
+    try:
+        with suppress(OSError):
+            while piece := await reader.read(_CHUNK_BYTES):
+                await on_the_way.put((loop.time() + delay_s, piece))
+        await on_the_way.put((loop.time() + delay_s, b""))
+        await arriving
+    finally:
+        arriving.cancel()
 
 
 def _set_event() -> asyncio.Event:

@@ -74,6 +74,7 @@ class TransactionService:
     ) -> None:
         me = membership.me.node_id
         self.coordinator = TransactionCoordinator(topics, config, clock, producer_ids)
+        self.coordinator.mirror_of = lambda name: "" if (topic := topics.get(name)) is None else topic.mirror
         self.markers = PartitionMarkers(topics, groups, self.coordinator.latest_epoch)
         self._peers = WirePeers(membership.node, me=me)
         self._routes = MarkerRoutes(topics, self.markers, self._peers, me=me)

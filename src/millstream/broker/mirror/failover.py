@@ -279,12 +279,14 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
     """Give up what only this cluster has, and begin to copy."""
     ends = await service.high_watermarks([topic.name for topic in topics])
-    removed = [
+    beyond = [
         RemovedRange(topic=topic, partition=index, start=cut, end=ends[topic][index])
         for topic, offsets in request.cuts.items()
         for index, cut in offsets.items()
         if ends.get(topic, {}).get(index, 0) > cut
     ]
+    # Markers of transactions that the other side has aborted as well are no loss.
+    removed = [one for one in beyond if await _has_records(service, one)]
     if request.save_to:
         for one in removed:
             await _save(service, one, request.save_to)
@@ -295,6 +297,21 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     )
     _logger.info("this cluster follows another", extra={"mirror": request.name, "ranges_removed": len(removed)})
     return AdoptResponse(removed=removed)
+
+
+async def _has_records(service: MirrorService, removed: RemovedRange) -> bool:
+    """Whether a range holds anything but control batches."""
+    client, offset = service.client(), removed.start
+    while offset < removed.end:
+        answer = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
+        before = offset
+        for header in iterate_whole_headers(answer.records):
+            if header.record_count and not header.is_control and header.next_offset > removed.start:
+                return True
+            offset = max(offset, header.next_offset)
+        if offset == before:
+            break
+    return False
 
 
 async def _save(service: MirrorService, removed: RemovedRange, target: str) -> None:

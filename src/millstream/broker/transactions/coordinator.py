@@ -38,6 +38,7 @@ from millstream.core.errors import (
     InvalidTransactionTimeout,
     MillstreamError,
     ProducerFenced,
+    TransactionAbortable,
     UnknownTransaction,
 )
 from millstream.core.ids import NodeId, PartitionIndex, ProducerId
@@ -127,6 +128,8 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         )
         self._reserve = ProducerIdReserve(producer_ids)
         self._on_ending: Callable[[], None] = lambda: None
+        self.mirror_of: Callable[[str], str] = lambda _topic: ""
+        """Returns the mirror that writes a topic; empty for one that clients write."""
         self._holds = 0
         self._may_decide = asyncio.Event()
         self._may_decide.set()
@@ -210,7 +213,22 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         _check_id(who.transactional_id)
         await self._reserve.fill()
         await self._may_decide.wait()
-        return await self._run(who.transactional_id, lambda shard: shard.end(who, commit=commit, version=version))
+
+        def ended(shard: TransactionShard) -> Outcome[Initialized]:
+            if commit:
+                self._check_writable(shard, who.transactional_id)
+            return shard.end(who, commit=commit, version=version)
+
+        return await self._run(who.transactional_id, ended)
+
+    def _check_writable(self, shard: TransactionShard, transactional_id: str) -> None:
+        """Raise `TransactionAbortable` if a mirror writes a topic of the transaction by now: its records may be gone."""
+        for partition in shard.undecided_partitions(transactional_id):
+            mirror = self.mirror_of(partition.topic)
+            if mirror:
+                raise TransactionAbortable(
+                    f"topic {partition.topic!r} is written by mirror {mirror!r} now; abort, and begin anew at its source"
+                )
 
     # The batch commit
 
@@ -232,7 +250,13 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         _check_id(query)
         await self._reserve.fill()
         await self._may_decide.wait()
-        is_new = await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
+
+        def completed(shard: TransactionShard) -> Outcome[bool]:
+            for member in members:
+                self._check_writable(shard, member.transactional_id)
+            return shard.batches.complete(query, batch, members)
+
+        is_new = await self._runtime.run(query, completed, pure=True)
         with suppress(TimeoutError, CoordinatorUnavailable):
             async with asyncio.timeout(MARKERS_WAIT_S):
                 for member in members:

@@ -319,6 +319,11 @@ class TransactionShard:
             for partition in partitions
         }
 
+    def undecided_partitions(self, transactional_id: str) -> frozenset[TopicPartition]:
+        """Return the partitions of a transaction that may still be committed or aborted."""
+        transaction = self._transactions.get(transactional_id)
+        return frozenset() if transaction is None or transaction.state in ENDING else transaction.partitions
+
     def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[Initialized]:
         """Commit or abort; version 2 of the protocol is answered with the id and epoch for the next transaction."""
         transaction = self._known(who.transactional_id)

@@ -1,0 +1,54 @@
+"""`make chaos-mirror`: two sites mirror each other through kills, cuts, failover, reverse and switch; all is judged.
+
+    python -m trials.chaos_mirror [--rounds N] [--faults N] [--delay-ms MS] [--seed S]
+
+What is tried and how it is judged: `src/millstream_testing/mirror_trial.py`. The exit code is 1, and the seed is
+printed, when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from millstream_testing.mirror_trial import MirrorTrial
+
+
+def main() -> int:
+    """Run the trial; 0 when all was as it should be, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m trials.chaos_mirror", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--faults", type=int, default=20, help="faults in each round before the failover")
+    parser.add_argument("--delay-ms", type=float, default=25.0, help="how long the line takes, in each direction")
+    parser.add_argument("--seed", type=int)
+    arguments = parser.parse_args()
+    seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    print(f"seed {seed}", flush=True)
+    broken = 0
+    for number in range(arguments.rounds):
+        with tempfile.TemporaryDirectory(prefix="millstream-mirror-") as folder:
+            trial = MirrorTrial(
+                Path(folder),
+                seed=seed + number,
+                faults=arguments.faults,
+                delay_s=arguments.delay_ms / 1000,
+                say=lambda text: print(f"  {text}", flush=True),
+            )
+            try:
+                trial.run()
+            finally:
+                trial.close()
+        for violation in trial.violations:
+            print(f"BROKEN: {violation}", flush=True)
+        broken += bool(trial.violations)
+        print(f"round {number + 1}: {'broken' if trial.violations else 'fine'} (seed {seed + number})", flush=True)
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
