@@ -222,12 +222,12 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
         return await self._run(who.transactional_id, ended)
 
     def _check_writable(self, shard: TransactionShard, transactional_id: str) -> None:
-        """Raise `TransactionAbortable` if a mirror writes a topic of the transaction by now: its records may be gone."""
+        """Raise `TransactionAbortable` if a mirror writes a topic of the transaction by now: records may be gone."""
         for partition in shard.undecided_partitions(transactional_id):
             mirror = self.mirror_of(partition.topic)
             if mirror:
                 raise TransactionAbortable(
-                    f"topic {partition.topic!r} is written by mirror {mirror!r} now; abort, and begin anew at its source"
+                    f"topic {partition.topic!r} is written by mirror {mirror!r}; abort, and begin again at the source"
                 )
 
     # The batch commit
