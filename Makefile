@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -124,6 +125,9 @@ chaos: $(DEV_STAMP) ## Kill workers and strike nodes while subscriptions deliver
 
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
 	@$(BIN)/python -m trials.chaos_http $(CHAOS_ARGS)
+
+chaos-cores: $(DEV_STAMP) ## Kill processes of a loaded machine 50 times, change its number of cores, check every message
+	@$(BIN)/python -m trials.chaos_cores $(CHAOS_CORES_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_cluster $(CHAOS_ARGS)

@@ -77,7 +77,7 @@ def test_programs_get_one_line_and_may_have_json_logs(tmp_path: Path) -> None:
         CommandLine(ready["kafka"])("topic", "create", "logged")
         serve.send_signal(signal.SIGTERM)
         rest, logged = serve.communicate(timeout=DEADLINE_S)
-    assert (sorted(ready), rest) == (["http", "kafka"], "")
+    assert (sorted(ready), rest) == (["http", "kafka", "nodes"], "")
     lines = [json.loads(line) for line in logged.splitlines()]
     created = next(line for line in lines if line["message"] == "topic created")
     assert (created["topic"], created["level"]) == ("logged", "info")

@@ -265,7 +265,7 @@ def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: Se
     shared = [f"--{name}={cluster[1].settings[name]}" for name in ("etcd", "catalog")]
     free = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
     taken = run_command(["serve", "--data", str(tmp_path / "alone"), "--node-id", "9", *shared, *free])
-    assert (taken.code, "belongs to a single node" in taken.err) == (5, True)
+    assert (taken.code, "cluster adopt" in taken.err) == (5, True)
     with Server(tmp_path / "alone"):
         pass
 

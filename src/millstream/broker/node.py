@@ -14,7 +14,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Protocol
 
-from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.broker_settings import BrokerSettings
 from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
@@ -42,7 +42,7 @@ from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
-from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
+from millstream.core.errors import AddressTaken, InvalidSetting, MillstreamError
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
@@ -358,21 +358,13 @@ class Broker:
             await asyncio.sleep(_ORPHAN_LOOK_S)
 
     def _check_data_folder(self) -> None:
-        if self._config.in_cluster:
-            if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
-                raise ClusterMismatch(
-                    f"{self._config.data} belongs to a single node, whose topics a cluster would not know; "
-                    "start this node with another --data and copy the topics over with a Kafka client"
-                )
-            return
-        if self._config.catalog:
+        config = self._config
+        if config.catalog and not config.in_cluster:
             raise InvalidSetting(
                 "--catalog is for nodes of a cluster, which need --etcd too; a single node has its own catalog"
             )
-        if FolderOwner.read(self._files, self._data).cluster:
-            raise ClusterMismatch(
-                f"{self._config.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
-            )
+        if self._machine is None:
+            Layout.of(self._data, config.node_id, 1).check_owner(self._files, in_cluster=config.in_cluster)
 
     def _open_store(self) -> LogStore:
         return LogStore.open(

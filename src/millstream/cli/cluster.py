@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_note, print_table
+from millstream.core.errors import NotFound
 
 if TYPE_CHECKING:
     from millstream.cli.cluster_rebuild import Outcome
@@ -327,3 +329,58 @@ def _print_rebuilt(outcome: Outcome) -> None:
         print_line("Start the nodes now.")
     elif not rebuilt.is_safe:
         print_line("Logs are missing, so this is refused without --accept-loss.")
+
+
+@app.command("adopt")
+def adopt(
+    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a stopped machine.")],
+    etcd: Annotated[
+        str, typer.Option("--etcd", metavar="URL[,...]", help="The etcd of the cluster.", show_default=False)
+    ] = "",
+    catalog: Annotated[
+        str, typer.Option("--catalog", metavar="URL", help="An empty PostgreSQL database.", show_default=False)
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.", show_default=False)
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="The config file of a node, which has these settings.", show_default=False
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Give the folder back, as long as no node has started in the cluster.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a stopped machine the first member of a cluster: its catalog and states move, its messages stay.
+
+    Groups, transactions, subscriptions and pipelines continue where they were. It can be repeated after any
+    interruption; until it is complete, the machine cannot be started.
+    """
+    from millstream.cli.cluster_adopt import adopt as adopt_machine
+    from millstream.core.config import Config
+
+    if not data.is_dir():
+        raise NotFound(f"{data} does not exist; give the data folder of the machine with --data")
+    given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
+    settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
+    found = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
+    if found is None:
+        print_line(f"{data} is a machine of its own again. The cluster's etcd and catalog may be deleted.")
+        return
+    if as_json:
+        print_json({**dataclasses.asdict(found), "written": not dry_run})
+        return
+    verb = "Would move" if dry_run else "Moved"
+    print_line(f"{verb} {counted(found.topics, 'topic')} with {counted(found.partitions, 'partition')}.")
+    if dry_run:
+        return
+    flags = f"--data {data} --node-id {min(found.nodes)} --cluster {settings.cluster}"
+    cores = f" --cores {len(found.nodes)}" if len(found.nodes) > 1 else ""
+    print_line(f"Start it with: millstream serve {flags}{cores} --etcd URL --catalog URL")
+    if found.has_secrets:
+        print_line("The catalog has sealed secrets: give every node their keys with --secrets-key-file.")
+    print_line("To go back before that: the same command with --undo. Afterwards, raise the replicas of topics.")

@@ -193,6 +193,7 @@ class Machine:
         self.lock = files.lock(f"{self._data}/{LOCK_NAME}")
         self._stack.callback(os.close, self.lock)
         make_private(Path(self._data))
+        self._layout.check_owner(files, in_cluster=self._config.in_cluster)
         if self._config.in_cluster:
             if not self._layout.is_settled(files):
                 raise ClusterMismatch(

@@ -65,6 +65,7 @@ from millstream.broker.catalog.tables import (
     subscriptions,
     topics,
 )
+from millstream.broker.catalog.transfer import copy_tables, is_empty
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, Permission, ResourceType
 from millstream.core.config import Config
 from millstream.core.credential import (
@@ -234,6 +235,26 @@ class Catalog:
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
                 f"give --cluster {name}, or a database of its own with --catalog"
             )
+
+    @classmethod
+    def of_file(cls, path: Path) -> Catalog:
+        """Open an embedded catalog by its file."""
+        catalog = cls(f"sqlite:///{path}")
+        catalog.prepare()
+        return catalog
+
+    def take_over(self, source: Catalog, *, flush: str) -> None:
+        """Take everything that another catalog has, its counters and cluster id too, in place of what is here."""
+        with source._read() as theirs, self._change() as mine:
+            copy_tables(theirs, mine, flush=flush)
+            here = about.c.name == _CLUSTER_ID
+            mine.execute(update(about).where(here).values(value=source.cluster_id))
+        self.cluster_id = source.cluster_id
+
+    def is_empty(self) -> bool:
+        """Whether nothing was ever declared here."""
+        with self._read() as connection:
+            return is_empty(connection)
 
     def restore(self, cluster_id: str, known: Iterable[Topic]) -> int:
         """Make this the catalog of a cluster whose own was lost: take its id, and topics that are not declared here.

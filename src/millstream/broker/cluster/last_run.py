@@ -56,6 +56,15 @@ class FolderOwner:
         )
 
 
+def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
+    """Give the folder of a stopped node to another cluster, or to none, durably; what its log may lack stays known."""
+    found = _read(files, folder)
+    if found is None:
+        found = _Content(boot_id="", incarnations=[])
+    found.node_id, found.cluster, found.cluster_id = owner.node_id, owner.cluster, owner.cluster_id
+    replace_file(files, folder, FILE_NAME, msgspec.json.encode(found))
+
+
 class LastRun:
     """The file that one run leaves for the next.
 

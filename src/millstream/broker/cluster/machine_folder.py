@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from uuid import UUID
 
-from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import (
@@ -48,6 +48,8 @@ _logger = logging.getLogger(__name__)
 
 NODE_PREFIX = "node-"
 MARK_NAME = "moving"
+ADOPTING_NAME = "adopting"
+"""Marks a folder whose stores are being moved to those of a cluster."""
 ID_STEP = 1000
 """The nodes of a machine whose first is 1 are 1, 1001, 2001: unique over machines, whatever their number of cores."""
 
@@ -86,12 +88,30 @@ class Layout:
         found = {}
         if files.exists(f"{self.data}/{PARTITIONS_NAME}"):
             owner = FolderOwner.read(files, self.data).node_id
-            found[self.data] = self.nodes[0] if owner == UNKNOWN_NODE else NodeId(owner)
+            found[self.data] = self.nodes[0] if owner == UNKNOWN_NODE and self.nodes else NodeId(owner)
         for name in sorted(files.names(self.data)):
             number = name.removeprefix(NODE_PREFIX)
             if number != name and number.isdigit():
                 found[f"{self.data}/{name}"] = NodeId(int(number))
         return found
+
+    def check_owner(self, files: Files, *, in_cluster: bool) -> None:
+        """Raise if the folder belongs to a cluster and is started without one, or the other way round."""
+        if files.exists(f"{self.data}/{ADOPTING_NAME}"):
+            raise ClusterMismatch(
+                f"{self.data} is being adopted by a cluster, which was interrupted; repeat `millstream cluster adopt "
+                f"--data {self.data} …`, or go back with --undo"
+            )
+        if in_cluster:
+            if files.exists(f"{self.data}/{CATALOG_NAME}"):
+                raise ClusterMismatch(
+                    f"{self.data} belongs to a machine of its own; `millstream cluster adopt --data {self.data}` with "
+                    "the same --etcd and --catalog makes it the first of a cluster, or give another --data"
+                )
+        elif any(FolderOwner.read(files, folder).cluster for folder in self.present(files)):
+            raise ClusterMismatch(
+                f"{self.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
+            )
 
     def is_settled(self, files: Files) -> bool:
         """Whether every log is where this layout wants it; looks at few files."""

@@ -1,0 +1,271 @@
+"""Turning a stopped machine into the first member of a cluster: its stores move, its data stays.
+
+The steps run in the order of `Adoption.run`, each of which can be repeated. A mark in the folder refuses every start
+until the last one is done. The cluster's id is the last key that etcd gets: with it, the stores are complete, and a
+repeated attempt leaves them alone, since nodes may have changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.broker.catalog.transfer import with_flush
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
+from millstream.broker.cluster.last_run import FolderOwner, change_owner
+from millstream.broker.cluster.machine_folder import ADOPTING_NAME, MARK_NAME, Layout, open_coordination
+from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED
+from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
+from millstream.broker.cluster.store_values import topic_from_json, topic_to_json
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.folder import LOCK_NAME
+from millstream.broker.log.state import read_whole, replace_file
+from millstream.core.clock import Clock
+from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
+from millstream.core.ids import Epoch
+from millstream.core.partition_state import NO_LEADER, PartitionState
+
+ADOPTED_SUFFIX: Final = ".adopted"
+_CARRIED: Final = (
+    keys.PARTITIONS,
+    keys.TOPICS,
+    keys.SETTINGS,
+    keys.DELETED,
+    keys.REMOVED,
+    keys.PLACEMENTS,
+    keys.DRAINED,
+    keys.ADMITTED,
+)
+"""What the nodes have agreed on, apart from sessions, in the order in which it is written."""
+
+
+class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    cluster: str
+    cluster_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """What was moved."""
+
+    cluster_id: str
+    nodes: tuple[int, ...]
+    topics: int
+    partitions: int
+    has_secrets: bool
+    """Whether the catalog has secrets, which every node needs the keys of."""
+
+
+class Adoption:
+    """One attempt to move the stores of a machine. The caller has connected to those of the cluster."""
+
+    def __init__(
+        self,
+        data: str,
+        cluster: str,
+        store: CoordinationStore,
+        catalog: Catalog,
+        clock: Clock,
+        *,
+        flush: str,
+        on_step: Callable[[str], None] = lambda _name: None,
+    ) -> None:
+        """`flush` is the setting that topics without one had here, and keep; `on_step` is called after each step."""
+        self._data = data
+        self._cluster = cluster
+        self._store = store
+        self._catalog = catalog
+        self._clock = clock
+        self._flush = flush
+        self._on_step = on_step
+        self._files = DiskFiles()
+
+    async def run(self, *, is_checked_only: bool = False) -> Adopted:
+        """Check everything, then move the stores and give the folder to the cluster."""
+        lock = self._files.lock(f"{self._data}/{LOCK_NAME}")
+        try:
+            return await self._run(is_checked_only=is_checked_only)
+        finally:
+            self._files.close(lock)
+
+    async def undo(self) -> None:
+        """Make the folder that of a single machine again, as long as no node has started in the cluster."""
+        lock = self._files.lock(f"{self._data}/{LOCK_NAME}")
+        try:
+            await self._undo()
+        finally:
+            self._files.close(lock)
+
+    # -- the steps ------------------------------------------------------------------------------------------
+
+    async def _run(self, *, is_checked_only: bool) -> Adopted:
+        mark = self._mark()
+        if mark is None:
+            self._check_folder()
+        source = self._source()
+        cluster_id = mark.cluster_id if mark is not None else source.cluster_id
+        is_written = await self._check_store(cluster_id)
+        self._check_catalog(cluster_id)
+        topics = source.topics()
+        found = Adopted(
+            cluster_id=cluster_id,
+            nodes=tuple(int(node) for node in self._nodes().values()),
+            topics=len(topics),
+            partitions=sum(topic.partitions for topic in topics),
+            has_secrets=bool(source.secrets()),
+        )
+        if is_checked_only:
+            source.close()
+            return found
+        replace_file(
+            self._files,
+            self._data,
+            ADOPTING_NAME,
+            msgspec.json.encode(_Mark(cluster=self._cluster, cluster_id=cluster_id)),
+        )
+        self._on_step("mark")
+        if not is_written:
+            self._catalog.take_over(source, flush=self._flush)
+            self._on_step("catalog")
+            await self._write_states(cluster_id)
+        source.close()
+        self._on_step("states")
+        self._give_folder(cluster_id)
+        self._files.remove(f"{self._data}/{ADOPTING_NAME}")
+        self._files.sync_directory(self._data)
+        return found
+
+    async def _write_states(self, cluster_id: str) -> None:
+        service = open_coordination(self._files, self._data, self._clock)
+        try:
+            entries = service.read("").entries
+        finally:
+            service.close()
+        carried = [
+            Put(key, self._carried(key, entry.value))
+            for prefix in _CARRIED
+            for key, entry in entries.items()
+            if key.startswith(prefix)
+        ]
+        # An attempt that was undone may have left others.
+        left = (await self._store.read("")).entries.keys() - {change.key for change in carried}
+        changes: list[Change] = [*map(Delete, sorted(left)), *carried]
+        # The last one says that all others are there.
+        changes.append(Put(keys.CLUSTER_ID, cluster_id))
+        rest = iter(changes)
+        while some := list(islice(rest, CHANGES_MAX)):
+            await self._store.change(some)
+            self._on_step("some states")
+
+    def _carried(self, key: str, value: str) -> str:
+        if key.startswith(keys.TOPICS):
+            topic = topic_from_json(UUID(key.removeprefix(keys.TOPICS)), value)
+            # Where a topic has no setting, the default of a cluster promises less.
+            return topic_to_json(replace(topic, overrides=with_flush(dict(topic.overrides), self._flush)))
+        if not key.startswith(keys.PARTITIONS):
+            return value
+        state = PartitionState.from_json(value)
+        return replace(state, leader=NO_LEADER, leader_epoch=Epoch(state.leader_epoch + EPOCHS_SKIPPED)).to_json()
+
+    def _give_folder(self, cluster_id: str) -> None:
+        for folder, node in self._nodes().items():
+            change_owner(self._files, folder, FolderOwner(node_id=node, cluster=self._cluster, cluster_id=cluster_id))
+        self._on_step("owner")
+        for name in (COORDINATION_NAME, CATALOG_NAME):
+            if self._files.exists(f"{self._data}/{name}"):
+                self._files.rename(f"{self._data}/{name}", f"{self._data}/{name}{ADOPTED_SUFFIX}")
+                self._files.sync_directory(self._data)
+                self._on_step(name)
+
+    async def _undo(self) -> None:
+        owners = [FolderOwner.read(self._files, folder) for folder in self._nodes()]
+        if self._mark() is None and not any(owner.cluster for owner in owners):
+            raise ClusterMismatch(f"{self._data} was not adopted by a cluster, so there is nothing to undo")
+        await self._check_unused()
+        # So that another adoption writes everything again.
+        await self._store.change([Delete(keys.CLUSTER_ID)])
+        for name in (CATALOG_NAME, COORDINATION_NAME):
+            if self._files.exists(f"{self._data}/{name}{ADOPTED_SUFFIX}"):
+                self._files.rename(f"{self._data}/{name}{ADOPTED_SUFFIX}", f"{self._data}/{name}")
+        for folder, node in self._nodes().items():
+            change_owner(self._files, folder, FolderOwner(node_id=node))
+        if self._files.exists(f"{self._data}/{ADOPTING_NAME}"):
+            self._files.remove(f"{self._data}/{ADOPTING_NAME}")
+        self._files.sync_directory(self._data)
+
+    async def _check_unused(self) -> None:
+        """Refuse if a node was admitted since the id of the cluster was written, which was the last step."""
+        written = (await self._store.read(keys.CLUSTER_ID)).entries.get(keys.CLUSTER_ID)
+        admitted = (await self._store.read(keys.ADMITTED)).entries.values()
+        running = (await self._store.read(keys.NODES)).entries
+        if written is not None and (running or any(entry.revision > written.revision for entry in admitted)):
+            raise ClusterMismatch(
+                "nodes have started in the cluster since, so the stores that this folder kept are out of date; "
+                "go back by copying topics with a mirror instead"
+            )
+
+    # -- what is there --------------------------------------------------------------------------------------
+
+    def _nodes(self) -> Mapping[str, int]:
+        return Layout(self._data, {}).present(self._files)
+
+    def _mark(self) -> _Mark | None:
+        try:
+            mark = msgspec.json.decode(read_whole(self._files, f"{self._data}/{ADOPTING_NAME}"), type=_Mark)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise CorruptState(f"{self._data}/{ADOPTING_NAME} cannot be read: {error}") from error
+        if mark.cluster != self._cluster:
+            raise ClusterMismatch(
+                f"{self._data} is being adopted by the cluster {mark.cluster!r}; give --cluster {mark.cluster}"
+            )
+        return mark
+
+    def _check_folder(self) -> None:
+        data, files = self._data, self._files
+        if any(FolderOwner.read(files, folder).cluster for folder in self._nodes()):
+            raise ClusterMismatch(f"{data} belongs to a cluster already; start its node with --etcd and --catalog")
+        if not files.exists(f"{data}/{CATALOG_NAME}") or not files.exists(f"{data}/{COORDINATION_NAME}"):
+            raise DataFolderInvalid(
+                f"{data} is not the data folder of a machine of its own that has run: it lacks {CATALOG_NAME} or "
+                f"{COORDINATION_NAME}; start it once with `millstream serve --data {data}`, and stop it"
+            )
+        if files.exists(f"{data}/{MARK_NAME}"):
+            raise DataFolderInvalid(f"a change of --cores in {data} was interrupted; start it once, and stop it")
+
+    def _source(self) -> Catalog:
+        """Open the catalog of the machine, which an attempt before may have put aside."""
+        path = Path(self._data, CATALOG_NAME)
+        return Catalog.of_file(path if path.exists() else path.with_name(CATALOG_NAME + ADOPTED_SUFFIX))
+
+    async def _known(self, prefix: str) -> dict[str, str]:
+        return {key: entry.value for key, entry in (await self._store.read(prefix)).entries.items()}
+
+    async def _check_store(self, cluster_id: str) -> bool:
+        """Check that etcd knows no other cluster of this name; return whether it has everything already."""
+        found = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
+        if found == cluster_id:
+            return True
+        others = await self._known(keys.NODES)
+        if found is not None or others:
+            raise ClusterMismatch(
+                f"etcd knows another cluster as {self._cluster!r} ({found}); give this one a name of its own with "
+                "--cluster, or join the other one with an empty folder"
+            )
+        return False
+
+    def _check_catalog(self, cluster_id: str) -> None:
+        if self._catalog.cluster_id != cluster_id and not self._catalog.is_empty():
+            raise ClusterMismatch(
+                f"the catalog is that of another cluster ({self._catalog.cluster_id}), and not empty; give an empty "
+                "database with --catalog"
+            )

@@ -1,0 +1,130 @@
+"""A machine of its own becomes the first of a cluster: interrupted anywhere, it is repeated, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.adoption import Adoption
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.core.clock import SystemClock
+from millstream_testing.command import run_command
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+
+DEADLINE_S = 60.0
+STEPS = ("mark", "catalog", "some states", "states", "owner", "coordination", "catalog.sqlite")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def send(server: Server, numbers: range) -> None:
+    producer = Producer({"bootstrap.servers": server.kafka, "enable.idempotence": True})
+    for number in numbers:
+        producer.produce("t", str(number).encode())
+    assert producer.flush(DEADLINE_S) == 0
+
+
+def read(server: Server, group: str, wanted: int) -> list[int]:
+    consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": group, "auto.offset.reset": "earliest"})
+    consumer.subscribe(["t"])
+    found: list[int] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < wanted and time.monotonic() < deadline:
+        message = consumer.poll(1)
+        if message is not None and message.error() is None:
+            found.append(int(message.value() or b""))
+    consumer.commit(asynchronous=False)
+    consumer.close()
+    return sorted(found)
+
+
+def attempt(data: Path, etcd: str, catalog_url: str, cluster: str, on_step: Callable[[str], None]) -> None:
+    async def run() -> None:
+        store = EtcdStore(EtcdAddress.parse(etcd), cluster, SystemClock(), request_s_max=DEADLINE_S)
+        catalog = Catalog(catalog_url, cluster=cluster)
+        try:
+            catalog.prepare()
+            await Adoption(str(data), cluster, store, catalog, SystemClock(), flush="always", on_step=on_step).run()
+        finally:
+            catalog.close()
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_an_adoption_that_dies_at_every_step_is_repeated(
+    tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer
+) -> None:
+    catalog, cluster = postgres.new_database(), "adopted"
+    server = Server(tmp_path / "data").start()
+    admin = AdminClient({"bootstrap.servers": server.kafka})
+    admin.create_topics([NewTopic("t", 3)])["t"].result(DEADLINE_S)
+    send(server, range(60))
+    assert read(server, "g", 60) == list(range(60))
+    send(server, range(60, 90))
+    assert server.stop() == 0
+
+    stores = ["--etcd", etcd.url, "--catalog", catalog, "--cluster", cluster]
+    refused = run_command(["serve", "--data", str(server.data), *stores])
+    assert (refused.code, "cluster adopt" in refused.err) == (5, True)
+
+    for number, last in enumerate(STEPS):
+
+        def die(step: str, last: str = last) -> None:
+            if step == last:
+                raise Crash
+
+        with pytest.raises(Crash):
+            attempt(server.data, etcd.url, catalog, cluster, die)
+        if number in (0, len(STEPS) - 1):
+            alone = run_command(["serve", "--data", str(server.data)])
+            assert (alone.code, "being adopted" in alone.err) == (5, True)
+    attempt(server.data, etcd.url, catalog, cluster, lambda _step: None)
+
+    server.settings = {"etcd": etcd.url, "catalog": catalog, "cluster": cluster}
+    server.start()
+    assert read(server, "g", 30) == list(range(60, 90))
+    send(server, range(90, 120))
+    assert read(server, "other", 120) == list(range(120))
+    assert server.stop() == 0
+
+
+def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> None:
+    server = Server(tmp_path / "data").start()
+    admin = AdminClient({"bootstrap.servers": server.kafka})
+    admin.create_topics([NewTopic("t", 3)])["t"].result(DEADLINE_S)
+    send(server, range(10))
+    assert server.stop() == 0
+    command = ["cluster", "adopt", "--data", str(server.data), "--etcd", etcd.url, "--cluster", "undone"]
+    command += ["--catalog", postgres.new_database()]
+    assert "Would move 1 topic" in run_command([*command, "--dry-run"]).out
+    adopted = run_command(command)
+    assert (adopted.code, "--undo" in adopted.out) == (0, True), adopted.err
+    assert run_command(["serve", "--data", str(server.data)]).code == 5
+    assert run_command([*command, "--undo"]).code == 0
+    server.start()
+    assert read(server, "g", 10) == list(range(10))
+    assert server.stop() == 0
+    again = run_command(command)
+    assert (again.code, "Moved 2 topics" in again.out) == (0, True), again.err
+
+
+def test_what_is_no_machine_of_its_own_is_refused(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> None:
+    (tmp_path / "empty").mkdir()
+    stores = ["--etcd", etcd.url, "--catalog", postgres.new_database(), "--cluster", "refused"]
+    empty = run_command(["cluster", "adopt", "--data", str(tmp_path / "empty"), *stores])
+    assert (empty.code != 0, "catalog.sqlite" in empty.err) == (True, True)
+    assert run_command(["cluster", "adopt", "--data", str(tmp_path / "none"), *stores]).code == 3
