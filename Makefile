@@ -21,6 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-console bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -107,6 +108,8 @@ bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost pe
 
 bench-ledger: $(DEV_STAMP) ## Measure what a ledger costs the broker, and an audit of 100 million deliveries (10 minutes; BENCH_ARGS="--only cost": 3)
 	@$(BIN)/python -m benchmarks.ledger $(BENCH_ARGS)
+bench-console: $(DEV_STAMP) ## Measure the console's pages with 10,000 topics, and a search (5 minutes; BENCH_ARGS=--quick: 1)
+	@$(BIN)/python -m benchmarks.console $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
 	@$(BIN)/python -m trials.kill_trial

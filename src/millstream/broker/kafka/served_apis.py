@@ -31,7 +31,7 @@ from millstream.broker.kafka.apis.batch_transactions import (
     LastBatch,
     PrepareTransaction,
 )
-from millstream.broker.kafka.apis.browse_apis import RightsList, TopicList
+from millstream.broker.kafka.apis.browse_apis import NodeSums, RightsList, TopicList
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
@@ -456,6 +456,7 @@ class ServedApis:
             warnings=parts.warnings,
         )
         yield self.node_status
+        yield NodeSums(parts.topics, parts.membership, self.node_status)
         yield PlanPropose(parts.plans)
         yield PlanApply(parts.plans)
         yield PlanCancel(parts.plans)

@@ -300,7 +300,8 @@ CHANGES_NOTHING: Final = frozenset(
         *("PipelineRuns", "SaslAuthenticate"),
         *("Metadata", "NodeStatus", "OffsetFetch", "OffsetForLeaderEpoch", "PipelineList", "SaslAuthenticate"),
         *("SaslHandshake", "SchemaCheck", "SchemaGet", "SchemaList", "SchemaLookup", "SchemaSettings"),
-        *("RightsList", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList", "TopicList"),
+        *("NodeSums", "RightsList", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
+        *("TopicList",),
         # They change data and progress, not what is declared.
         *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),

@@ -7,7 +7,9 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import BrokerUnreachable, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.browse_messages import (
@@ -16,14 +18,16 @@ from millstream.protocol.private.browse_messages import (
     PAGE_MAX,
     RIGHTS_KEY,
     RIGHTS_MAX,
+    SUMS_KEY,
     TOPICS_KEY,
     ListedTopic,
     ListRightsRequest,
     ListRightsResponse,
     ListTopicsRequest,
     ListTopicsResponse,
+    NodeSumsResponse,
 )
-from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.message import Nothing, Response, decode, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -43,6 +47,7 @@ async def topics_page(
     client: Client,
     *,
     search: str = "",
+    names: list[str] | None = None,
     internal: bool = False,
     order: str = BY_NAME,
     descending: bool = False,
@@ -55,7 +60,7 @@ async def topics_page(
     """
     nodes = sorted((await client.metadata([])).nodes)
     request = ListTopicsRequest(
-        search=search, internal=internal, order=order, descending=descending, offset=offset, limit=limit
+        search=search, names=names, internal=internal, order=order, descending=descending, offset=offset, limit=limit
     )
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         first = await _ask(client, nodes[0] if nodes else None, TOPICS_KEY, request, ListTopicsResponse)
@@ -87,6 +92,19 @@ def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
                 sums = {name: getattr(known, name) + getattr(one, name) for name in counted}
                 found[one.name] = msgspec.structs.replace(known, **sums)
     return found
+
+
+async def node_sums(client: Client) -> list[NodeSumsResponse]:
+    """Return the state of every node in a few numbers; one that does not answer is unreachable."""
+    nodes = sorted((await client.metadata([])).nodes)
+    return list(await gather_or_cancel(_sums_of(client, node) for node in nodes))
+
+
+async def _sums_of(client: Client, node: NodeId) -> NodeSumsResponse:
+    try:
+        return await _ask(client, node, SUMS_KEY, Nothing(), NodeSumsResponse)
+    except (BrokerUnreachable, RequestTimedOut):
+        return NodeSumsResponse(node_id=node, state=UNREACHABLE)
 
 
 async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:

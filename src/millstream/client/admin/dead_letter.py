@@ -49,6 +49,7 @@ from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 if TYPE_CHECKING:
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 
 class DeadLetterProducer:
@@ -441,14 +442,21 @@ async def _count_letters(client: Client) -> list[DeadLetterTopic]:
             if sum(queue["backlog"] for queue in one["queues"]):
                 # Letters outlive a subscription that was deleted by force.
                 writers.setdefault(topic, [])
-    return [await _counted(client, topic, wrote, opened.get(topic)) for topic, wrote in sorted(writers.items())]
+    found = (await client.metadata(sorted(writers))).topics if writers else {}
+    return [
+        await _counted(client, topic, found.get(topic), wrote, opened.get(topic))
+        for topic, wrote in sorted(writers.items())
+    ]
 
 
 async def _counted(
-    client: Client, topic: str, writers: Sequence[dict[str, Any]], queues: Sequence[dict[str, Any]] | None
+    client: Client,
+    topic: str,
+    found: TopicMetadata | None,
+    writers: Sequence[dict[str, Any]],
+    queues: Sequence[dict[str, Any]] | None,
 ) -> DeadLetterTopic:
     """Count the letters of a topic, by the queues that have begun to count them, if some have."""
-    found = (await client.metadata([topic])).topics.get(topic)
     unreached = set() if found is None else set(found.partitions)
     letters = 0
     if queues is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from millstream.client.admin.browse import list_topics
+from millstream.client.admin.browse import list_topics, node_sums
 from millstream.client.admin.subscriptions import summary_of
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import OWN_PREFIX
@@ -144,14 +144,11 @@ class History:
         is_full = now - self._full_at >= self._pause_s or not self._full_at
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
-        request = ListTopicsRequest(
-            names=None if is_full else self._top, limit=PAGE_MAX, internal=False, with_sums=True
-        )
+        request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
         answers = await gather_or_cancel(list_topics(client, node, request) for node in nodes)
-        sums = [one.sums for one in answers if one.sums is not None]
-        counted = Counters(*(sum(each[at] for each in sums) for at in range(3)))
-        self.totals.add(counted, now)
-        self.stored_bytes = sum(each[3] for each in sums)
+        sums = await node_sums(client)
+        self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
+        self.stored_bytes = sum(one.stored_bytes for one in sums)
         self._add(([one for answer in answers for one in answer.topics]), now, is_full=is_full)
         if is_full:
             await self._sample_queues()

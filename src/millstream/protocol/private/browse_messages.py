@@ -11,6 +11,7 @@ from millstream.protocol.private.message import Response
 
 TOPICS_KEY: Final = 32190
 RIGHTS_KEY: Final = 32191
+SUMS_KEY: Final = 32192
 
 BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES = "name", "partitions", "records", "bytes"
 ORDERS: Final = (BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES)
@@ -30,8 +31,6 @@ class ListTopicsRequest(msgspec.Struct, frozen=True, kw_only=True):
     descending: bool = False
     offset: int = 0
     limit: int = 100
-    with_sums: bool = False
-    """Also sum up all topics, for a client that may describe the cluster."""
 
 
 class ListedTopic(msgspec.Struct, frozen=True, array_like=True):
@@ -56,8 +55,6 @@ class ListTopicsResponse(Response, frozen=True, kw_only=True):
 
     topics: Sequence[ListedTopic] = ()
     total: int = 0
-    sums: tuple[int, int, int, int] | None = None
-    """Records and bytes appended, and bytes read, since the node started; and bytes stored."""
 
 
 class ListRightsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,3 +68,26 @@ class ListRightsResponse(Response, frozen=True, kw_only=True):
 
     allowed: Sequence[bool] = ()
     principal: str = ""
+
+
+class NodeSumsResponse(Response, frozen=True, kw_only=True):
+    """The state of a node in a few numbers, however many partitions it has."""
+
+    node_id: int = -1
+    version: str = ""
+    state: str = ""
+    started_ms: int = 0
+    reasons: Sequence[str] = ()
+    """Why the node should get no traffic now."""
+    warnings: Sequence[str] = ()
+    records_in: int = 0
+    """Records appended to the partitions that it leads, since it started."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    stored_bytes: int = 0
+    leads: int = 0
+    replicas: int = 0
+    partitions: int = 0
+    """Partitions of the whole cluster, and how many of them lack a leader, or a replica that is in sync."""
+    without_leader: int = 0
+    under_replicated: int = 0

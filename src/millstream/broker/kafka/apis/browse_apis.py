@@ -1,4 +1,4 @@
-"""Private requests with which people look around: a page of topics, and what the client itself may do."""
+"""Private requests with which people look around: a page of topics, a node in a few numbers, and one's own rights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
-from millstream.core.acl import Operation, ResourceType
+from millstream.broker.kafka.apis.node_status import NodeStatus
+from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.topic import Topic
 from millstream.protocol.private.browse_messages import (
@@ -20,13 +22,16 @@ from millstream.protocol.private.browse_messages import (
     PAGE_MAX,
     RIGHTS_KEY,
     RIGHTS_MAX,
+    SUMS_KEY,
     TOPICS_KEY,
     ListedTopic,
     ListRightsRequest,
     ListRightsResponse,
     ListTopicsRequest,
     ListTopicsResponse,
+    NodeSumsResponse,
 )
+from millstream.protocol.private.message import Nothing
 
 _TURN: Final = 250
 """Topics that are worked on before others get their turn of the loop."""
@@ -36,9 +41,9 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     """Lists a page of topics.
 
         {"search": "ord", "names": null, "internal": false, "order": "name" | "partitions" | "records" | "bytes",
-         "descending": false, "offset": 0, "limit": 100, "with_sums": false}
+         "descending": false, "offset": 0, "limit": 100}
         answer: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
-        records_in, bytes_in, bytes_out], …], "total": 1, "sums": [records_in, bytes_in, bytes_out, bytes] | null}
+        records_in, bytes_in, bytes_out], …], "total": 1}
 
     `total` counts the topics on all pages. Numbers of records and bytes are those of the partitions that this node
     leads, so a client that needs them for the cluster asks every node; `records_in` and the two after it count from the
@@ -63,8 +68,6 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
         rights = client.rights
         if rights is None:
             return await self.handle(request)
-        if request.with_sums:
-            rights.require(Operation.DESCRIBE, ResourceType.CLUSTER)
         return await self._list(request, lambda name: rights.topic(Operation.DESCRIBE, name))
 
     async def _list(self, request: ListTopicsRequest, may_see: Callable[[str], bool]) -> ListTopicsResponse:
@@ -89,8 +92,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             every = [await self._described(at, topic) for at, topic in enumerate(found)]
             every.sort(key=_ORDERED[request.order], reverse=request.descending)
             listed = every[page]
-        sums = await self._sums() if request.with_sums else None
-        return ListTopicsResponse(topics=listed, total=len(found), sums=sums)
+        return ListTopicsResponse(topics=listed, total=len(found))
 
     def _candidates(self, request: ListTopicsRequest) -> Iterable[Topic]:
         if request.names is not None:
@@ -102,17 +104,6 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             for topic in self._topics.all()
             if (request.internal or not topic.is_internal) and wanted in topic.name.lower()
         ]
-
-    async def _sums(self) -> tuple[int, int, int, int]:
-        records_in = bytes_in = bytes_out = stored = 0
-        for at, one in enumerate(list(self._topics.hosted())):
-            if at % _TURN == _TURN - 1:
-                await asyncio.sleep(0)
-            records_in += one.records_in
-            bytes_in += one.bytes_in if one.is_leader else 0
-            bytes_out += one.bytes_out
-            stored += one.size_bytes
-        return records_in, bytes_in, bytes_out, stored
 
     async def _described(self, at: int, topic: Topic) -> ListedTopic:
         if at % _TURN == _TURN - 1:
@@ -140,6 +131,71 @@ _ORDERED: Final[dict[str, Callable[[ListedTopic], Any]]] = {
     BY_RECORDS: lambda topic: topic.records,
     BY_BYTES: lambda topic: topic.bytes,
 }
+
+
+class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
+    """Reports the state of a node in a few numbers.
+
+        {}     answer: {"error": 0, "message": null, "node_id": 1, "state": "ready", "reasons": [], "records_in": …, …}
+
+    Unlike NodeStatus, the answer does not grow with the number of partitions, and they are counted in turns with other
+    work. `without_leader` and `under_replicated` count the partitions of the whole cluster, as this node knows them.
+    """
+
+    key = SUMS_KEY
+
+    def __init__(self, topics: Topics, membership: Membership, status: NodeStatus) -> None:
+        self._topics = topics
+        self._membership = membership
+        self._status = status
+
+    async def needs(self, request: Nothing) -> Sequence[Need]:
+        return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: Nothing) -> NodeSumsResponse:
+        """Count the partitions."""
+        records_in = bytes_in = bytes_out = stored = leads = replicas = 0
+        for at, one in enumerate(list(self._topics.hosted())):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            replicas += 1
+            stored += one.size_bytes
+            if one.is_leader:
+                leads += 1
+                records_in += one.records_in
+                bytes_in += one.bytes_in
+                bytes_out += one.bytes_out
+        alive = frozenset(node.node_id for node in self._membership.nodes())
+        partitions = without_leader = lacking = 0
+        for at, topic in enumerate(self._topics.all()):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            if self._topics.get(topic.name) is not topic:
+                continue
+            for state in self._topics.states_of(topic):
+                partitions += 1
+                if state is None or state.leader not in alive:
+                    without_leader += 1
+                elif len(state.in_sync) < len(state.replicas):
+                    lacking += 1
+        health = self._status.health()
+        return NodeSumsResponse(
+            node_id=health["node_id"],
+            version=health["version"],
+            state=self._status.state,
+            started_ms=self._status.started_ms,
+            reasons=health["reasons"],
+            warnings=health["warnings"],
+            records_in=records_in,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            stored_bytes=stored,
+            leads=leads,
+            replicas=replicas,
+            partitions=partitions,
+            without_leader=without_leader,
+            under_replicated=lacking,
+        )
 
 
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):

@@ -99,6 +99,16 @@ class NodeStatus:
             header, {"error": 0, "message": None, **self.snapshot()}
         )
 
+    @property
+    def state(self) -> str:
+        """Whether the node is starting, ready or stopping."""
+        return self._node.state
+
+    @property
+    def started_ms(self) -> int:
+        """When the node started."""
+        return self._node.started_ms
+
     def health(self) -> dict[str, Any]:
         """The part of the document that health checks need."""
         return {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, Final
 
+from millstream.client.admin.browse import node_sums
 from millstream.client.admin.clients import list_clients
-from millstream.client.admin.cluster_status import cluster_status
-from millstream.client.admin.node_status import node_status
+from millstream.client.admin.cluster_status import AWAY, UNREACHABLE, ClusterStatus, cluster_status
 from millstream.client.admin.quotas import list_quotas
 from millstream.client.admin.schemas import SchemaClient
 from millstream.client.admin.security import list_acls, list_tokens, list_users, revoke_token
@@ -33,36 +33,30 @@ MEASURED_S: Final = 0.5
 
 
 async def cluster(visit: Visit) -> Answer:
-    """Show the nodes, and partitions in trouble."""
-    status = await cluster_status(visit.services.client)
-    nodes = [(node, _numbers(await node_status(visit.services.client, node.id))) for node in status.nodes]  # type: ignore[arg-type]
+    """Show the nodes, and partitions in trouble; all partitions are looked at only if some are."""
+    client = visit.services.client
+    nodes = await node_sums(client)
+    known = (await client.metadata([])).nodes
+    places = {int(node_id): f"{node.host}:{node.port}" for node_id, node in known.items()}
+    status: ClusterStatus | None = None
+    if any(one.without_leader or one.under_replicated or one.state == UNREACHABLE for one in nodes):
+        status = await cluster_status(client)
     context = {
-        "status": status,
         "nodes": nodes,
-        "troubled": status.troubled[:SHOWN],
-        "behind": status.behind[:SHOWN],
-        "more": max(0, len(status.troubled) - SHOWN),
+        "places": places,
+        "racks": {int(node_id): node.rack for node_id, node in known.items()},
+        "partitions": max((one.partitions for one in nodes), default=0),
+        "warnings": sorted({text for one in nodes for text in one.warnings}),
+        "away": [] if status is None else [node for node in status.nodes if node.state == AWAY],
+        "troubled": [] if status is None else status.troubled[:SHOWN],
+        "behind": [] if status is None else status.behind[:SHOWN],
+        "more": 0 if status is None else max(0, len(status.troubled) - SHOWN),
     }
     return Page("cluster.html", context)
 
 
-def _numbers(status: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a node says of its own process and disk."""
-    found: dict[str, Any] = {"started_ms": None if status is None else status["started_ms"]}
-    wanted = {
-        "millstream_log_free_bytes": "free",
-        "process_resident_memory_bytes": "memory",
-        "millstream_connections": "connections",
-        "process_cpu_seconds_total": "cpu_s",
-    }
-    for metric in [] if status is None else status["metrics"]:
-        if metric["name"] in wanted and metric["samples"]:
-            found[wanted[metric["name"]]] = metric["samples"][0][0]
-    return found
-
-
 async def transactions(visit: Visit) -> Answer:
-    """Show open transactions, and those that no coordinator will end."""
+    """Show open transactions and, if asked for, those that no coordinator will end: that looks at every partition."""
     client = visit.services.client
     only_open = visit.text("all") != "1"
     listed = await list_transactions(client, states=sorted(OPEN_STATES) if only_open else ())
@@ -77,9 +71,9 @@ async def transactions(visit: Visit) -> Answer:
         except MillstreamError:
             # It ended meanwhile.
             rows.append((one, None))
-    hanging, problem = [], ""
+    hanging, problem, looked = [], "", visit.text("hanging") == "1"
     try:
-        hanging = await hanging_transactions(client)
+        hanging = await hanging_transactions(client) if looked else []
     except NotAuthorized as error:
         problem = str(error)
     context = {
@@ -89,6 +83,7 @@ async def transactions(visit: Visit) -> Answer:
         "rows": PAGE_ROWS,
         "only_open": only_open,
         "hanging": hanging[:SHOWN],
+        "looked": looked,
         "problem": problem,
         "may_abort": not visit.settings.read_only,
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Final, NamedTuple
 
-from millstream.client.admin.cluster_status import ClusterStatus, cluster_status
+from millstream.client.admin.browse import node_sums
+from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, dead_letter_topics
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.acl import Operation, ResourceType
@@ -15,6 +16,7 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.console.pages.subscriptions import rows_of
 from millstream.gateway.console.render import age, counted
 from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address
+from millstream.protocol.private.browse_messages import NodeSumsResponse
 
 OLD_S: Final = 300.0
 """A message that waits for longer than this is worth a warning."""
@@ -32,16 +34,17 @@ class Warned(NamedTuple):
 async def show(visit: Visit) -> Answer:
     """Show the state of everything that the person may see."""
     may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
-    status: ClusterStatus | None = None
+    nodes: list[NodeSumsResponse] = []
     if may_describe:
         visit.history.start()
-        status = await cluster_status(visit.services.client)
+        nodes = await node_sums(visit.services.client)
     rows = await rows_of(visit)
     letters = await _or_empty(dead_letter_topics(visit.services.client))
     pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe())]
     context = {
         "may_describe": may_describe,
-        "status": status,
+        "nodes": nodes,
+        "partitions": max((one.partitions for one in nodes), default=0),
         "history": visit.history if may_describe else None,
         "queues": rows,
         "backlog": sum(row["backlog"] for row in rows),
@@ -50,7 +53,7 @@ async def show(visit: Visit) -> Answer:
         "dropped": sum(row["dropped"] for row in rows),
         "pipelines": pipelines,
         "top": visit.history.top(5) if may_describe else [],
-        "warnings": _warnings(status, rows, letters, pipelines),
+        "warnings": _warnings(nodes, rows, letters, pipelines),
     }
     return Page("overview.html", context)
 
@@ -65,27 +68,29 @@ async def _or_empty(asked: Any) -> list[Any]:
 
 
 def _warnings(
-    status: ClusterStatus | None,
+    nodes: list[NodeSumsResponse],
     rows: list[dict[str, Any]],
     letters: list[DeadLetterTopic],
     pipelines: list[dict[str, Any]],
 ) -> list[Warned]:
     found: list[Warned] = []
-    if status is not None:
-        cluster = address("cluster")
-        for node in status.nodes:
-            if node.state in ("away", "unreachable"):
-                found.append(Warned(f"Node {node.id} is {node.state}.", cluster, "See the cluster", True))
-            found += [Warned(f"Node {node.id}: {reason}.", cluster, "See the cluster", True) for reason in node.reasons]
-        orphans = sum(one.leader is None for one in status.troubled)
-        if orphans:
-            text = f"{counted(orphans, 'partition')} without a leader cannot be read or written."
-            found.append(Warned(text, cluster, "See the cluster", True))
-        lacking = len(status.troubled) - orphans
-        if lacking:
-            text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
-            found.append(Warned(text, cluster, "See the cluster"))
-        found += [Warned(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in status.warnings]
+    cluster = address("cluster")
+    for node in nodes:
+        if node.state == UNREACHABLE:
+            found.append(Warned(f"Node {node.node_id} does not answer.", cluster, "See the cluster", True))
+        found += [
+            Warned(f"Node {node.node_id}: {reason}.", cluster, "See the cluster", True) for reason in node.reasons
+        ]
+    orphans = max((node.without_leader for node in nodes), default=0)
+    if orphans:
+        text = f"{counted(orphans, 'partition')} without a leader cannot be read or written."
+        found.append(Warned(text, cluster, "See the cluster", True))
+    lacking = max((node.under_replicated for node in nodes), default=0)
+    if lacking:
+        text = f"{counted(lacking, 'partition')} with replicas that are not in sync."
+        found.append(Warned(text, cluster, "See the cluster"))
+    said = sorted({text for node in nodes for text in node.warnings})
+    found += [Warned(f"{text[:1].upper()}{text[1:]}.", cluster, "See the cluster") for text in said]
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic

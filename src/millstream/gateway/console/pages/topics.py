@@ -124,8 +124,7 @@ async def show(visit: Visit) -> Answer:
 
 
 async def _numbers(visit: Visit, name: str) -> list[Any]:
-    page = await topics_page(visit.services.client, search=name, internal=True, limit=1000)
-    return [next((one for one in page.topics if one.name == name), None)]
+    return [next(iter((await topics_page(visit.services.client, names=[name])).topics), None)]
 
 
 async def settings(visit: Visit) -> Answer:

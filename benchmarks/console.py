@@ -1,0 +1,158 @@
+"""Measure the console: server CPU per page with 10,000 topics and 1,000 subscriptions, and the speed of a search.
+
+    python -m benchmarks.console [--quick]
+
+CPU seconds are those of the server's processes together, so that other work on the machine does not count. A search is
+measured on one topic with messages of 160 bytes and a filter on a field; the CPU of the process that evaluates filters
+is listed by itself. `--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
+
+TOPICS, SUBSCRIPTIONS, MESSAGES = 10_000, 1000, 1_000_000
+QUICK: Final = (1000, 100, 200_000)
+PAGE_CPU_S_MAX: Final = 0.3
+SEARCHED_PER_CPU_S_MIN: Final = 200_000
+REPEATS: Final = 5
+TOPICS_PER_REQUEST: Final = 500
+RECORDS_PER_BATCH: Final = 2000
+PAGES: Final = (
+    "",
+    "/topics",
+    "/topics?search=77",
+    "/topics?order=bytes&down=1",
+    "/topics/topic-00042",
+    "/topics/topic-00042/consumers",
+    "/topics/searched/messages",
+    "/subscriptions",
+    "/subscriptions/subscription-0007",
+    "/dead-letters",
+    "/groups",
+    "/pipelines",
+    "/cluster",
+    "/transactions",
+)
+
+
+def main() -> None:
+    """Fill a server, measure, report; exit with 1 if a bound is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    topics, subscriptions, messages = QUICK if parser.parse_args().quick else (TOPICS, SUBSCRIPTIONS, MESSAGES)
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
+        asyncio.run(_fill(server.kafka, topics, subscriptions, messages))
+        print(f"{topics:,} topics, {subscriptions:,} subscriptions, {messages:,} messages of 160 B")
+        with httpx.Client(base_url=f"http://{server.http}/console", timeout=600) as client:
+            is_good = all([*_pages(server, client), _search(server, client, messages)])
+        memory = dict(_memory(server.pid))
+        print("memory: " + ", ".join(f"{name} {rss / 2**20:.0f} MiB" for name, rss in memory.items()))
+    sys.exit(0 if is_good else 1)
+
+
+async def _fill(kafka: str, topics: int, subscriptions: int, messages: int) -> None:
+    from datetime import timedelta
+
+    from kio.schema.create_topics.v7 import request
+
+    wire: Any = request
+    async with Client.connect(kafka, timeout_s=300) as client:
+        names = [f"topic-{number:05}" for number in range(topics)] + ["searched"]
+        for at in range(0, len(names), TOPICS_PER_REQUEST):
+            wanted = tuple(
+                wire.CreatableTopic(name=name, num_partitions=1, replication_factor=1, assignments=(), configs=())
+                for name in names[at : at + TOPICS_PER_REQUEST]
+            )
+            await client.send(None, wire.CreateTopicsRequest(topics=wanted, timeout=timedelta(minutes=5)))
+        declared = SubscriptionClient(client)
+        for number in range(subscriptions):
+            await declared.create(f"subscription-{number:04}", [f"topic-{number:05}"], {})
+        now_ms = int(time.time() * 1000)
+        for at in range(0, messages, RECORDS_PER_BATCH):
+            records = [
+                NewRecord(None, _value(number), (), now_ms)
+                for number in range(at, min(at + RECORDS_PER_BATCH, messages))
+            ]
+            await client.produce("searched", 0, encode_batch(records))
+
+
+def _value(number: int) -> bytes:
+    head = f'{{"order":{number},"total":{number % 10_000},"note":"'
+    return (head + "x" * (158 - len(head)) + '"}').encode()
+
+
+def _pages(server: Server, client: httpx.Client) -> Iterator[bool]:
+    for path in PAGES:
+        _page(client, path)
+        before = _cpu_s(server.pid)
+        for _ in range(REPEATS):
+            size = _page(client, path)
+        used_s = (_cpu_s(server.pid) - before) / REPEATS
+        print(f"{path or '/':40} {used_s * 1000:6.0f} ms of CPU  {size / 1024:6.0f} KiB")
+        yield used_s < PAGE_CPU_S_MAX
+
+
+def _page(client: httpx.Client, path: str) -> int:
+    answer = client.get(path)
+    answer.raise_for_status()
+    return len(answer.content)
+
+
+def _search(server: Server, client: httpx.Client, messages: int) -> bool:
+    asked = {"filter": "payload.total = 4242 AND payload.order < 0", "at": "0:0"}
+    with client.stream("GET", "/topics/searched/search", params=asked) as answer:
+        # Starts the process that evaluates filters.
+        answer.read()
+    before, worker_before = _cpu_s(server.pid), _worker_cpu_s(server.pid)
+    started = time.monotonic()
+    with client.stream("GET", "/topics/searched/search", params=asked) as answer:
+        said = [line for line in answer.iter_lines() if line.startswith("data:")]
+    took_s = time.monotonic() - started
+    worker_s = _worker_cpu_s(server.pid) - worker_before
+    used_s = _cpu_s(server.pid) - before
+    print(f"search: {said[-1][:120]}")
+    print(
+        f"search: {messages / took_s:,.0f} messages a second, {messages / worker_s:,.0f} per CPU second of the process "
+        f"that evaluates, {messages / used_s:,.0f} per CPU second of all processes"
+    )
+    return messages / worker_s >= SEARCHED_PER_CPU_S_MIN
+
+
+def _processes(pid: int) -> list[psutil.Process]:
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def _cpu_s(pid: int) -> float:
+    return sum(sum(one.cpu_times()[:2]) for one in _processes(pid))
+
+
+def _worker_cpu_s(pid: int) -> float:
+    return sum(sum(one.cpu_times()[:2]) for one in _processes(pid) if "filter_worker_child" in " ".join(one.cmdline()))
+
+
+def _memory(pid: int) -> Iterator[tuple[str, int]]:
+    for one in _processes(pid):
+        command = " ".join(one.cmdline())
+        name = "gateway" if "gateway.process" in command else "filters" if "filter_worker" in command else "broker"
+        yield f"{name} {one.pid}", one.memory_info().rss
+
+
+if __name__ == "__main__":
+    main()
