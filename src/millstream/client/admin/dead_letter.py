@@ -422,14 +422,14 @@ async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
-        found = await _count_letters(client)
+        found = await count_letters(client, await SubscriptionClient(client).describe(without_silent=True))
         if not any(one.unreached for one in found) or loop.time() + _PAUSE_S > deadline:
             return found
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _count_letters(client: Client) -> list[DeadLetterTopic]:
-    described = await SubscriptionClient(client).describe(without_silent=True)
+async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> list[DeadLetterTopic]:
+    """Return the dead letter topics of all subscriptions, as these were just described."""
     writers: dict[str, list[dict[str, Any]]] = {}
     opened: dict[str, list[dict[str, Any]]] = {}
     for one in described:

@@ -28,8 +28,10 @@ CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
 """The descriptive fields of a topic, and the settings that hold them."""
 
 
-async def describe_topic(client: Client, name: str, *, advice: str | None = None) -> dict[str, Any]:
-    """Return a topic's partitions, offsets, settings and damage."""
+async def describe_topic(
+    client: Client, name: str, *, advice: str | None = None, with_damage: bool = True
+) -> dict[str, Any]:
+    """Return a topic's partitions, offsets, settings and damage, which takes the whole status of its leaders."""
     from millstream.client.admin.node_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds
     from millstream.protocol.wire.topic_configs import topic_configs
@@ -38,7 +40,7 @@ async def describe_topic(client: Client, name: str, *, advice: str | None = None
     bounds, configs = await asyncio.gather(
         offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
     )
-    lost = await find_damage(client, topic, topic.partitions)
+    lost = await find_damage(client, topic, topic.partitions) if with_damage else None
     return {
         "topic": name,
         "id": str(topic.topic_id),

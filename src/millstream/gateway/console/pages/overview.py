@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from millstream.client.admin.browse import node_sums
 from millstream.client.admin.cluster_status import UNREACHABLE
-from millstream.client.admin.dead_letter import DeadLetterTopic, dead_letter_topics
+from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import NotAuthorized
@@ -38,8 +38,9 @@ async def show(visit: Visit) -> Answer:
     if may_describe:
         visit.history.start()
         nodes = await node_sums(visit.services.client)
-    rows = await rows_of(visit)
-    letters = await _or_empty(dead_letter_topics(visit.services.client))
+    described = await visit.services.subscriptions.describe(without_silent=True)
+    rows = rows_of(described)
+    letters = await _or_empty(count_letters(visit.services.client, described))
     pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe())]
     context = {
         "may_describe": may_describe,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -58,9 +58,8 @@ _FLAGS: Final = {
 """The settings that the page changes, and the flags of the command that does the same."""
 
 
-async def rows_of(visit: Visit) -> list[dict[str, Any]]:
-    """Return every subscription that the person may see as a row."""
-    described = await visit.services.subscriptions.describe(without_silent=True)
+def rows_of(described: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return subscriptions as rows, without Millstream's own."""
     return [_row(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
 
 
@@ -82,7 +81,7 @@ async def list_all(visit: Visit) -> Answer:
     page = visit.number("page", 0, high=1_000_000)
     rows = [
         row
-        for row in await rows_of(visit)
+        for row in rows_of(await visit.services.subscriptions.describe(without_silent=True))
         if search.lower() in row["subscription"].lower()
         or any(search.lower() in topic.lower() for topic in row["topics"])
     ]

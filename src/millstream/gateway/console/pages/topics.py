@@ -104,7 +104,9 @@ async def show(visit: Visit) -> Answer:
     name = visit.names["topic"]
     client = visit.services.client
     described, (listed,) = await asyncio.gather(
-        describe_topic(client, name, advice="the list of topics shows those that do"), _numbers(visit, name)
+        # Damage is among the reasons that the overview shows.
+        describe_topic(client, name, advice="the list of topics shows those that do", with_damage=False),
+        _numbers(visit, name),
     )
     series = visit.history.topics.get(name)
     partitions = described["partitions"]
@@ -130,7 +132,7 @@ async def _numbers(visit: Visit, name: str) -> list[Any]:
 async def settings(visit: Visit) -> Answer:
     """Show every setting with its meaning and its default."""
     name = visit.names["topic"]
-    described = await describe_topic(visit.services.client, name)
+    described = await describe_topic(visit.services.client, name, with_damage=False)
     rows = [
         {
             "name": key,
