@@ -1,0 +1,83 @@
+"""The state of a queue is cut where the records of its copy are cut, and producer ids of clusters never meet."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.snapshot import cut_snapshot, read_snapshot, write_snapshot
+from millstream.core.errors import InvalidMirror, InvalidSetting
+from millstream.core.ids import PartitionIndex, first_producer_id
+from millstream.core.mirror import check_mirror
+from millstream.core.subscription import QueueKey
+
+KEY = QueueKey(uuid.UUID(int=1), uuid.UUID(int=2), PartitionIndex(0))
+SCANNED = 40
+
+
+def happened(kind: DeltaKind, first: int, last: int, *, attempt: int = 0, worker: str = "") -> Delta:
+    return Delta(kind, first, last, attempt, 1000 if attempt else 0, worker, 1)
+
+
+def scanned(done: set[int], leased: set[int]) -> Fold:
+    """A queue that has seen 40 messages, of which some are accepted and some are leased."""
+    fold = Fold(KEY)
+    fold.apply(happened(DeltaKind.START, 0, 0))
+    fold.apply(happened(DeltaKind.SCANNED, 0, SCANNED - 1))
+    for offset in sorted(done | leased):
+        fold.apply(happened(DeltaKind.ACQUIRED, offset, offset, attempt=1, worker=f"w{offset % 3}"))
+    for offset in sorted(done):
+        fold.apply(happened(DeltaKind.ACCEPTED, offset, offset))
+    return fold
+
+
+@given(
+    done=st.sets(st.integers(0, SCANNED - 1)),
+    leased=st.sets(st.integers(0, SCANNED - 1)),
+    end=st.integers(0, SCANNED + 5),
+)
+def test_a_cut_queue_knows_everything_below_and_nothing_above(done: set[int], leased: set[int], end: int) -> None:
+    leased -= done
+    cut, is_cut = cut_snapshot(write_snapshot(scanned(done, leased)), end)
+    fold = read_snapshot(cut)
+    assert is_cut == (end < SCANNED)
+    assert fold.window.end == min(end, SCANNED)
+    for offset in range(min(end, SCANNED)):
+        expected = DONE if offset in done else LEASED if offset in leased else AVAILABLE
+        assert fold.state_of(offset) == expected
+    assert fold.unfinished == len([offset for offset in range(min(end, SCANNED)) if offset not in done])
+    assert set(fold.workers.texts_in_use()) == {f"w{offset % 3}" for offset in leased if offset < end}
+    # It continues as if the rest had never been scanned.
+    fold.apply(happened(DeltaKind.SCANNED, fold.window.end, fold.window.end + 1))
+    assert fold.state_of(fold.window.end - 1) == AVAILABLE
+
+
+@given(one=st.text(min_size=1), other=st.text(min_size=1))
+def test_clusters_have_ranges_of_producer_ids_above_those_of_kafka(one: str, other: str) -> None:
+    first, second = first_producer_id(one), first_producer_id(other)
+    assert first >= 2**32
+    assert first + 2**32 <= 2**63
+    assert first == second or abs(first - second) >= 2**32
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("paris", {}),
+        ("paris", {"from": "no-port"}),
+        ("paris", {"from": "a:1", "topics": "("}),
+        ("pa ris", {"from": "a:1"}),
+        ("paris", {"from": "a:1", "user": "u"}),
+        ("paris", {"from": "a:1", "colour": "red"}),
+        ("paris", {"from": "a:1", "rename": "a b"}),
+    ],
+)
+def test_a_mirror_that_cannot_work_is_refused(name: str, settings: dict[str, str]) -> None:
+    with pytest.raises((InvalidMirror, InvalidSetting)):
+        check_mirror(name, settings)
