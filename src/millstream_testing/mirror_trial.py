@@ -148,9 +148,9 @@ class Load:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            done = self.site.command(
-                "subscription", "pull", SUBSCRIPTION, "-n", "50", "--accept", "--json", "--timeout", "5"
-            )
+            # In a process of its own: commands in this one belong to its main thread.
+            pull = ("subscription", "pull", SUBSCRIPTION, "-n", "1000", "--accept", "--json", "--timeout", "5")
+            done = CommandLine(self.site.brokers).process(*pull)
             if done.code == 0:
                 now = time.monotonic()
                 for value in _values(done):
