@@ -263,7 +263,8 @@ class ClusterNode:
         """Yield problems of the cluster that do not keep this node from working."""
         away = self._store.away_since_ms
         if away is not None:
-            yield f"etcd is unavailable since {_time(away)}; data flows, elections and new topics wait"
+            store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
+            yield f"{store} is unavailable since {_time(away)}; data flows, elections and new topics wait"
         away = self._dependencies.catalog_away_since_ms()
         if away is not None:
             yield f"the catalog is unavailable since {_time(away)}; data flows, changes of topics and quotas wait"

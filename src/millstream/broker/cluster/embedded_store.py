@@ -438,7 +438,7 @@ class EmbeddedStore(HealthReporting):
     """
 
     def __init__(self, service: EmbeddedService, clock: Clock, *, sessions_expire: bool = True) -> None:
-        super().__init__(clock)
+        super().__init__(clock, name="the coordination store")
         self._service = service
         self._sessions_expire = sessions_expire
         self._session: EmbeddedSession | None = None

@@ -177,7 +177,7 @@ class SocketStore(HealthReporting):
 
     def __init__(self, connected: socket.socket, clock: Clock, *, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called when the supervisor is gone."""
-        super().__init__(clock)
+        super().__init__(clock, name="the coordination store")
         self._socket = connected
         self._on_lost = on_lost
         self._opening = asyncio.Lock()

@@ -162,8 +162,9 @@ _logger = logging.getLogger(__name__)
 class StoreHealth:
     """The health of the store according to its last call."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
+        self._name = name
         self._listeners: list[Callable[[], None]] = []
         self._answered_once = False
         self.away_since_ms: int | None = None
@@ -184,7 +185,7 @@ class StoreHealth:
             return
         away_ms = self._clock.now_ms() - self.away_since_ms
         self.away_since_ms = None
-        _logger.info("etcd is available again", extra={"away_ms": away_ms})
+        _logger.info("%s is available again", self._name, extra={"away_ms": away_ms})
         self._notify()
 
     def silent(self, reason: str) -> None:
@@ -195,7 +196,8 @@ class StoreHealth:
         if self._answered_once:
             # Before that, the task that waits for the first answer reports it.
             _logger.warning(
-                "etcd is unavailable; data flows with the current leaders, cluster changes wait",
+                "%s is unavailable; data flows with the current leaders, cluster changes wait",
+                self._name,
                 extra={"reason": reason},
             )
         self._notify()
@@ -208,8 +210,8 @@ class StoreHealth:
 class HealthReporting:
     """A store that reports its health; what every back end has in common."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._health = StoreHealth(clock)
+    def __init__(self, clock: Clock, *, name: str = "etcd") -> None:
+        self._health = StoreHealth(clock, name)
 
     @property
     def available(self) -> bool:

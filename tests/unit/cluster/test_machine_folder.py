@@ -1,0 +1,101 @@
+"""The stores of a machine: what was answered survives, and partitions are spread evenly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.machine_folder import Layout, spread
+from millstream.broker.cluster.store import Delete, Put
+from millstream.core.clock import SystemClock
+from millstream.core.errors import CorruptState, InvalidSetting
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream_testing.files import MemoryFiles
+
+FOLDER = "/data"
+FILE = f"{FOLDER}/coordination"
+
+
+def opened(files: MemoryFiles) -> EmbeddedService:
+    return EmbeddedService(SystemClock(), file=CoordinationFile(files, FOLDER))
+
+
+def new_files() -> MemoryFiles:
+    files = MemoryFiles(1)
+    files.make_directory(FOLDER)
+    files.sync_directory("/")
+    return files
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.text(max_size=5)), max_size=40))
+def test_what_was_answered_survives_a_crash(changes: list[tuple[str, str | None]]) -> None:
+    files = new_files()
+    service, expected = opened(files), dict[str, str]()
+    for key, value in changes:
+        service.change([Delete(key) if value is None else Put(key, value)], [], None)
+        expected.pop(key, None)
+        if value is not None:
+            expected[key] = value
+    revision = service.revision
+    files.crash()
+    again = opened(files)
+    assert {key: entry.value for key, entry in again.read("").entries.items()} == expected
+    assert again.revision == revision
+
+
+async def test_sessions_end_with_the_process_and_revisions_go_on() -> None:
+    files = new_files()
+    service = opened(files)
+    service.change([Put("nodes/1", "x", leased=True), Put("kept", "y")], [], service.grant(float("inf")))
+    revision = service.revision
+    files.kill()
+    again = opened(files)
+    assert (list(again.read("").entries), again.revision > revision) == (["kept"], True)
+
+
+def test_a_torn_record_is_ignored_and_a_damaged_one_is_not() -> None:
+    files = new_files()
+    service = opened(files)
+    ends = []
+    for number in range(3):
+        service.change([Put("key", "value" * 10 + str(number))], [], None)
+        ends.append(service._file._end)  # type: ignore[union-attr]
+    descriptor = files.open(FILE)
+    files.write_at(descriptor, b"\xff", ends[1] + 20)
+    assert opened(files).read("").entries["key"].value.endswith("1")
+    files.write_at(descriptor, b"\xff", 20)
+    with pytest.raises(CorruptState, match="damaged at byte 0"):
+        opened(files)
+
+
+partitions = st.dictionaries(
+    st.tuples(st.integers(1, 4), st.integers(0, 9)), st.sampled_from([1, 1001, 2001]), max_size=40
+)
+
+
+@given(partitions, st.integers(1, 4))
+def test_partitions_are_spread_evenly(found: dict[tuple[int, int], int], cores: int) -> None:
+    current: dict[PartitionKey, NodeId] = {
+        (UUID(int=topic), PartitionIndex(index)): NodeId(node) for (topic, index), node in found.items()
+    }
+    nodes = Layout.of(FOLDER, 1, cores).nodes
+    placed = spread(current, nodes)
+    assert placed.keys() == current.keys()
+    assert set(placed.values()) <= set(nodes)
+    total = Counter(placed.values())
+    assert max(total.values(), default=0) <= -(-len(placed) // cores) + 1
+    for topic, size in Counter(key[0] for key in placed).items():
+        share = Counter(node for key, node in placed.items() if key[0] == topic)
+        assert max(share.values()) <= -(-size // cores)
+
+
+def test_the_ids_of_a_machine_leave_room_for_other_machines() -> None:
+    assert Layout.of(FOLDER, 7, 3).nodes == (7, 1007, 2007)
+    with pytest.raises(InvalidSetting, match="below 1000"):
+        Layout.of(FOLDER, 1000, 2)
