@@ -22,6 +22,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, cast
@@ -38,6 +39,7 @@ from confluent_kafka import ShareConsumer
 
 import millstream
 from millstream.client.admin.topics import create_topic
+from millstream.core import push
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
@@ -249,6 +251,9 @@ class Doors:
             "spark": lambda topic: asyncio.to_thread(read_as_spark, self._kafka, topic),
             "landing": lambda topic: asyncio.to_thread(land, self._kafka, topic),
         }
+        if not is_quick:
+            doors["push"] = self._push
+            doors["a Spark executor"] = lambda topic: asyncio.to_thread(read_by_executor, self._kafka, topic)
         stuck = []
         for topic in TOPICS:
             for name, door in doors.items():
@@ -284,6 +289,29 @@ class Doors:
                 await message.ack()
                 if message.key == b"last":
                     return
+
+    async def _push(self, topic: str) -> None:
+        last = asyncio.Event()
+
+        async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                    length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+                    if await reader.readexactly(length) == b"last":
+                        last.set()
+                    writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            writer.close()
+
+        endpoint = await asyncio.start_server(receive, "127.0.0.1", 0)
+        async with endpoint:
+            url = f"http://127.0.0.1:{endpoint.sockets[0].getsockname()[1]}/"
+            asked = {"name": f"{topic}-push", "topics": [topic], "start": "start", "settings": {push.URL: url}}
+            await self._post("/subscriptions", asked)
+            try:
+                await last.wait()
+            finally:
+                await self._http.delete(f"{self._api}/subscriptions/{topic}-push?force=true")
 
     async def _consume(self, topic: str) -> None:
         consumer = aiokafka.AIOKafkaConsumer(
@@ -346,6 +374,20 @@ def read_as_spark(brokers: str, topic: str) -> None:
     except UnreadableData:
         return
     raise RequestTimedOut("nothing was passed over")
+
+
+def read_by_executor(brokers: str, topic: str) -> None:
+    """Read a topic in a query, by an executor of Spark."""
+    from millstream.spark.session import session
+
+    spark = session(master="local[1]")
+    try:
+        rows = spark.read.format("millstream").option("kafka.bootstrap.servers", brokers).option("subscribe", topic)
+        last = rows.option("failOnUnreadable", "false").load().where("key = CAST('last' AS BINARY)").count()
+    finally:
+        spark.stop()
+    if last != 1:
+        raise RequestTimedOut(f"the last message was read {last} times")
 
 
 def land(brokers: str, topic: str) -> None:
@@ -483,7 +525,7 @@ async def run(arguments: argparse.Namespace) -> list[str]:
     floods = [(kind, count) for kind in overload_flood.KINDS for count in counts]
     floods = [one for one in floods if arguments.only in f"{one[1]} connections: {one[0]}"]
     with tempfile.TemporaryDirectory(prefix="millstream-overload-") as path:
-        with Server(Path(path) / "data") as server:
+        with Server(Path(path) / "data", settings={"push-private-addresses": "true"}) as server:
             async with httpx.AsyncClient(timeout=60) as http:
                 chaos = Chaos(server, http)
                 await chaos.prepare()
