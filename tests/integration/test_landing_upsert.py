@@ -218,3 +218,42 @@ def test_a_table_of_every_message_is_not_taken_over(keys: Keys) -> None:
     keys.land(mode="append")
     with pytest.raises(InvalidSetting, match="mode=append"):
         keys.land(key="id")
+
+
+def test_types_do_not_depend_on_batches_and_what_happens_is_counted(keys: Keys) -> None:
+    keys.create()
+    keys.publish(
+        [
+            (None, {"id": 1, "total": 5, "tags": {"a": 1, "b": "x"}, "odd name": 1}),
+            (None, {"id": 2, "total": "many", "tags": {}}),
+            (None, {"id": 3, "total": -5, "tags": {"c": None}}),
+            (None, {"id": 4, "total": 7, "tags": 3}),
+            (None, b"{"),
+        ],
+        headers=[("ce_type", b"order"), ("ce-id", b"7")],
+    )
+    settings = {"mode": "append", "maps": "tags", "cloudevents": "true", "expect": '["total >= 0"]'}
+    (step,) = keys.land(**settings)
+    found = [(row["id"], row["total"], row["tags"], row["ce_type"], row["ce_id"]) for row in keys.rows()]
+    assert found == [(1, 5, [("a", "1"), ("b", "x")], "order", "7")]
+    assert keys.reasons() == [
+        "tags: 3 is not of type map",
+        "the message violates the expectation total >= 0",
+        "the payload is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        'total: "many" is not of type long',
+    ]
+    assert step.counts["quarantined"] == 4
+    kinds = {name: number for name, number in step.counts.items() if name.startswith("quarantined.")}
+    assert kinds == {"quarantined.type": 2, "quarantined.violation": 1, "quarantined.not-json": 1}
+    assert (step.counts["violations"], step.counts["dropped-fields"]) == (1, 1)
+    assert step.facts == {f"columns of {keys.topic}": "id bigint, total bigint, tags map<string,string>"}
+
+
+def test_expectations_count_or_fail(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(None, {"id": 1, "total": -5}), (None, {"id": 2})])
+    with pytest.raises(Exception, match=r"offset 0 of \S+ violates 'total >= 0'"):
+        keys.land(mode="append", expect='["total >= 0"]', on_violation="fail")
+    (step,) = keys.land(mode="append", expect='["total >= 0"]', on_violation="count")
+    assert step.counts["violations"] == 1
+    assert len(keys.rows()) == 2

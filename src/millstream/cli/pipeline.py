@@ -284,7 +284,7 @@ def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
 def _facts(described: dict[str, Any]) -> dict[str, str]:
     facts = {"id": described["pipeline_id"], "group": described["group"], **_tables(described["tables"])}
     report = described["report"]
-    if described["owner"]:
+    if described.get("owner"):
         facts["owner"] = described["owner"]
     if described["parked"]:
         facts["parked"] = described["parked"]
@@ -329,6 +329,7 @@ def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
     if report.get("still_s", 0.0) >= STALLED_S_MIN:
         facts["still"] = f"no progress for {report['still_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
+    facts.update(report.get("facts", {}))
     if report["last_error"]:
         text = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
         facts["last error"] = f"({_when(report['last_error_ms'])}) {text}"

@@ -126,6 +126,33 @@ DedupeSeconds = Annotated[
         show_default=False,
     ),
 ]
+Maps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="FIELD",
+        help="A payload field whose objects become a map of text, not a column per field; may be repeated.",
+        show_default=False,
+    ),
+]
+Expects = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--expect",
+        metavar="CONDITION",
+        help='What messages should meet, as in "total >= 0"; may be repeated.',
+        show_default=False,
+    ),
+]
+OnViolation = Annotated[
+    str | None,
+    typer.Option(
+        "--on-violation",
+        metavar="ACTION",
+        help="What happens to messages that do not: quarantine (the default), fail or count.",
+        show_default=False,
+    ),
+]
 Sql = Annotated[
     str | None,
     typer.Option(
@@ -241,7 +268,7 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
         {
             *("topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"),
-            *("mode", "key", "order_by", "delete_when"),
+            *("mode", "key", "order_by", "delete_when", "map", "expect", "on_violation"),
         }
     ),
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
@@ -269,6 +296,9 @@ class Flags:
     key: Sequence[str] | None = None
     order_by: str | None = None
     delete_when: str | None = None
+    map: Sequence[str] | None = None
+    expect: Sequence[str] | None = None
+    on_violation: str | None = None
     sql: str | None = None
     into: str | None = None
     table: list[str] | None = None
@@ -313,7 +343,7 @@ class Flags:
             raise typer.BadParameter("--schema is given once for land: all topics share the same columns")
         is_debezium = self.format == DEBEZIUM
         is_upsert = is_debezium or self.mode == UPSERT
-        reads_payload = bool(schemas or self.key or self.order_by or self.delete_when)
+        reads_payload = bool(schemas or self.key or self.order_by or self.delete_when or self.map or self.expect)
         return {
             "topics": ",".join(self.topic) if self.topic else None,
             "pattern": self.pattern,
@@ -323,6 +353,9 @@ class Flags:
             "key": ",".join(self.key) if self.key else None,
             "order.by": self.order_by,
             "delete.when": self.delete_when,
+            "maps": ",".join(self.map) if self.map else None,
+            "expect": json.dumps(list(self.expect), ensure_ascii=False) if self.expect else None,
+            "on.violation": self.on_violation,
             "every.ms": _milliseconds(self.every),
             # Payload fields are named for nothing else.
             "decode": DEBEZIUM if is_debezium else "json" if reads_payload else None,

@@ -195,6 +195,10 @@ class InvalidRegex(InvalidRequest):
     """A regular expression is invalid, too large, or cannot be matched in bounded time."""
 
 
+class ExpectationFailed(InvalidRequest):
+    """A message violates what its landing pipeline expects, and the pipeline is set to fail then."""
+
+
 class FilterError(InvalidRequest):
     """A subscription's filter is invalid at a line and column, both counted from 1; the message shows the location."""
 

@@ -83,14 +83,14 @@ def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn,
     return found
 
 
-def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`") -> None:
+def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`", is_inner: bool = False) -> None:
     """Raise `InvalidSetting` for columns that a lake table cannot have."""
     names: dict[str, str] = {}
     for column in columns:
         other = names.setdefault(column.name.lower(), column.name)
         if other is not column.name:
             raise InvalidSetting(f"{about} has columns {other!r} and {column.name!r}, which differ in case alone")
-        _check_landed(column, about)
+        _check_landed(column, about, is_inner=is_inner)
 
 
 def is_legal(name: str) -> bool:
@@ -98,15 +98,19 @@ def is_legal(name: str) -> bool:
     return bool(name) and name.isprintable() and _ILLEGAL.isdisjoint(name)
 
 
-def _check_landed(column: PayloadColumn, about: str) -> None:
+def _check_landed(column: PayloadColumn, about: str, *, is_inner: bool) -> None:
     kind = column.type.name
     if not is_legal(column.name):
         raise InvalidSetting(f"{about} names {column.name!r}, which cannot be a column of a table")
-    if kind in ("map", "binary"):
+    if kind == "binary" or (kind == "map" and is_inner):
+        within = " within another column" if kind == "map" else ""
         raise InvalidSetting(
-            f"{about} has {column.name} as {kind}, which payloads are not landed as; as string it keeps its JSON"
+            f"{about} has {column.name} as {kind}{within}, which payloads are not landed as; as string it keeps its "
+            "JSON"
         )
-    check_landed(column.type.parts, about=about)
+    if kind == "map" and column.type.parts[0].type.name != "string":
+        raise InvalidSetting(f"{about} has {column.name} as a map whose keys are not string, as those of JSON are")
+    check_landed(column.type.parts, about=about, is_inner=True)
 
 
 class _Reader:

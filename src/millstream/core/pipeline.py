@@ -40,6 +40,8 @@ ON_LOST: Final = "on.lost"
 DECODE: Final = "decode"
 LAKE_OPTIONS: Final = "lake.options"
 DELETE_WHEN: Final = "delete.when"
+EXPECT: Final = "expect"
+EXPECTATIONS_MAX: Final = 100
 NO_DECODING: Final = "none"
 DEBEZIUM: Final = "debezium"
 APPEND: Final = "append"
@@ -326,6 +328,40 @@ class LandSettings(PipelineSettings):
         "empty finds them in the payloads and adds new ones as they come.",
         needs_restart=False,
     )
+    detect_types: bool = setting(
+        "detect.types",
+        False,
+        "Whether the sample that decides the columns of a new table also finds timestamps, in text that always is "
+        "one, and decimals, in whole numbers of more than 64 bits.",
+        needs_restart=False,
+    )
+    maps: str = setting(
+        "maps",
+        "",
+        "Payload fields, separated by commas, whose objects become maps of text instead of a column per field.",
+        needs_restart=False,
+    )
+    cloud_events: bool = setting(
+        "cloudevents",
+        False,
+        "Whether the attributes of CloudEvents in headers (`ce_id`, `ce_type` …) become columns.",
+        needs_restart=False,
+    )
+    expect: str = setting(
+        EXPECT,
+        "",
+        'Conditions that messages should meet, as a JSON list: ["total >= 0"]. One that is unknown, because a field '
+        "is missing, counts as met.",
+        needs_restart=False,
+    )
+    on_violation: str = setting(
+        "on.violation",
+        "quarantine",
+        "What to do with messages that do not meet `expect`: put them into the `quarantine`, `fail` the pipeline, or "
+        "land and `count` them.",
+        choices=("quarantine", FAIL, "count"),
+        needs_restart=False,
+    )
     widen_max_bytes: int = setting(
         "widen.max.bytes",
         100 * 1024**3,
@@ -394,6 +430,16 @@ class LandSettings(PipelineSettings):
             raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
 
     @property
+    def expectations(self) -> list[str]:
+        """Return the conditions that messages should meet."""
+        return expectations_of(self.expect)
+
+    @property
+    def map_fields(self) -> list[str]:
+        """Return the payload fields that become maps."""
+        return [name.strip() for name in self.maps.split(",") if name.strip()]
+
+    @property
     def key_fields(self) -> list[str]:
         """Return the payload fields of the key; none if it is the key of the message."""
         return [name.strip() for name in self.key.split(",")] if self.key.strip() else []
@@ -403,8 +449,15 @@ class LandSettings(PipelineSettings):
         if self.lake:
             check_absolute_lake_url(self.lake)
         self.storage_options()
+        expectations = self.expectations
         if self.schema:
             check_landed(parse_columns(self.schema))
+        if self.decode in (NO_DECODING, BY_SCHEMA) and (expectations or self.maps or self.detect_types):
+            raise InvalidSetting(
+                "`expect`, `maps` and `detect.types` are for decoded JSON payloads: set decode=json with them"
+            )
+        if self.maps and self.schema:
+            raise InvalidSetting("`maps` is for columns that are found; in `schema`, write them as map<string, string>")
         names = self.topic_names
         for name in names:
             if names.count(name) > 1:
@@ -801,6 +854,21 @@ def _check_target(topic: str) -> None:
     check_topic_name(topic)
     if topic in INTERNAL_TOPICS:
         raise InvalidPipeline(f"{topic!r} is the broker's own; a pipeline cannot write to it")
+
+
+def expectations_of(text: str) -> list[str]:
+    """Parse the conditions that messages should meet; raise `InvalidSetting` if they are no list of texts."""
+    if not text.strip():
+        return []
+    try:
+        listed = json.loads(text)
+    except ValueError as error:
+        raise InvalidSetting(f'`{EXPECT}` is a JSON list, as in ["total >= 0"]: {error}') from None
+    if not isinstance(listed, list) or not all(isinstance(one, str) and one.strip() for one in listed):
+        raise InvalidSetting(f'`{EXPECT}` is a JSON list of conditions, as in ["total >= 0"]')
+    if len(listed) > EXPECTATIONS_MAX:
+        raise InvalidSetting(f"`{EXPECT}` has at most {EXPECTATIONS_MAX} conditions, not {len(listed)}")
+    return listed
 
 
 def named_texts(setting_name: str, text: str) -> dict[str, str]:

@@ -113,7 +113,7 @@ def test_a_task_that_fails_takes_the_files_of_all_its_topics_with_it(
             decodes=True,
         )
 
-    monkeypatch.setattr(task, "_records", records)
+    monkeypatch.setattr(task, "read_records", records)
     works = {"a": work("a", WHOLE, WHOLE), "b": work("b", room, quarantine_room)}
     tasks = LandTasks("127.0.0.1:9092", [[Range("a", 0, 0, 5), Range("b", 0, 0, 5)]], works)
     numbers = [pa.RecordBatch.from_pydict({"id": [0]})]

@@ -1,10 +1,11 @@
-"""The columns that a task finds do not depend on the order in which it comes upon partitions."""
+"""The columns that a task finds depend on the order of messages alone, not on how they are divided into batches."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -13,28 +14,31 @@ from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
 
-PAYLOADS = [
+PAYLOADS: list[dict[str, Any]] = [
     {"id": 1, "buyer": {"name": "Bob", "age": 30}},
     {"id": 2, "buyer": {"name": 5, "age": 1.5}},
     {"id": 3, "tags": []},
 ]
 
 
-def test_types_that_do_not_go_together_are_text_whichever_came_first(tmp_path: Path) -> None:
+def test_the_first_value_of_a_field_decides_its_type(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path))
     for order in itertools.permutations(PAYLOADS):
-        writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
-        landing = _Landing("orders", Work(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
-        for offset, payload in enumerate(order):
-            columns = [
-                pa.array([0], pa.int32()),
-                pa.array([offset], pa.int64()),
-                pa.array([json.dumps(payload).encode()], pa.binary()),
-            ]
-            landing.take(pa.RecordBatch.from_arrays(columns, names=["partition", "offset", "value"]))
-        fields = landing.report().fields
-        assert fields is not None
-        assert {field.name: field.type for field in fields} == {
-            "id": pa.int64(),
-            "buyer": pa.struct([("name", pa.string()), ("age", pa.float64())]),
-        }
+        name = next(payload["buyer"]["name"] for payload in order if "buyer" in payload)
+        for size in (1, 2, 3):
+            writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
+            landing = _Landing("orders", Work(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
+            for start in range(0, len(order), size):
+                texts = [json.dumps(payload).encode() for payload in order[start : start + size]]
+                columns = [
+                    pa.array([0] * len(texts), pa.int32()),
+                    pa.array(range(start, start + len(texts)), pa.int64()),
+                    pa.array(texts, pa.binary()),
+                ]
+                landing.take(pa.RecordBatch.from_arrays(columns, names=["partition", "offset", "value"]))
+            fields = landing.report().fields
+            assert fields is not None
+            assert {field.name: field.type for field in fields} == {
+                "id": pa.int64(),
+                "buyer": pa.struct([("name", pa.string() if name == "Bob" else pa.int64()), ("age", pa.float64())]),
+            }

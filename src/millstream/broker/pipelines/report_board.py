@@ -40,6 +40,8 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Since when every step has failed; 0 otherwise."""
     counts: dict[str, int] = {}
     """Further counts by name: files, quarantined rows …"""
+    facts: dict[str, str] = {}
+    """Further texts by name: the columns of tables …"""
     node: int = -1
     """The node whose driver runs it."""
     run: int = 0

@@ -41,6 +41,7 @@ class Tally:
         self._began = clock()
         self._lately: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
         self._counts: Counter[str] = Counter()
+        self.facts: dict[str, str] = {}
         self.rows = 0
         self.lag = 0
         self.is_started = False
@@ -52,6 +53,8 @@ class Tally:
         self.lag = step.lag
         self.is_started = True
         self._counts.update(step.counts)
+        if step.facts:
+            self.facts = dict(step.facts)
         if step.rows:
             self.rows += step.rows
             self.batches += 1
@@ -253,6 +256,7 @@ class Runner:
             last_error_ms=self._error_ms,
             failing_ms=self._failing_ms,
             counts=self._tally.counts,
+            facts=self._tally.facts,
             node=self._node,
         )
 

@@ -22,12 +22,14 @@ from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import (
     DECODE,
     DELETE_WHEN,
+    EXPECT,
     GROUP_PREFIX,
     LONG_TEXTS,
     NO_DECODING,
     Pipeline,
     PipelineKind,
     Rule,
+    expectations_of,
     kind_of,
 )
 from millstream.core.subscription import FILTER
@@ -422,8 +424,10 @@ async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions
 
 async def check_table_conditions(settings: Mapping[str, str | None]) -> None:
     """Raise `InvalidPipeline` for a condition of a landed table that is invalid."""
-    for name in (DELETE_WHEN,):
-        if text := settings.get(name):
+    conditions = [(DELETE_WHEN, settings.get(DELETE_WHEN) or "")]
+    conditions += [(EXPECT, text) for text in expectations_of(settings.get(EXPECT) or "")]
+    for name, text in conditions:
+        if text:
             await asyncio.to_thread(_check_table_condition, name, text)
 
 

@@ -33,6 +33,10 @@ _OF_ENVELOPE: Final = ("source.", "transaction.", "ts_ms", "ts_us", "ts_ns")
 """How fields of the envelope begin, by which changes may be ordered."""
 
 
+NO_ORDER: Final = ", which orders the changes of a key, is missing or null"
+"""How the reason for a message without an order value ends."""
+
+
 def condition(text: str) -> Filter:
     """Compile a condition on messages whose payload fields need no `payload.` before them."""
     return _compiled(text)
@@ -170,7 +174,7 @@ class ChangeRule:
         no_key = f"the key {name} is missing or null" if self.key else "the message has no key"
         why = _first_reason(reasons, pc.is_null(keys), no_key)
         if self.order is not None:
-            missing = f"{path_text(self.order)}, which orders the changes of a key, is missing or null"
+            missing = f"{path_text(self.order)}{NO_ORDER}"
             why = _first_reason(why, pc.is_null(order), missing)
         if opened.reasons:
             texts = [opened.reasons.get(row) for row in range(len(rows))]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NoReturn
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.pipelines.jobs.land.inference import grown, grown_by, joined_schemas, type_of
+from millstream.pipelines.jobs.land.inference import dropped_fields, grown, grown_by, joined_schemas, type_of
 from millstream.pipelines.lake.column_path import ELEMENT, Place, path_text, retyped
 from millstream.pipelines.source.json_nesting import NESTING_MAX, is_text_too_deep, is_too_deep
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
@@ -249,6 +249,10 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
         return value if isinstance(value, str) else _as_json(value)
     if pa.types.is_struct(kind):
         return _struct(value, kind, path)
+    if pa.types.is_map(kind):
+        if not isinstance(value, Mapping):
+            _refuse(value, "map", path)
+        return [(name, value_for(inner, kind.item_type, f"{path}.{name}")) for name, inner in value.items()]
     if pa.types.is_list(kind):
         if not isinstance(value, list):
             _refuse(value, "array", path)
@@ -376,6 +380,8 @@ class Decoded:
     reasons: pa.Array
     found: pa.Schema
     """The known fields and those found in addition, if fields are looked for."""
+    dropped: frozenset[str] = frozenset()
+    """Fields that were found and cannot have a column, if fields are looked for."""
 
 
 class Decoder:
@@ -393,8 +399,11 @@ class Decoder:
         self._widens = widens and evolves
         self._fixed = fixed or {}
         self._kind = pa.struct(list(fields))
-        # The parser accepts days only as numbers.
-        self._parsed_as = pa.schema([field.with_type(_parsed_type(field.type)) for field in fields])
+        # The parser accepts days only as numbers, and objects not as maps.
+        self._maps = [field for field in fields if pa.types.is_map(field.type)]
+        self._parsed_as = pa.schema(
+            [field.with_type(_parsed_type(field.type)) for field in fields if not pa.types.is_map(field.type)]
+        )
         # Where fields are looked for, other spellings are found with them.
         self._spellings = None if evolves else Spellings(fields)
 
@@ -414,6 +423,7 @@ class Decoder:
             pa.concat_arrays([part.columns for part in parts]),
             pa.concat_arrays([part.reasons for part in parts]),
             grown_by(self._fields, [part.found for part in parts]),
+            frozenset().union(*(part.dropped for part in parts)),
         )
 
     # -- all at once ----------------------------------------------------------------------------------------------
@@ -425,7 +435,26 @@ class Decoder:
         if text is None:
             return None
         others = self._spellings.in_texts(texts) if self._spellings is not None else frozenset()
-        return self._parsed(text, len(values), others)
+        decoded = self._parsed(text, len(values), others)
+        return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
+
+    def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
+        """Add the columns of maps, which the parser does not read; None if a value is no object."""
+        try:
+            documents = [picked(parsed(value), [field.name for field in self._maps]) for value in values.to_pylist()]
+            maps = {
+                field.name: pa.array(
+                    [value_for(document[field.name], field.type, field.name) for document in documents], field.type
+                )
+                for field in self._maps
+            }
+        except (Misfit, pa.ArrowInvalid):
+            return None
+        columns = [
+            maps[field.name] if field.name in maps else decoded.columns.field(field.name) for field in self._fields
+        ]
+        whole = pa.StructArray.from_arrays(columns, fields=list(self._fields))
+        return replace(decoded, columns=whole, dropped=decoded.dropped - maps.keys())
 
     def _parsed(self, text: pa.Buffer, rows: int, others: frozenset[str]) -> Decoded | None:
         if len(others) > _OTHERS_MAX:
@@ -437,6 +466,7 @@ class Decoder:
         if self._evolves and (more := others | others_in(self._fields, table.schema)) != others:
             return self._parsed(text, rows, more)
         found = grown(self._fields, table.schema) if self._evolves else self._fields
+        dropped = frozenset(dropped_fields(found, table.schema)) if self._evolves else frozenset()
         wanted = table.select(schema.names)
         if wanted.schema.types != schema.types:
             # A value that no column holds lies inside of one that exists.
@@ -447,11 +477,12 @@ class Decoder:
         columns = self._columns(wanted, rows)
         if columns is None:
             return None
-        return Decoded(columns, pa.nulls(rows, pa.string()), found)
+        return Decoded(columns, pa.nulls(rows, pa.string()), found, dropped)
 
     def _columns(self, table: pa.Table, rows: int) -> pa.StructArray | None:
-        if not len(self._fields):
-            return pa.array([{}] * rows, self._kind)
+        fields = [field for field in self._fields if not pa.types.is_map(field.type)]
+        if not fields:
+            return pa.array([{}] * rows, pa.struct([]))
         arrays = [column.combine_chunks() for column in table.columns]
         if table.schema.names != self._parsed_as.names or table.schema.types != self._parsed_as.types:
             several = pa.StructArray.from_arrays(arrays, fields=list(table.schema))
@@ -459,10 +490,10 @@ class Decoder:
         if any(_has_infinity(array) for array in arrays):
             return None
         try:
-            cast = [array.cast(field.type) for array, field in zip(arrays, self._fields, strict=True)]
+            cast = [array.cast(field.type) for array, field in zip(arrays, fields, strict=True)]
         except pa.ArrowInvalid:
             return None
-        return pa.StructArray.from_arrays(cast, fields=list(self._fields))
+        return pa.StructArray.from_arrays(cast, fields=fields)
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
@@ -475,8 +506,12 @@ class Decoder:
             row, reason = self._one(value, found, wide)
             rows.append(row)
             reasons.append(reason)
-        fields = retyped(grown(self._fields, joined_schemas(found)), wide, pa.float64()) if found else self._fields
-        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields)
+        if not found:
+            return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), self._fields)
+        everything = joined_schemas(found)
+        fields = retyped(grown(self._fields, everything), wide, pa.float64())
+        dropped = frozenset(dropped_fields(fields, everything))
+        return Decoded(pa.array(rows, self._kind), pa.array(reasons, pa.string()), fields, dropped)
 
     def _one(
         self, value: bytes | None, found: list[pa.Schema], wide: set[Place]

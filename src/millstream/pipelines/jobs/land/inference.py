@@ -1,8 +1,9 @@
 """The columns of landed tables: those of every record, and those inferred from payloads.
 
-Integers are long and other numbers double; what looks like a time is text, since the next value may not. A field with
-incompatible types is text, its JSON, unless it has a column already. A column keeps its type, except that structs gain
-fields and, where enabled, long becomes double when a value has a fraction.
+Integers are long and other numbers double; what looks like a time is text, since the next value may not. A type never
+depends on which messages come in one batch: the first value of a field decides, by partition and offset, and values of
+another type do not fit. A column keeps its type, except that structs gain fields and, where enabled, long becomes
+double when a value has a fraction.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DEPTH_MAX: Final = 12
 
 NOTHING: Final = pa.null()
 _DIGITS_MAX: Final = 38
+DETECTED_TIME: Final = pa.timestamp("us", tz="UTC")
 _LONG_MIN: Final = -(2**63)
 _LONG_MAX: Final = 2**63 - 1
 
@@ -49,7 +51,20 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return a type that holds the values of both."""
+    """Return a type that holds the values of both: elements of one array."""
+    return _joined(one, other, pa.string())
+
+
+def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """Merge the schemas of messages in their order; of types that do not go together the first stays."""
+    found: pa.DataType = pa.struct([])
+    for schema in schemas:
+        found = _joined(found, pa.struct(list(schema)), None)
+    return pa.schema(list(found))
+
+
+def _joined(one: pa.DataType, other: pa.DataType, mixed: pa.DataType | None) -> pa.DataType:
+    """Return a type that holds the values of both, as far as there is one; otherwise `mixed`, or else the first."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -61,18 +76,10 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         digits = max(one.precision - one.scale, other.precision - other.scale)
         return pa.decimal128(digits + scale, scale) if digits + scale <= _DIGITS_MAX else pa.string()
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(pa.field("element", joined(one.value_type, other.value_type)))
+        return pa.list_(pa.field("element", _joined(one.value_type, other.value_type, mixed)))
     if pa.types.is_struct(one) and pa.types.is_struct(other):
-        return pa.struct(_joined_fields([*one, *other]))
-    return pa.string()
-
-
-def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Merge the schemas found in several places."""
-    found: pa.DataType = pa.struct([])
-    for schema in schemas:
-        found = joined(found, pa.struct(list(schema)))
-    return pa.schema(list(found))
+        return pa.struct(_joined_fields([*one, *other], mixed))
+    return one if mixed is None else mixed
 
 
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
@@ -87,6 +94,19 @@ def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
     """Merge schemas that have grown in several places; a column that is double in one of them is double."""
     places = {place for one in found for place in narrower(known, one)}
     return retyped(grown(known, joined_schemas(found)), places, pa.float64())
+
+
+def dropped_fields(known: pa.Schema, found: pa.Schema) -> set[str]:
+    """Return the fields that were found and have no column: because of their names, or of the number of columns."""
+    columns = {field.name.lower() for field in known}
+    named = {field.name for field in found if not pa.types.is_null(field.type) and field.name.lower() not in columns}
+    inner: dict[str, pa.Field] = {field.name.lower(): field for field in found}
+    for field in known:
+        have = inner.get(field.name.lower())
+        if have is not None and pa.types.is_struct(field.type) and pa.types.is_struct(have.type):
+            parts = dropped_fields(pa.schema(list(field.type)), pa.schema(list(have.type)))
+            named |= {f"{field.name}.{part}" for part in parts}
+    return named
 
 
 def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
@@ -133,13 +153,13 @@ def _settled(found: pa.DataType, depth: int) -> pa.DataType:
     return pa.struct(fields) if fields else NOTHING
 
 
-def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
+def _joined_fields(every: Iterable[pa.Field], mixed: pa.DataType | None = None) -> list[pa.Field]:
     """Merge fields whose names differ in case alone, under the spelling that came first."""
     fields: dict[str, pa.Field] = {}
     for field in every:
         have = fields.setdefault(field.name.lower(), field)
         if have is not field:
-            fields[field.name.lower()] = have.with_type(joined(have.type, field.type))
+            fields[field.name.lower()] = have.with_type(_joined(have.type, field.type, mixed))
     return list(fields.values())
 
 
@@ -164,11 +184,16 @@ def _leaves(kind: pa.DataType) -> int:
 RECORD_NAMES: Final = ("partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
 """The columns of every record, by the names that records have."""
 
+CLOUD_EVENT: Final = tuple(
+    f"ce_{name}" for name in ("id", "source", "specversion", "type", "subject", "time", "datacontenttype", "dataschema")
+)
+"""The attributes of CloudEvents, as headers and as columns."""
+
 KEYED_NAMES: Final = ("partition", "offset", "timestamp", "key")
 """The columns of every message in a table with one row per key."""
 
 _PREFIX: Final = "payload_"
-_TAKEN: Final = frozenset(RAW.names)
+_TAKEN: Final = frozenset((*RAW.names, *CLOUD_EVENT))
 
 
 def column_of(field: str) -> str:

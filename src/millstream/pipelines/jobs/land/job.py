@@ -13,10 +13,11 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 from uuid import UUID, uuid4
 
 import pyarrow as pa
@@ -33,12 +34,14 @@ from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offse
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
+from millstream.pipelines.jobs.land.decoding import Misfit, parsed
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
-from millstream.pipelines.jobs.land.inference import payload_fields
+from millstream.pipelines.jobs.land.inference import RECORD_NAMES, payload_fields
 from millstream.pipelines.jobs.land.plan import plans, tasks
+from millstream.pipelines.jobs.land.sampling import decide, sample_ranges, shown_columns
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
-from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, widest
@@ -47,6 +50,7 @@ from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.access import Access, may_read
+from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
@@ -117,6 +121,8 @@ def _arrow_type(kind: ColumnType) -> pa.DataType:
         return pa.struct([_field(part) for part in kind.parts])
     if kind.name == "array":
         return pa.list_(_field(kind.parts[0]))
+    if kind.name == "map":
+        return pa.map_(pa.string(), _field(kind.parts[1]).type)
     return _SIMPLE[kind.name]
 
 
@@ -149,6 +155,12 @@ REPLAN_S: Final = 1.0
 
 _TABLES_AT_ONCE: Final = 8
 
+DROPPED_MAX: Final = 10_000
+"""The most fields of a topic that are reported as having no column."""
+
+COLUMNS_SHOWN_MAX: Final = 20
+"""The most topics whose columns are reported."""
+
 
 class LandJob:
     """A pipeline that lands topics."""
@@ -169,6 +181,8 @@ class LandJob:
         self._recent: dict[str, RecentIds] = {}
         self._tidied: dict[str, datetime] = {}
         self._fixed: dict[str, dict[Place, str]] = {}
+        self._dropped: dict[str, set[str]] = {}
+        """Fields without a column that were reported, by topic."""
         self._replans = 0
         self._leftovers = abandoned_files_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
@@ -193,6 +207,8 @@ class LandJob:
             _logger.warning("pipeline %s is replanned: %s", self._pipeline.name, reason_of(error))
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
+        for batch in batches:
+            self._note_dropped(batch)
         landed = self._commit(batches)
         self._commit_group_offsets(landed)
         self._remember(landed)
@@ -204,11 +220,23 @@ class LandJob:
             counts.update(batch.counts())
         waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
         rows = sum(batch.rows for batch in landed)
-        return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
+        return Step(
+            rows=rows,
+            lag=lag,
+            wait_s=0.0 if lag or len(landed) < len(batches) else waits_s,
+            counts=counts,
+            facts={
+                f"columns of {batch.topic}": shown_columns(batch.fields)
+                for batch in batches[:COLUMNS_SHOWN_MAX]
+                if len(batch.fields)
+            },
+        )
 
     def _prepare(self, batches: Sequence[TopicBatch]) -> None:
         """Write everything that is to be committed; a failure leaves no files of any topic."""
         try:
+            for batch in batches:
+                self._sample(batch)
             self._widen(batches)
             if self._settings.dedupe_ms:
                 self._find_repeated([batch for batch in batches if batch.topic_ranges()])
@@ -284,6 +312,9 @@ class LandJob:
             by_schema=self._settings.decode == BY_SCHEMA,
             evolves=self._settings.decode != NO_DECODING and self._given is None,
             is_remade=is_remade,
+            expectations=self._settings.expectations,
+            on_violation=self._settings.on_violation,
+            lifts_cloud_events=self._settings.cloud_events,
         )
 
     def _open(self, topic: str) -> LakeTable:
@@ -301,7 +332,9 @@ class LandJob:
             return pa.schema([])
         known = payload_fields(schema)
         if self._given is None:
-            return known
+            names = {field.name.lower() for field in known}
+            maps = [name for name in self._settings.map_fields if name.lower() not in names]
+            return pa.schema([*known, *(pa.field(name, pa.map_(pa.string(), pa.string())) for name in maps)])
         return merge_schema(known, self._given)
 
     def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
@@ -333,6 +366,36 @@ class LandJob:
                 batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
             ]
             self._widen(waiting)
+
+    def _sample(self, batch: TopicBatch) -> None:
+        """Decide the columns of a table that does not exist yet by the first messages of each partition."""
+        if batch.schema is not None or not batch.evolves or self._settings.decode == BY_SCHEMA:
+            return
+        ranges = sample_ranges(batch.topic_ranges())
+        if not ranges:
+            return
+        found = decide(self._sample_documents(batch, ranges), known=batch.fields, detects=self._settings.detect_types)
+        batch.fields = found.fields
+        if found.messages:
+            _logger.info(
+                "pipeline %s: %d messages of %s decide its columns: %s",
+                *(self._pipeline.name, found.messages, batch.topic, shown_columns(found.fields)),
+            )
+
+    def _sample_documents(self, batch: TopicBatch, ranges: Iterable[Range]) -> Iterator[Mapping[str, Any]]:
+        """Yield the payloads of a sample that can be decoded."""
+        asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(asked, self._task_access([batch]))
+        for one in ranges:
+            try:
+                for records in read_records(one, options, lambda _unreadable: None):
+                    values = records.column("value") if batch.changes is None else batch.changes.open(records).values
+                    for value in values.to_pylist():
+                        with suppress(Misfit):
+                            yield parsed(value)
+            except LostData:
+                # Retention deletes it meanwhile; the tasks count the loss.
+                continue
 
     def _widen(self, batches: Iterable[TopicBatch]) -> None:
         """Widen the columns of tables where values need it."""
@@ -380,6 +443,20 @@ class LandJob:
         with self._leftovers.watch(attempt, places, self._context.progress):
             rows = numbers.mapInArrow(landing, REPORT_COLUMNS).collect()
         return from_rows(tuple(row) for row in rows)
+
+    def _note_dropped(self, batch: TopicBatch) -> None:
+        """Report fields without a column once."""
+        known = self._dropped.setdefault(batch.topic, set())
+        found = {name for report in batch.reports for name in report.dropped} - known
+        if found and len(known) < DROPPED_MAX:
+            known |= found
+            batch.dropped = found
+            named = ", ".join(sorted(found)[:10])
+            _logger.warning(
+                "pipeline %s: %d fields of %s have no column, since their names cannot be columns or there are too "
+                "many: %s",
+                *(self._pipeline.name, len(found), batch.topic, named),
+            )
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
         """Find messages whose id was landed recently; this reads everything once more."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -10,13 +12,16 @@ from functools import partial
 from itertools import groupby
 from typing import Final
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.core.errors import LostData
-from millstream.pipelines.jobs.land.changes import ChangeRule, Flags
+from millstream.core.errors import ExpectationFailed, LostData
+from millstream.core.pipeline import FAIL
+from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
-from millstream.pipelines.jobs.land.inference import KEYED_NAMES, RECORD_NAMES, column_of, grown_by
+from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.task_writer import RowWriter
@@ -30,7 +35,9 @@ from millstream.pipelines.source.schema_decoder import SchemaRows
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
-REPORT_COLUMNS: Final = "topic string, rows long, lost long, files string, quarantined string, fields binary"
+REPORT_COLUMNS: Final = (
+    "topic string, rows long, lost long, files string, quarantined string, fields binary, counts string, dropped string"
+)
 """The columns of a task's reports, in Spark's notation."""
 
 _SCHEMA: Final = pa.schema(
@@ -41,6 +48,8 @@ _SCHEMA: Final = pa.schema(
         pa.field("files", pa.string()),
         pa.field("quarantined", pa.string()),
         pa.field("fields", pa.binary()),
+        pa.field("counts", pa.string()),
+        pa.field("dropped", pa.string()),
     ]
 )
 
@@ -58,6 +67,10 @@ class Report:
     quarantined: tuple[Written, ...] = ()
     fields: pa.Schema | None = None
     """The payload fields including those without a column; the files of such a report do not count."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Further counts by name."""
+    dropped: frozenset[str] = frozenset()
+    """Fields that cannot have a column."""
 
 
 def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
@@ -70,13 +83,15 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
             "files": to_json(report.files),
             "quarantined": to_json(report.quarantined),
             "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
+            "counts": json.dumps(dict(report.counts)),
+            "dropped": json.dumps(sorted(report.dropped)),
         }
         for report in reports
     ]
     return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> list[Report]:
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None, str, str]]) -> list[Report]:
     """Decode reports."""
     return [
         Report(
@@ -86,8 +101,10 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> l
             files=tuple(from_json(files)),
             quarantined=tuple(from_json(quarantined)),
             fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
+            counts=msgspec.json.decode(counts, type=dict[str, int]),
+            dropped=msgspec.json.decode(dropped, type=frozenset[str]),
         )
-        for topic, count, lost, files, quarantined, fields in rows
+        for topic, count, lost, files, quarantined, fields, counts, dropped in rows
     ]
 
 
@@ -175,6 +192,11 @@ class Work:
     """The offsets of repeated messages, which are not landed, by partition."""
     changes: ChangeRule | None = None
     """How messages become changes of rows by key; None if each of them is a row."""
+    expectations: Sequence[str] = ()
+    """Conditions that messages should meet."""
+    on_violation: str = "quarantine"
+    lifts_cloud_events: bool = False
+    """Whether attributes of CloudEvents in headers become columns."""
     skips_lost: bool = True
     """Whether offsets that retention deletes meanwhile are skipped; otherwise the batch is replanned."""
 
@@ -219,7 +241,7 @@ class LandTasks:
         landing = _Landing(topic, work, options)
 
         def records(one: Range) -> Iterator[pa.RecordBatch]:
-            return _records(one, options, partial(landing.quarantine, one.partition))
+            return read_records(one, options, partial(landing.quarantine, one.partition))
 
         reading = Reading(records, log_start(options))
         try:
@@ -251,45 +273,81 @@ class _Landing:
         self._found = work.fields
         self._rows = 0
         self._files: list[Written] = []
+        self._counts: Counter[str] = Counter()
+        self._dropped: set[str] = set()
 
     def take(self, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
         batch = self._without_repeated(batch)
         rule = self._work.changes
         opened = None if rule is None else rule.open(batch)
-        if self._decode is None:
-            if rule is None or opened is None:
-                self._work.writer.write(batch)
-            else:
-                rows = batch.select((*KEYED_NAMES, "value", "headers"))
-                self._write_changes(batch, *rule.apply(rows, opened, pa.nulls(len(batch), pa.string())))
-            return
-        decoded = self._decode(batch.column("value") if opened is None else opened.values, batch)
-        if decoded.found != self._work.fields:
-            # Partitions come in no meaningful order, so the first finding must not win.
-            self._found = grown_by(self._work.fields, [self._found, decoded.found])
-        if self._found != self._work.fields:
-            return
-        kept = batch if rule is None else batch.select(KEYED_NAMES)
-        columns = [*kept.columns, *decoded.columns.flatten()]
-        names = [*kept.schema.names, *map(column_of, self._work.fields.names)]
+        lifted = cloud_event_columns(batch) if self._work.lifts_cloud_events else {}
+        kept = batch
+        if rule is not None:
+            kept = batch.select(KEYED_NAMES if self._decode is not None else (*KEYED_NAMES, "value", "headers"))
+        columns, names = [*kept.columns, *lifted.values()], [*kept.schema.names, *lifted]
+        reasons = pa.nulls(len(batch), pa.string())
+        if self._decode is not None:
+            values = batch.column("value") if opened is None else opened.values
+            decoded = self._decode(values, batch)
+            self._note_dropped(decoded.dropped)
+            if decoded.found != self._work.fields:
+                self._found = grown_by(self._work.fields, [self._found, decoded.found])
+            if self._found != self._work.fields:
+                return
+            columns += decoded.columns.flatten()
+            names += map(column_of, self._work.fields.names)
+            reasons = self._expect(batch, values, decoded.reasons)
         rows = pa.RecordBatch.from_arrays(columns, names=names)
         if rule is not None and opened is not None:
-            self._write_changes(batch, *rule.apply(rows, opened, decoded.reasons))
+            self._write_changes(batch, *rule.apply(rows, opened, reasons))
             return
-        if decoded.reasons.null_count == len(rows):
+        if reasons.null_count == len(rows):
             self._work.writer.write(rows)
             return
-        fits = pc.is_null(decoded.reasons)
+        fits = pc.is_null(reasons)
         self._work.writer.write(rows.filter(fits))
-        refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
-        self._work.quarantine.write(refused.filter(pc.invert(fits)))
+        self._refuse(batch, reasons)
+
+    def _note_dropped(self, names: Iterable[str]) -> None:
+        """Remember fields without a column, up to a bound."""
+        if len(self._dropped) < _DROPPED_MAX:
+            self._dropped.update(names)
+
+    def _expect(self, batch: pa.RecordBatch, values: pa.Array, reasons: pa.Array) -> pa.Array:
+        """Check what messages should meet; return the reasons including those of violations."""
+        if not self._work.expectations:
+            return reasons
+        at = batch.schema.get_field_index("value")
+        messages = batch.set_column(at, "value", values)
+        for expected in self._work.expectations:
+            violated = holds(f"NOT ({expected})", messages, self._topic)
+            count = int(np.count_nonzero(violated))
+            if not count:
+                continue
+            if self._work.on_violation == FAIL:
+                offset = batch.column("offset")[int(np.flatnonzero(violated)[0])].as_py()
+                partition = batch.column("partition")[0].as_py()
+                raise ExpectationFailed(
+                    f"the message at offset {offset} of {self._topic}-{partition} violates {expected!r}; publish a "
+                    "corrected one after changing `expect`, or set on.violation to quarantine or count"
+                )
+            self._counts["violations"] += count
+            if self._work.on_violation == "quarantine":
+                reasons = _first_of(reasons, violated, f"{VIOLATES}{expected}")
+        return reasons
+
+    def _refuse(self, batch: pa.RecordBatch, reasons: pa.Array) -> None:
+        """Put messages that have a reason into the quarantine, and count them by its kind."""
+        refused = batch.select(_QUARANTINED).append_column("reason", reasons).filter(pc.is_valid(reasons))
+        if len(refused):
+            self._counts.update(f"quarantined.{reason_kind(text)}" for text in refused.column("reason").to_pylist())
+            self._work.quarantine.write(refused)
 
     def _write_changes(self, batch: pa.RecordBatch, changes: pa.RecordBatch, reasons: pa.Array, fits: Flags) -> None:
         """Write changes to be merged, and the messages that are none to the quarantine."""
         self._work.writer.write(changes.filter(pa.array(fits)))
-        refused = batch.select(_QUARANTINED).append_column("reason", reasons)
-        self._work.quarantine.write(refused.filter(pc.is_valid(reasons)))
+        self._refuse(batch, reasons)
 
     def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
         """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""
@@ -301,6 +359,7 @@ class _Landing:
             "timestamp": unreadable.timestamp_ms * 1000 if unreadable.timestamp_ms >= 0 else None,
             "reason": reason,
         }
+        self._counts[f"quarantined.{reason_kind(reason)}"] += 1
         self._work.quarantine.write(pa.RecordBatch.from_pylist([row], schema=_UNREADABLE))
 
     def _without_repeated(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -315,8 +374,15 @@ class _Landing:
             return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found)
         self._files.extend(self._work.writer.close())
         quarantined = tuple(self._work.quarantine.close())
-        files = tuple(self._files)
-        return Report(topic=self._topic, rows=self._rows, lost=lost, files=files, quarantined=quarantined)
+        return Report(
+            topic=self._topic,
+            rows=self._rows,
+            lost=lost,
+            files=tuple(self._files),
+            quarantined=quarantined,
+            counts=self._counts,
+            dropped=frozenset(self._dropped),
+        )
 
     def abort(self) -> None:
         """Delete what was written."""
@@ -325,7 +391,46 @@ class _Landing:
         self._work.writer.discard(self._files)
 
 
-def _records(one: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
+_DROPPED_MAX: Final = 10_000
+
+VIOLATES: Final = "the message violates the expectation "
+"""How the reason of a violated expectation begins."""
+
+_KINDS: Final = (
+    (UNREADABLE_BATCH, "unreadable"),
+    (VIOLATES, "violation"),
+    ("the payload is not a change event", "not-debezium"),
+    ("the payload ", "not-json"),
+    ("the key ", "no-key"),
+    ("the message has no key", "no-key"),
+)
+
+
+def reason_kind(reason: str) -> str:
+    """Return a short name for the kind of a reason, by which quarantined messages are counted."""
+    if reason.endswith(NO_ORDER):
+        return "no-order"
+    return next((kind for start, kind in _KINDS if reason.startswith(start)), "type")
+
+
+def _first_of(reasons: pa.Array, is_wrong: Flags, text: str) -> pa.Array:
+    """Add a reason where there is none yet."""
+    wrong = pc.and_(pa.array(is_wrong), pc.is_null(reasons))
+    return pc.if_else(wrong, pa.scalar(text, pa.string()), reasons)
+
+
+def cloud_event_columns(batch: pa.RecordBatch) -> dict[str, pa.Array]:
+    """Return the attributes of CloudEvents in headers, as text; the last header of a name counts."""
+    found: dict[str, list[str | None]] = {name: [None] * len(batch) for name in CLOUD_EVENT}
+    for row, headers in enumerate(batch.column("headers").to_pylist()):
+        for header in headers or ():
+            column = found.get(header["key"].lower().replace("-", "_"))
+            if column is not None and header["value"] is not None:
+                column[row] = header["value"].decode("utf-8", "replace")
+    return {name: pa.array(column, pa.string()) for name, column in found.items()}
+
+
+def read_records(one: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
     """Yield the records of a range, under the column names of tables."""
     shape = shape_of(default_schema(options), options)
     for batch in read_range(one, options, shape, skip=skip):

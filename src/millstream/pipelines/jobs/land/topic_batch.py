@@ -10,7 +10,7 @@ from datetime import datetime
 import pyarrow as pa
 
 from millstream.pipelines.jobs.land.changes import ChangeRule
-from millstream.pipelines.jobs.land.inference import field_of, grown_by, table_schema
+from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.plan import PartitionPlan, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import Report, Work
@@ -40,6 +40,11 @@ class TopicBatch:
     """How messages become changes of rows by key; None if each of them is a row."""
     merged: Counter[str] = field(default_factory=Counter)
     """What merging changes did, by name."""
+    expectations: Sequence[str] = ()
+    on_violation: str = "quarantine"
+    lifts_cloud_events: bool = False
+    dropped: set[str] = field(default_factory=set)
+    """Fields that were found in this batch for the first time, and cannot have a column."""
     decodes: bool = False
     by_schema: bool = False
     evolves: bool = False
@@ -81,7 +86,8 @@ class TopicBatch:
 
     def table_schema(self) -> pa.Schema:
         """Return the columns of the table, with those that the commit adds."""
-        return table_schema(self.fields, self.record)
+        lifted = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
+        return table_schema(self.fields, pa.schema([*self.record, *lifted]))
 
     def work(self, landed: datetime, attempt: str) -> Work:
         """Return the parameters of an attempt's tasks."""
@@ -96,6 +102,9 @@ class TopicBatch:
             fixed=self.fixed,
             left_out=self.left_out,
             changes=self.changes,
+            expectations=self.expectations,
+            on_violation=self.on_violation,
+            lifts_cloud_events=self.lifts_cloud_events,
             # A deleted message may be the one whose repetitions were left out.
             skips_lost=self.ids is None,
         )
@@ -163,13 +172,17 @@ class TopicBatch:
     def counts(self) -> dict[str, int]:
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
+        counts: Counter[str] = Counter(self.merged)
+        for report in self.reports:
+            counts.update(report.counts)
         return {
+            **counts,
             "files": len(files) + len(quarantined),
             "bytes": sum(file.bytes for file in (*files, *quarantined)),
             "quarantined": sum(file.rows for file in quarantined),
             "duplicates": sum(map(len, self.left_out.values())),
             "remade": int(self.is_remade),
             "widened": self.widened,
-            **self.merged,
+            "dropped-fields": len(self.dropped),
             "lost": sum(plan.lost for plan in self.plans.values()) + sum(report.lost for report in self.reports),
         }

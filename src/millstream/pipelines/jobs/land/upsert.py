@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
@@ -113,4 +114,4 @@ def _column(place: Place) -> Place:
 
 
 def _without_files(report: Report) -> Report:
-    return Report(topic=report.topic, rows=report.rows, lost=report.lost, quarantined=report.quarantined)
+    return replace(report, files=())

@@ -1,0 +1,40 @@
+"""The columns that a sample decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from millstream.pipelines.jobs.land.sampling import SAMPLE_ALL_MAX, decide, sample_ranges
+from millstream.pipelines.source.ranges import Range
+
+
+def columns(*documents: Any, detects: bool = False) -> dict[str, str]:
+    fields = decide(documents, known=pa.schema([]), detects=detects).fields
+    return {field.name: str(field.type) for field in fields}
+
+
+def test_the_kind_of_most_values_decides() -> None:
+    assert columns({"a": "x"}, {"a": 1}, {"a": 2}) == {"a": "int64"}
+    assert columns({"a": "x"}, {"a": 1}) == {"a": "string"}
+    assert columns({"a": 1}, {"a": 2.5}, {"a": None}) == {"a": "double"}
+    assert columns({"a": {"b": 1}}, {"a": {"c": True, "B": 2.5}}, {"a": 3}) == {"a": "struct<b: double, c: bool>"}
+    assert columns({"a": [1]}, {"a": ["x", 2]}, {"b": []}) == {"a": "list<element: string>"}
+    assert columns({"a": None}, {"b c": 1}) == {}
+
+
+def test_times_and_large_numbers_are_found_on_request() -> None:
+    documents = [{"at": "2026-11-16T10:00:00Z", "n": 2**70, "t": "2026-11-16"}, {"at": "2026-11-16T10:00:00.5+01:00"}]
+    assert columns(*documents) == {"at": "string", "n": "double", "t": "string"}
+    assert columns(*documents, detects=True) == {"at": "timestamp[us, tz=UTC]", "n": "decimal128(38, 0)", "t": "string"}
+    assert columns(*documents, {"at": "soon"}, detects=True)["at"] == "string"
+
+
+def test_a_sample_is_the_same_however_much_is_waiting() -> None:
+    few = [Range("t", number, 5, 900) for number in range(2)]
+    many = [Range("t", number, 5, 10**6) for number in range(2)]
+    assert sample_ranges(few) == few
+    assert sample_ranges(many) == [Range("t", number, 5, 1005) for number in range(2)]
+    wide = sample_ranges([Range("t", number, 0, 10**6) for number in range(1000)])
+    assert sum(map(len, wide)) == SAMPLE_ALL_MAX
