@@ -14,6 +14,7 @@ from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteR
 from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
 
+from millstream.client.admin import dead_letter
 from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
 from millstream.client.admin.topics import delete_topic
 from millstream.core.errors import PolicyViolation
@@ -92,6 +93,38 @@ def test_a_redrive_delivers_the_originals_again_and_only_in_their_subscription(
     assert millstream("topic", "describe", name, "--json").document["partitions"] == before, "nothing was published"
     assert millstream("subscription", "pull", other, "--json").documents == []
     assert open_letters(millstream, name) == 0
+
+
+def test_a_dry_run_counts_and_changes_nothing(server: Server, millstream: CommandLine, name: str) -> None:
+    condition = ("--where", "headers['dlq-offset'] >= '5' AND headers['dlq-offset'] < '9'")
+    counted = millstream("dlq", "redrive", name, *condition, "--dry-run", "--json").document
+    assert counted == {
+        "would_redrive": 4, "skipped": LETTERS - 4, "held": 0, "doubtful": 0,
+        "subscriptions": {name: 4}, "refused": 0, "reasons": [],
+    }
+    assert open_letters(millstream, name) == LETTERS
+    asyncio.run(delete_records(server, name, LETTERS - 5))
+    text = millstream("dlq", "redrive", name, "--dry-run").out
+    gone = f"15 letters would stay open: topic '{name}' no longer has the original (15)."
+    assert text == f"Would redrive 5 letters in {name} (5). {gone}\n"
+    text = millstream("dlq", "redrive", name, "--to-topic", name, "--dry-run").out
+    assert text == f"Would publish {LETTERS} letters to {name}.\n"
+    assert open_letters(millstream, name) == LETTERS
+
+
+def test_many_letters_are_redriven_in_rounds(
+    millstream: CommandLine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letter, "BATCH", 3)
+    monkeypatch.setattr(dead_letter, "ROUND_MAX", 4)
+    monkeypatch.setattr(dead_letter, "SKIPPED_MAX", 2)
+    # Every other letter matches; the others are held back for a while, and are not met again.
+    wanted = "headers['dlq-offset'] IN ('1', '3', '5', '7', '9', '11', '13', '15', '17', '19')"
+    counted = millstream("dlq", "redrive", name, "--where", wanted, "--json").document
+    assert (counted["redriven"], counted["skipped"], counted["subscriptions"]) == (10, 10, {name: 10})
+    again = pulled(millstream, name, 10, "--accept")
+    assert sorted(one["offset"] for one in again) == list(range(1, LETTERS, 2))
+    assert open_letters(millstream, name) == 10
 
 
 def test_open_letters_have_metrics_of_their_own(server: Server, millstream: CommandLine, name: str) -> None:

@@ -12,8 +12,24 @@ import typer
 from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
-from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
-from millstream.client.admin.dead_letter import Outcome, Wanted, process_letters, redrive_letters, undeliverable_note
+from millstream.cli.output import (
+    as_json_text,
+    counted,
+    one_line,
+    print_answer,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+)
+from millstream.client.admin.dead_letter import (
+    Outcome,
+    Wanted,
+    process_letters,
+    redrive_letters,
+    survey_letters,
+    undeliverable_note,
+)
 
 if TYPE_CHECKING:
     from millstream.client.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
@@ -39,6 +55,7 @@ Filter = Annotated[
     str | None,
     typer.Option(
         "--filter",
+        "--where",
         metavar="CONDITION",
         help="Only letters that match this condition, such as \"headers['dlq-reason'] LIKE '%timeout%'\".",
         show_default=False,
@@ -120,11 +137,17 @@ def redrive(
             show_default=False,
         ),
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Count what would be redriven, by subscription; every letter stays open.")
+    ] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Redeliver the messages of open letters through their own subscriptions, and close the letters."""
+    if dry:
+        _survey(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
+        return
     if to_topic is not None:
         _publish(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
         return
@@ -142,6 +165,45 @@ def redrive(
         raise CommandFailed(
             undeliverable_note(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
         )
+
+
+def _survey(
+    name: str,
+    filter_: str | None,
+    limit: int | None,
+    to_topic: str | None,
+    *,
+    as_json: bool,
+    brokers: str,
+    timeout: float,
+) -> None:
+    """Report what a redrive would do."""
+
+    async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        if to_topic is not None:
+            await desk.check_target(to_topic)
+        await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+
+    outcome = _work(name, filter_, count, keep=True, brokers=brokers, timeout=timeout)
+    gone = sum(outcome.refused.values())
+    if to_topic is not None:
+        # From the letters themselves, whatever became of the originals.
+        total = outcome.done + gone
+        document: dict[str, object] = {
+            "would_redrive": total,
+            **_as_json(outcome),
+            "topics": {to_topic: total} if total else {},
+        }
+        text = f"Would publish {counted(total, 'letter')} to {one_line(to_topic)}{_unmatched(outcome)}."
+    else:
+        document = {"would_redrive": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
+        document |= {"refused": gone, "reasons": sorted(outcome.refused)}
+        where = _where(outcome.revived, "in")
+        text = f"Would redrive {counted(outcome.done, 'letter')}{where}{_unmatched(outcome)}."
+        if gone:
+            reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
+            text += f" {counted(gone, 'letter')} would stay open: {reasons}."
+    print_answer(document, text, as_json=as_json)
 
 
 def _publish(

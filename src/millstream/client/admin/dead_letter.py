@@ -16,6 +16,7 @@ from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import UUID
 
+from millstream.client.admin.position import EARLIEST_TIMESTAMP
 from millstream.core.errors import (
     Conflict,
     CoordinatorUnavailable,
@@ -122,6 +123,15 @@ RELEASE_S_MAX = 5.0
 
 HELD_MAX = 100_000
 
+ROUND_MAX = 50_000
+"""How many letters are redriven at a time, in the order of their messages; more letters take several rounds."""
+
+SKIPPED_MAX = 20_000
+"""How many letters that do not match are held, so that they are open again at once; more are open again later."""
+
+SKIPPED_MS = 60_000
+"""How long these are held back, so that a pass does not meet them again."""
+
 NO_ORIGIN = "the letter does not say where it came from"
 
 _PAUSE_S = 0.25
@@ -199,6 +209,8 @@ class DeadLetterDesk:
         self._closed: dict[Queue, list[Letter]] = {}
         self._letter_topic_id = UUID(int=0)
         self._post = DeadLetterProducer(client)
+        self._skipped: dict[int, int] = {}
+        """The last letter of each partition that was held back."""
         self.held_by_others = 0
         self.unreached = 0
 
@@ -232,14 +244,19 @@ class DeadLetterDesk:
     async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
         """Yield the open letters in batches, each once, while any are wanted; they are held until they are settled."""
         loop = asyncio.get_running_loop()
-        taken = 0
         deadline = loop.time() + self._patience_s
-        while taken < HELD_MAX and (number := wanted()) > 0:
-            some = await self._patiently(partial(self._receive, min(BATCH, number)))
+        while len(self._held) < HELD_MAX and (number := wanted()) > 0:
+            received = await self._patiently(partial(self._receive, min(BATCH, number)))
+            self._leaders.update({letter.partition: letter.node for letter in received})
+            some = [one for one in received if one.record.offset > self._skipped.get(one.partition, -1)]
+            await self._hold_back(
+                [one for one in received if one.record.offset <= self._skipped.get(one.partition, -1)]
+            )
+            if received and not some:
+                # Only letters are left that were held back before.
+                return
             if some:
                 self._held.update({_place(letter): letter for letter in some})
-                self._leaders.update({letter.partition: letter.node for letter in some})
-                taken += len(some)
                 yield some
                 # Letters that are still held are only settled from here on.
                 for letter in some:
@@ -250,6 +267,25 @@ class DeadLetterDesk:
                 return
             else:
                 await asyncio.sleep(_PAUSE_S)
+
+    async def skip(self, letters: Sequence[LeasedMessage]) -> None:
+        """Give letters back that are of no use, for other commands to find a minute later."""
+        await self._hold_back(letters)
+        for letter in letters:
+            self._held.pop(_place(letter), None)
+            self._skipped[letter.partition] = max(letter.record.offset, self._skipped.get(letter.partition, -1))
+
+    async def _hold_back(self, letters: Sequence[LeasedMessage]) -> None:
+        for start in range(0, len(letters), BATCH):
+            await self._settle(letters[start : start + BATCH], Verb.RETURN, delay_ms=SKIPPED_MS)
+
+    async def original_starts(self, queue: Queue) -> int | None:
+        """Return the first offset that a queue's partition still has; None if the topic is another one, or gone."""
+        found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
+        if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
+            return None
+        listed = await self._client.list_offsets(queue.topic, {queue.partition: EARLIEST_TIMESTAMP})
+        return int(listed[queue.partition].offset)
 
     async def close(self, letters: Sequence[LeasedMessage]) -> int:
         """Close letters; return how many may still be open because a failover lost their leases."""
@@ -340,7 +376,9 @@ class DeadLetterDesk:
         (described,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
         return described
 
-    async def _settle(self, letters: Iterable[LeasedMessage], verb: int) -> list[MillstreamError | None]:
+    async def _settle(
+        self, letters: Iterable[LeasedMessage], verb: int, *, delay_ms: int = 0
+    ) -> list[MillstreamError | None]:
         """Settle letters at the current leaders; leases usually survive a failover."""
         listed = list(letters)
         results: list[MillstreamError | None] = [None] * len(listed)
@@ -350,7 +388,7 @@ class DeadLetterDesk:
             nonlocal left
             some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
             errors = await self._subscriptions.settle(
-                self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else 0
+                self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else delay_ms
             )
             for at, error in zip(left, errors, strict=True):
                 results[at] = error
@@ -577,7 +615,7 @@ async def redrive_letters(
     """Redeliver every matching open letter through its own subscription, and close it.
 
     The letters are collected first, so that messages are redelivered in the order of their offsets, not of their
-    deaths.
+    deaths: all of them, or `ROUND_MAX` at a time if there are more.
     """
     chosen: list[LeasedMessage] = []
 
@@ -586,22 +624,68 @@ async def redrive_letters(
 
     await desk.open()
     outcome.has_begun = True
+    done = 0
     async with desk.holding():
-        await _pass(desk, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress)
-        outcome.done = 0
-        chosen.sort(key=_origin_key)
-        for start in range(0, len(chosen), BATCH):
-            some = chosen[start : start + BATCH]
-            reasons = await desk.revive(some)
-            done = [letter for letter, reason in zip(some, reasons, strict=True) if reason is None]
-            outcome.is_sending = True
-            outcome.doubtful += await desk.close(done)
-            outcome.is_sending = False
-            outcome.done += len(done)
-            _add(outcome.refused, [reason for reason in reasons if reason is not None])
-            _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
-            on_progress(outcome.done)
+        while True:
+            outcome.done = done
+            await _pass(
+                desk, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, at_once=ROUND_MAX
+            )
+            chosen_now = sorted(chosen, key=_origin_key)
+            chosen.clear()
+            outcome.done = done
+            for start in range(0, len(chosen_now), BATCH):
+                await _redrive_some(desk, chosen_now[start : start + BATCH], outcome)
+                on_progress(outcome.done)
+            done = outcome.done
+            if len(chosen_now) < ROUND_MAX:
+                break
         await desk.forget_closed()
+    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
+    reasons = await desk.revive(letters)
+    done = [letter for letter, reason in zip(letters, reasons, strict=True) if reason is None]
+    outcome.is_sending = True
+    outcome.doubtful += await desk.close(done)
+    outcome.is_sending = False
+    outcome.done += len(done)
+    _add(outcome.refused, [reason for reason in reasons if reason is not None])
+    _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
+
+
+async def survey_letters(
+    desk: DeadLetterDesk,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    on_progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Count what redriving would do, by subscription and by reason; every letter stays open."""
+    starts: dict[Queue, int | None] = {}
+
+    async def count(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        origin = origin_of(letter)
+        if origin is None:
+            _add(outcome.refused, [NO_ORIGIN])
+            return
+        queue = origin.queue
+        if queue not in starts:
+            starts[queue] = await desk.original_starts(queue)
+        start = starts[queue]
+        if start is None or origin.letter.offset < start:
+            _add(outcome.refused, [f"topic {queue.topic!r} no longer has the original"])
+        else:
+            _add(outcome.revived, [queue.subscription])
+
+    await desk.open()
+    async with desk.holding():
+        await _pass(
+            desk, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
+        )
+    outcome.done = sum(outcome.revived.values())
     outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
 
 
@@ -627,10 +711,18 @@ async def _pass(
     limit: int | None,
     keep: bool,
     on_progress: Callable[[int], None],
+    at_once: int | None = None,
+    is_survey: bool = False,
 ) -> None:
+    """Act on matching letters, until there are no more, `limit` are done, or `at_once` were found in this pass."""
+    skipped: list[LeasedMessage] = []
+    found = 0
+
     def missing() -> int:
         # A search leases more letters than it needs; other commands take no more than they use.
         left = BATCH if limit is None else limit - outcome.done
+        if at_once is not None and found >= at_once:
+            return 0
         return BATCH if wanted is not None and left > 0 else left
 
     async for letters in desk.letters(missing):
@@ -639,12 +731,19 @@ async def _pass(
                 return
             if wanted is not None and not wanted(letter):
                 outcome.unmatched += 1
+                skipped.append(without_content(letter))
                 continue
-            outcome.is_sending = True
+            outcome.is_sending = not is_survey
             await act(desk, letter)
             if not keep:
                 outcome.doubtful += await desk.close([letter])
             outcome.is_sending = False
             outcome.done += 1
-        if not keep:
+            found += 1
+            if is_survey:
+                skipped.append(without_content(letter))
+        if len(skipped) > SKIPPED_MAX:
+            await desk.skip(skipped)
+            skipped.clear()
+        if not keep or is_survey:
             on_progress(outcome.done)
