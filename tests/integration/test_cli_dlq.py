@@ -99,8 +99,13 @@ def test_a_dry_run_counts_and_changes_nothing(server: Server, millstream: Comman
     condition = ("--where", "headers['dlq-offset'] >= '5' AND headers['dlq-offset'] < '9'")
     counted = millstream("dlq", "redrive", name, *condition, "--dry-run", "--json").document
     assert counted == {
-        "would_redrive": 4, "skipped": LETTERS - 4, "held": 0, "doubtful": 0,
-        "subscriptions": {name: 4}, "refused": 0, "reasons": [],
+        "would_redrive": 4,
+        "skipped": LETTERS - 4,
+        "held": 0,
+        "doubtful": 0,
+        "subscriptions": {name: 4},
+        "refused": 0,
+        "reasons": [],
     }
     assert open_letters(millstream, name) == LETTERS
     asyncio.run(delete_records(server, name, LETTERS - 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +20,9 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.jobs.land.job import LandJob, make_job
+from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step, TimeWindow
+from millstream.pipelines.jobs.land.backfill import make_requarantine
+from millstream.pipelines.jobs.land.job import make_job
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -55,17 +57,17 @@ class Keys:
             producer.poll(0)
         assert producer.flush(WAIT_S) == 0
 
-    def job(self, **settings: str) -> LandJob:
+    def job(self, make: JobKind = make_job, window: TimeWindow | None = None, **settings: str) -> Any:
         given = {"topics": self.topic, "mode": "upsert", "decode": "json"}
         given |= {name.replace("_", "."): text for name, text in settings.items()}
         pipeline = Pipeline(
             pipeline_id=uuid.uuid4(), name=f"land-{uuid.uuid4().hex[:8]}", kind=PipelineKind.LAND, overrides=given
         )
-        context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="")
-        return make_job(pipeline, context)
+        context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="", window=window)
+        return make(pipeline, context)
 
-    def land(self, **settings: str) -> list[Step]:
-        job = self.job(**settings)
+    def land(self, window: TimeWindow | None = None, **settings: str) -> list[Step]:
+        job = self.job(window=window, **settings)
         try:
             return run(job)
         finally:
@@ -87,7 +89,7 @@ def _encoded(value: Any) -> bytes | None:
     return value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
 
 
-def run(job: LandJob) -> list[Step]:
+def run(job: Job) -> list[Step]:
     steps = [job.step()]
     while steps[-1].lag:
         assert len(steps) < STEPS_MAX
@@ -257,3 +259,68 @@ def test_expectations_count_or_fail(keys: Keys) -> None:
     (step,) = keys.land(mode="append", expect='["total >= 0"]', on_violation="count")
     assert step.counts["violations"] == 1
     assert len(keys.rows()) == 2
+
+
+def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys) -> None:
+    keys.create(partitions=2)
+    now = time.time_ns() // 1_000_000
+    hour = 3_600_000
+    for age in (5, 4, 3, 2, 1):
+        keys.publish([(f"k{age}{n}", {"id": age * 10 + n}) for n in range(4)], timestamp=now - age * hour)
+    job = keys.job(mode="append", **{"from": "latest"})
+    assert job.step().rows == 0
+    keys.publish([("new", {"id": 100})])
+    run(job)
+    job.close()
+    assert [row["id"] for row in keys.rows()] == [100]
+    window = TimeWindow(now - 4 * hour - 1, now - 2 * hour)
+    steps = keys.land(window=window, mode="append", batch_max_messages="3")
+    wanted = sorted(age * 10 + n for age in (4, 3) for n in range(4))
+    assert sorted(row["id"] for row in keys.rows()) == [*wanted, 100]
+    assert count_of(steps, "duplicates") == 0
+    steps = keys.land(window=TimeWindow(0, now + hour), mode="append")
+    everything = [age * 10 + n for age in range(1, 6) for n in range(4)]
+    assert sorted(row["id"] for row in keys.rows()) == [*everything, 100]
+    assert count_of(steps, "duplicates") == 9
+    keys.publish([("newer", {"id": 101})])
+    keys.land(mode="append")
+    assert len(keys.rows()) == 22
+
+
+def test_a_backfill_of_keys_changes_nothing_that_is_newer(keys: Keys) -> None:
+    keys.create()
+    keys.publish([(b"a", {"id": 1, "v": 1}), (b"a", {"id": 1, "v": 2}), (b"b", {"id": 2, "v": 3}), (b"b", None)])
+    keys.land(decode="json", order_by="v", delete_when="v = 0")
+    keys.publish([(b"b", {"id": 2, "v": 9}), (b"b", {"id": 2, "v": 10, "gone": True})])
+    keys.land(decode="json", order_by="v", delete_when="gone = true")
+    before = sorted(row["v"] for row in keys.rows())
+    keys.land(window=TimeWindow(0, 2**50), decode="json", order_by="v", delete_when="gone = true")
+    assert sorted(row["v"] for row in keys.rows()) == before == [2]
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: str) -> None:
+    keys.create()
+    keys.publish(
+        [
+            (b"a", {"id": 1, "total": 5}),
+            (b"b", {"id": 2, "total": "12 EUR"}),
+            (b"c", b"{"),
+            (b"d", {"id": 4, "total": -1}),
+        ]
+    )
+    keys.land(mode=mode, expect='["total > 0"]')
+    assert len(keys.rows("__quarantine")) == 3
+    job = keys.job(make_requarantine, mode=mode, expect="[]")
+    step = job.step()
+    job.close()
+    assert (step.counts["landed"], step.counts["quarantined"]) == (1, 2)
+    assert sorted(row["id"] for row in keys.rows()) == [1, 4]
+    assert [row["offset"] for row in keys.rows("__quarantine")] == [1, 2]
+    job = keys.job(make_requarantine, mode=mode)
+    assert job.step().counts["landed"] == 0
+    job.close()
+    keys.publish([(b"e", {"id": 5, "total": 1})])
+    keys.land(mode=mode)
+    assert sorted(row["id"] for row in keys.rows()) == [1, 4, 5]
+    assert len(keys.rows("__quarantine")) == 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
+from millstream.cli import pipeline_create, pipeline_past, pipeline_rule, pipeline_run
 from millstream.cli.connection import ask, ask_pipelines
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -50,6 +50,8 @@ app = typer.Typer(
 app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(pipeline_run.run)
+app.command("backfill")(pipeline_past.backfill)
+app.command("requarantine")(pipeline_past.requarantine)
 
 TABLES_SHOWN_MAX: Final = 20
 """The maximum number of tables shown; all of them have the same parent."""

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from millstream.client.admin.pipeline_storage import PipelineStorage
+    from millstream.pipelines.jobs.job import JobKind, TimeWindow
     from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
     from millstream.pipelines.runtime.job_messages import JobEvent, JobOrder
@@ -330,8 +331,8 @@ def run(
     pipeline = _described_by(kind_or_name, flags, name)
     refuse_without_spark()
     is_declared = pipeline is None
-    pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, kind_or_name, pipeline, brokers))
-    by_hand = _ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
+    pipeline, places = ask(brokers, timeout, lambda client: look_up(client, kind_or_name, pipeline, brokers))
+    by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=master, is_declared=is_declared, dry=dry, as_json=as_json)
     elif dry:
@@ -466,7 +467,7 @@ def refuse_without_spark() -> None:
         raise CommandFailed(missing)
 
 
-async def _look_up(
+async def look_up(
     client: Client, name: str, pipeline: Pipeline | None, brokers: str
 ) -> tuple[Pipeline, PipelineStorage]:
     """Return the pipeline, looked up unless given, and the locations of the nodes' tables and checkpoints.
@@ -509,7 +510,7 @@ def signed_in(brokers: str, scratch: str, timeout_s: float = DEFAULT_TIMEOUT_S) 
         tokens.close()
 
 
-class _ByHand:
+class ByHand:
     """One run, from the claim to the summary."""
 
     def __init__(
@@ -521,8 +522,13 @@ class _ByHand:
         is_declared: bool,
         lake: str | None,
         folder: str | None,
+        window: TimeWindow | None = None,
+        jobs: Mapping[PipelineKind, JobKind] | None = None,
     ) -> None:
+        """Run a pipeline; `window` limits it to a part of the past, and `jobs` are others than its own."""
         self._pipeline = pipeline
+        self._window = window
+        self._jobs = jobs
         self._is_declared = is_declared
         self._brokers = brokers
         self._lake = self._place("--lake", lake, places.lake, places)
@@ -594,6 +600,7 @@ class _ByHand:
             lake_is_shared=self._lake_is_shared,
             folder=self._folder,
             stopping=self._stopping,
+            window=self._window,
         )
         return ManualRun(
             self._pipeline,
@@ -601,6 +608,7 @@ class _ByHand:
             claim,
             on_step=self._stepped,
             cancel=lambda: spark.sparkContext.cancelJobGroup(name),
+            **({} if self._jobs is None else {"jobs": self._jobs}),
         )
 
     def _drive(self, running: ManualRun, *, once: bool, as_json: bool) -> None:

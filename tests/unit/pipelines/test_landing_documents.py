@@ -23,7 +23,7 @@ from millstream.pipelines.jobs.land.inference import column_of, payload_fields
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.plan import plans
 from millstream.pipelines.jobs.land.sources import Source
-from millstream.pipelines.jobs.land.task import _Landing
+from millstream.pipelines.jobs.land.task import Landing
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.table import LakeTable
@@ -150,7 +150,7 @@ def land(table: LakeTable, payloads: list[bytes | None], start: int) -> None:
     )
     for number in range(ROUNDS_MAX + 1):
         batch.evolves = batch.evolves and number < ROUNDS_MAX
-        task = _Landing("t", batch.work(NOW, ""))
+        task = Landing("t", batch.work(NOW, ""))
         # Tasks get what was fetched in pieces.
         for at in range(0, len(payloads), 3):
             task.take(records(payloads[at : at + 3], start + at))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.pipelines.jobs.land.task import Work, _Landing
+from millstream.pipelines.jobs.land.task import Landing, Work
 from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
@@ -27,7 +27,7 @@ def test_the_first_value_of_a_field_decides_its_type(tmp_path: Path) -> None:
         name = next(payload["buyer"]["name"] for payload in order if "buyer" in payload)
         for size in (1, 2, 3):
             writers = TaskWriter(storage, RAW, "topic"), TaskWriter(storage, QUARANTINE, "topic")
-            landing = _Landing("orders", Work(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
+            landing = Landing("orders", Work(writer=writers[0], quarantine=writers[1], decodes=True, evolves=True))
             for start in range(0, len(order), size):
                 texts = [json.dumps(payload).encode() for payload in order[start : start + size]]
                 columns = [

@@ -38,6 +38,7 @@ from millstream.pipelines.source.batch_commit import (
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
+from millstream.pipelines.source.position import ByTime
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
@@ -134,7 +135,7 @@ class BatchLoop:
         survey = self.survey(topics)
         known = self._known or self._ask()
         partitions = survey.partitions()
-        latest = survey.latest(partitions)
+        latest = self._at_time(survey, partitions, survey.latest(partitions), is_end=True)
         start, lost = self._start(survey, known, partitions, latest)
         self._known = known
         end = admitted(start, latest, self._settings.batch_max)
@@ -150,15 +151,29 @@ class BatchLoop:
         skips = self._settings.on_lost == SKIP
         # Whether known offsets still exist shows when they are fetched, unless lost ones are skipped.
         earliest = latest if has_all and not skips else survey.earliest(partitions)
+        first = self._at_time(survey, partitions, earliest, is_end=False)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             committed = known.offsets.get(topic, {})
             # A partition added to a topic that is already being read starts at its first message.
-            at_end = not committed and self._settings.start == LATEST
-            otherwise = (latest if at_end else earliest)[topic]
+            at_end = not committed and self._settings.start == LATEST and self._context.window is None
+            otherwise = (latest if at_end else first)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
         _check_reached(start, latest)
         return skipping(start, earliest) if skips else (start, 0)
+
+    def _at_time(self, survey: OffsetResolver, partitions: Partitions, offsets: Offsets, *, is_end: bool) -> Offsets:
+        """Return the start or end of a backfill within the log; the offsets given for a run without limits."""
+        window = self._context.window
+        if window is None:
+            return offsets
+        time_ms = window.until_ms if is_end else window.since_ms
+        found = survey.resolve(ByTime(time_ms, or_latest=True), partitions, "starting")
+        choose = min if is_end else max
+        return {
+            topic: {number: choose(offset, found[topic][number]) for number, offset in numbers.items()}
+            for topic, numbers in offsets.items()
+        }
 
     def is_new(self, plan: Plan) -> bool:
         """Whether a plan has partitions without a committed offset: they are committed even without rows.

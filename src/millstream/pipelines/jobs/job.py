@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from millstream.core.pipeline import Pipeline, Rule
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -33,6 +33,13 @@ class Step:
     """What else is worth knowing now, by name (the columns of tables …); a new text replaces the one before."""
     is_open: bool = False
     """Whether a batch continues after the step and has finished nothing yet, which is no sign of progress."""
+
+
+class TimeWindow(NamedTuple):
+    """The messages that a backfill reads, by their timestamps: from the first time on, before the second."""
+
+    since_ms: int
+    until_ms: int
 
 
 class Job(Protocol):
@@ -64,6 +71,8 @@ class JobContext:
     """Returns the job's current member of the pipeline's group, which committed offsets carry."""
     lake_is_shared: bool = True
     """Whether the lake is the nodes' own, and not one chosen for a manual run."""
+    window: TimeWindow | None = None
+    """What to read, for a backfill; None for everything from where the pipeline is."""
     rules: tuple[Rule, ...] = ()
     """The rules of a route; changed rules come with a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -7,11 +7,12 @@ version of the first, so that nothing is added twice.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import deltalake
 import pyarrow as pa
@@ -21,7 +22,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.core.errors import Conflict, CorruptState, StalePlan
 from millstream.core.lake_url import QUARANTINE_SUFFIX
-from millstream.pipelines.lake.active_files import active_files, topic_of
+from millstream.pipelines.lake.active_files import ActiveFile, active_files, topic_of
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
@@ -57,6 +58,14 @@ _QUARANTINED: Final = "millstream/quarantined"
 """The version of the last commit that names quarantined files."""
 
 _MANIFEST: Final = "millstream.quarantined"
+_REMOVED: Final = "millstream.requarantined"
+
+
+class Mark(NamedTuple):
+    """An application version that commits of one kind change, by which each of them finds out about the others."""
+
+    name: str
+    version: int | None
 
 
 class DeltaTable:
@@ -105,8 +114,14 @@ class DeltaTable:
         *,
         schema: pa.Schema,
         quarantined: Sequence[Written] = (),
+        requarantined: Sequence[ActiveFile] = (),
+        mark: Mark | None = None,
     ) -> bool:
-        """Add files and advance atomically; see `LakeTable`."""
+        """Add files and advance atomically; see `LakeTable`.
+
+        `requarantined` are files of the quarantine whose rows are in these files now. With a mark, the commit is
+        refused (`StalePlan`) if another one with the same mark came since it was read.
+        """
         for attempt in range(ATTEMPTS_MAX):
             table = self.log.require(schema)
             self._bring_quarantined(table)
@@ -116,12 +131,29 @@ class DeltaTable:
             if is_done(current, offsets):
                 # The previous attempt may have succeeded without learning it.
                 return attempt > 0 and self.log.holds(files)
+            if attempt and files and self.log.holds(files):
+                return True
             versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}
-            if self._commit_with(quarantined, added(files), versions, table, self.sealed(table)):
+            if mark is not None:
+                if table.transaction_version(mark.name) != mark.version:
+                    raise StalePlan(f"another run has changed the table at {self.storage.url} in the same way")
+                versions[mark.name] = table.version() + 1
+            if self._commit_with(quarantined, added(files), versions, table, requarantined, self.sealed(table)):
                 self._known.update(offsets)
                 return True
             time.sleep(random.uniform(0, _PAUSE_S))
         raise Conflict(f"{ATTEMPTS_MAX} commits to {self.storage.url} came too late: other writers keep committing")
+
+    def mark(self, name: str) -> Mark:
+        """Return a mark at the version that was last read."""
+        table = self.log.loaded
+        return Mark(name, None if table is None else table.transaction_version(name))
+
+    def quarantine_files(self, topic_id: str) -> list[ActiveFile]:
+        """Return the current files of the quarantine that hold messages of a topic."""
+        self.recover()
+        quarantine = self.quarantine.refresh()
+        return [] if quarantine is None else [one for one in active_files(quarantine) if one.topic_id == topic_id]
 
     def _commit_with(
         self,
@@ -129,13 +161,16 @@ class DeltaTable:
         actions: Sequence[AddAction | RemoveAction],
         versions: Mapping[str, int],
         table: deltalake.DeltaTable,
+        requarantined: Sequence[ActiveFile] = (),
         sealed: Mapping[str, str] | None = None,
     ) -> bool:
         """Commit for the version after the one that was read, naming quarantined files; False if it is too late."""
         metadata = dict(sealed or {})
-        if quarantined:
+        if quarantined or requarantined:
             versions = {**versions, _QUARANTINED: table.version() + 1}
             metadata[_MANIFEST] = to_json(quarantined)
+        if requarantined:
+            metadata[_REMOVED] = json.dumps([file.path for file in requarantined])
         if not self.log.commit(actions, versions, metadata=metadata or None):
             return False
         self._bring_quarantined(table)
@@ -213,8 +248,20 @@ class DeltaTable:
             quarantine = self.quarantine.require(QUARANTINE)
             if _has(quarantine, table, version):
                 return
-            if self.quarantine.commit(added(self._waiting(table, quarantine)), {_source(table): version}):
+            removed = self._removed(quarantine, version)
+            actions = [*removed, *added(self._waiting(table, quarantine))]
+            if self.quarantine.commit(actions, {_source(table): version}):
                 return
+
+    def _removed(self, quarantine: deltalake.DeltaTable, version: int) -> list[RemoveAction]:
+        """Return the removal of files whose messages a version of the table took over from the quarantine."""
+        paths = frozenset(json.loads(self.log.commit_info(version).get(_REMOVED, "[]")))
+        now = int(time.time() * 1000)
+        return [
+            RemoveAction(file.path, True, now, file.bytes, file.partition_values)
+            for file in (active_files(quarantine) if paths else ())
+            if file.path in paths
+        ]
 
     def _waiting(self, table: deltalake.DeltaTable, quarantine: deltalake.DeltaTable | None) -> list[Written]:
         """Return the quarantined files that the table names and that were not added.

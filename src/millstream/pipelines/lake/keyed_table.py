@@ -28,11 +28,12 @@ import pyarrow.parquet as pq
 from deltalake.transaction import RemoveAction
 
 from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
+from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.column_path import Place, values_at
 from millstream.pipelines.lake.columns import APPEND_DAY
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog, added
-from millstream.pipelines.lake.delta_table import DeltaTable, is_done, next_offset_key, next_offsets
+from millstream.pipelines.lake.delta_table import DeltaTable, Mark, is_done, next_offset_key, next_offsets
 from millstream.pipelines.lake.merging import (
     DELETED,
     DEPTH_MAX,
@@ -179,11 +180,15 @@ class KeyedTable(DeltaTable):
         *,
         schema: pa.Schema,
         quarantined: Sequence[Written] = (),
+        requarantined: Sequence[ActiveFile] = (),
+        mark: Mark | None = None,
     ) -> bool:
         """Replace the files of merged buckets and advance atomically; see `LakeTable`."""
         merging, self._merging = self._merging, None
         if not files:
-            return super().commit(files, offsets, schema=schema, quarantined=quarantined)
+            return super().commit(
+                files, offsets, schema=schema, quarantined=quarantined, requarantined=requarantined, mark=mark
+            )
         table = self.log.loaded
         if table is None or merging is None or table.version() != merging:
             raise StalePlan(f"the table at {self.storage.url} was changed during a merge")
@@ -192,7 +197,10 @@ class KeyedTable(DeltaTable):
         now = int(time.time() * 1000)
         removed = [RemoveAction(one.path, True, now, one.bytes, {}) for one in replaced]
         versions = {next_offset_key(partition): end for partition, (_start, end) in offsets.items()}
-        if self._commit_with(quarantined, [*removed, *added(files)], versions, table):
+        if mark is not None:
+            # The version is the one that was read, so nothing else has changed it.
+            versions[mark.name] = table.version() + 1
+        if self._commit_with(quarantined, [*removed, *added(files)], versions, table, requarantined):
             self._known.update(offsets)
             return True
         if self.log.holds(files):

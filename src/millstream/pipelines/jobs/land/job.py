@@ -564,6 +564,10 @@ class LandJob:
 
 def make_job(pipeline: Pipeline, context: JobContext) -> LandJob:
     """Make the job of a pipeline's mode."""
+    if context.window is not None:
+        from millstream.pipelines.jobs.land.backfill import make_backfill
+
+        return make_backfill(pipeline, context)
     if LandSettings.from_strings(pipeline.overrides).mode == UPSERT:
         from millstream.pipelines.jobs.land.upsert import UpsertJob
 

@@ -238,7 +238,7 @@ class LandTasks:
         work = self._works[topic]
         asked = {BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)}
         options = read_options(asked, self._access)
-        landing = _Landing(topic, work, options)
+        landing = Landing(topic, work, options)
 
         def records(one: Range) -> Iterator[pa.RecordBatch]:
             return read_records(one, options, partial(landing.quarantine, one.partition))
@@ -263,7 +263,7 @@ def _decoding(topic: str, work: Work, options: ReadOptions | None) -> Callable[[
     return lambda values, _batch: by_fields.decode(values)
 
 
-class _Landing:
+class Landing:
     """Writes the messages of one topic; once a field has no column, it only collects fields."""
 
     def __init__(self, topic: str, work: Work, options: ReadOptions | None = None) -> None:
@@ -361,6 +361,12 @@ class _Landing:
         }
         self._counts[f"quarantined.{reason_kind(reason)}"] += 1
         self._work.quarantine.write(pa.RecordBatch.from_pylist([row], schema=_UNREADABLE))
+
+    def keep_quarantined(self, rows: pa.RecordBatch) -> None:
+        """Leave rows of a quarantine that is decoded again as they are."""
+        if len(rows):
+            self._rows += len(rows)
+            self._work.quarantine.write(rows)
 
     def _without_repeated(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         left_out = self._work.left_out.get(batch.column("partition")[0].as_py())

@@ -47,7 +47,7 @@ class UpsertJob(LandJob):
         batch.record = _RAW if self._settings.decode == NO_DECODING else _DECODED
         batch.changes = ChangeRule.of(self._settings, source.topic)
         self._check_partitions(batch)
-        _keyed(batch).stored()
+        keyed(batch).stored()
         return batch
 
     def _check_partitions(self, batch: TopicBatch) -> None:
@@ -65,7 +65,7 @@ class UpsertJob(LandJob):
         for batch in batches:
             messages = sum(len(one) for one in batch.topic_ranges())
             size = self._message_bytes.get(batch.topic, MESSAGE_BYTES)
-            _keyed(batch).route(messages * size, self._settings.bucket_bytes)
+            keyed(batch).route(messages * size, self._settings.bucket_bytes)
         super()._run(batches)
         for batch in batches:
             self._merge(batch)
@@ -76,7 +76,7 @@ class UpsertJob(LandJob):
         rule = batch.changes
         if not staged or rule is None:
             return
-        table = _keyed(batch)
+        table = keyed(batch)
         schema = batch.table_schema()
         units = table.begin_merge(staged, batch.moves(), schema)
         work = BucketMerge(
@@ -102,7 +102,8 @@ class UpsertJob(LandJob):
         table.discard(staged)
 
 
-def _keyed(batch: TopicBatch) -> KeyedTable:
+def keyed(batch: TopicBatch) -> KeyedTable:
+    """Return the table of a batch."""
     if not isinstance(batch.table, KeyedTable):
         raise TypeError(f"the table of {batch.topic!r} has no keys")
     return batch.table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import Job, JobContext, Step
@@ -57,6 +58,11 @@ class TransformJob:
         first = prepared.statement.topics[0]
         partitions = len(self._loop.survey([first]).partitions()[first])
         make_topics(self._loop.link, [self._settings.into], partitions)
+        if prepared.needs_state and self._context.window is not None:
+            raise InvalidPipeline(
+                f"pipeline {self._pipeline.name!r} has windows or aggregates, which a part of the past would leave "
+                "incomplete; declare another pipeline that reads from earliest instead"
+            )
         if prepared.needs_state:
             return StreamLoop(self._pipeline, self._context, self._settings, prepared)
         return _Batches(self._loop, prepared)

@@ -1,0 +1,318 @@
+"""Landing the past again beside the running pipeline: a range of time from the log, or what the quarantine has.
+
+A backfill never moves the next offsets of a table, which belong to the pipeline: it lands messages before them. In a
+table of every message it leaves out those that are there, in the table or in its quarantine, so that it can be
+repeated and interrupted at will. In a table with one row per key all changes are merged again, which changes nothing
+where they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from millstream.core.errors import InvalidPipeline
+from millstream.core.pipeline import UPSERT, LandSettings, Pipeline
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.land.inference import RECORD_NAMES
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.plan import PartitionPlan
+from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.task import Landing, Report, Work
+from millstream.pipelines.jobs.land.topic_batch import TopicBatch
+from millstream.pipelines.jobs.land.upsert import UpsertJob, keyed
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.columns import UNREADABLE_BATCH
+from millstream.pipelines.lake.delta_table import DeltaTable, Mark
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.task_writer import BATCH_ROWS
+from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.source.access import Access
+from millstream.pipelines.source.options import BROKERS, read_options
+
+MARK: Final = "millstream/backfilled"
+"""The application version that every backfill and every requarantine changes."""
+
+
+def make_backfill(pipeline: Pipeline, context: JobContext) -> LandJob:
+    """Make the job that backfills the tables of a pipeline."""
+    if LandSettings.from_strings(pipeline.overrides).mode == UPSERT:
+        return _UpsertBackfill(pipeline, context)
+    return _Backfill(pipeline, context)
+
+
+def make_requarantine(pipeline: Pipeline, context: JobContext) -> LandJob:
+    """Make the job that decodes the quarantined messages of a pipeline again."""
+    if LandSettings.from_strings(pipeline.overrides).mode == UPSERT:
+        return _UpsertRequarantine(pipeline, context)
+    return _Requarantine(pipeline, context)
+
+
+@dataclass(slots=True, kw_only=True)
+class _PastBatch(TopicBatch):
+    """A batch that leaves the next offsets of its table alone."""
+
+    mark: Mark
+    requarantined: Sequence[ActiveFile] = ()
+
+    def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
+        return {}
+
+    def commit(self) -> bool:
+        """Commit what was written, if anything was."""
+        files = [file for report in self.reports for file in report.files]
+        quarantined = [file for report in self.reports for file in report.quarantined]
+        if not files and not quarantined and not self.requarantined:
+            return True
+        return _delta(self).commit(
+            files,
+            {},
+            schema=self.table_schema(),
+            quarantined=quarantined,
+            requarantined=self.requarantined,
+            mark=self.mark,
+        )
+
+
+class _PastJob(LandJob):
+    """A job that lands what came before the next offsets."""
+
+    def _batch(self, source: Source) -> TopicBatch:
+        batch = super()._batch(source)
+        if batch.schema is None:
+            raise InvalidPipeline(f"the table of {batch.topic!r} does not exist yet; run its pipeline first")
+        return _past(batch)
+
+    def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
+        listed = list(batches)
+        ids = self._sources.ids([batch.topic for batch in listed]) if listed else {}
+        same = [batch for batch in listed if ids.get(batch.topic) == batch.source.topic_id]
+        self._discard(batch for batch in listed if ids.get(batch.topic) != batch.source.topic_id)
+        return [batch for batch, is_done in zip(same, map(self._commit_one, same), strict=True) if is_done]
+
+    def _commit_group_offsets(self, batches: Sequence[TopicBatch]) -> None:
+        """Leave the progress of the pipeline alone."""
+
+    def _tidy(self, batches: Iterable[TopicBatch]) -> None:
+        """Leave it to the pipeline."""
+
+
+class _Backfill(_PastJob):
+    """Lands the messages of a range of time that the table does not have."""
+
+    def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+        super().__init__(pipeline, context)
+        if context.window is None:
+            raise ValueError("a backfill has a range of time")
+        if self._settings.format != "delta":
+            raise InvalidPipeline("a backfill needs a table with format=delta")
+        self._window = context.window
+        self._reached: dict[tuple[str, int], int] = {}
+        """The next offset of each partition that this run has not read, by topic id."""
+
+    def _batch(self, source: Source) -> TopicBatch:
+        batch = super()._batch(source)
+        starts, ends = self._offsets(source)
+        plans = {}
+        for number, plan in batch.plans.items():
+            # What the table has not reached yet is landed by the pipeline.
+            end = min(ends[number], plan.start or 0)
+            first = max(starts[number], source.first[number], self._reached.get((source.topic_id, number), 0))
+            plans[number] = PartitionPlan(first, first, max(first, end))
+        batch.plans = plans
+        batch.source = replace(source, end={number: plan.end for number, plan in plans.items()})
+        return batch
+
+    def _offsets(self, source: Source) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the offsets of the range of time, by partition."""
+        link = self._sources.link
+        found = []
+        for time_ms in self._window:
+            listed = link.call(link.client.list_offsets(source.topic, dict.fromkeys(source.end, time_ms)))
+            found.append({n: int(one.offset) if one.offset >= 0 else source.end[n] for n, one in listed.items()})
+        return found[0], found[1]
+
+    def _run(self, batches: Sequence[TopicBatch]) -> None:
+        for batch in batches:
+            self._leave_out(batch)
+        super()._run(batches)
+
+    def _leave_out(self, batch: TopicBatch) -> None:
+        """Leave out the messages that the table or its quarantine has."""
+        topic_id = batch.source.topic_id
+        found = {}
+        for number, plan in batch.plans.items():
+            place = (topic_id, number, plan.first, plan.end)
+            rows = [*batch.table.scan(*place, ("offset",)), *batch.table.scan_quarantined(*place, ("offset",))]
+            if rows and len(plan):
+                found[number] = pa.concat_arrays([one.column("offset") for one in rows])
+            self._context.progress()
+        batch.left_out = found
+
+    def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
+        done = super()._commit(batches)
+        for batch in done:
+            for number, plan in batch.plans.items():
+                self._reached[batch.source.topic_id, number] = plan.end
+        return done
+
+
+class _UpsertBackfill(_Backfill, UpsertJob):
+    """Merges the changes of a range of time once more."""
+
+    def _leave_out(self, batch: TopicBatch) -> None:
+        """Merge all of them: a change that is there changes nothing."""
+
+
+class _Requarantine(_PastJob):
+    """Decodes quarantined messages with the current settings, and lands those that fit now."""
+
+    def _batch(self, source: Source) -> TopicBatch:
+        batch = super()._batch(source)
+        batch.plans = {}
+        batch.evolves = False
+        return batch
+
+    def step(self) -> Step:
+        """Decode everything that was quarantined when it began."""
+        counts: Counter[str] = Counter()
+        rows = 0
+        batches = [self._batch(source) for source in self._topics()]
+        for batch in batches:
+            self._decode(batch)
+            try:
+                self._prepare_again(batch)
+            except BaseException:
+                self._discard([batch])
+                raise
+        for batch in self._commit(batches):
+            rows += batch.rows
+            found = batch.counts()
+            counts.update(found)
+            counts["landed"] += batch.rows - found["quarantined"]
+        return Step(rows=rows, counts=counts)
+
+    def _prepare_again(self, batch: TopicBatch) -> None:
+        """Do what is left to do with decoded messages before the commit."""
+
+    def _decode(self, batch: TopicBatch) -> None:
+        files = _delta(batch).quarantine_files(batch.source.topic_id)
+        if not files or not isinstance(batch, _PastBatch):
+            return
+        attempt = uuid4().hex[:16]
+        work = _DecodeAgain(
+            topic=batch.topic,
+            work=batch.work(datetime.now(UTC), attempt),
+            quarantine=_delta(batch).quarantine.storage,
+            attempt=attempt,
+            brokers=self._context.brokers,
+            access=self._task_access([batch]),
+        )
+        results = [msgspec.json.decode(text, type=_Decoded) for text in self._with_files(work, files).values()]
+        batch.reports = [
+            Report(
+                topic=batch.topic,
+                rows=result.rows,
+                files=tuple(result.files),
+                quarantined=tuple(result.quarantined),
+                counts=result.counts,
+            )
+            for result in results
+        ]
+        batch.requarantined = files
+
+
+class _UpsertRequarantine(_Requarantine, UpsertJob):
+    """The same for tables with one row per key."""
+
+    def _decode(self, batch: TopicBatch) -> None:
+        keyed(batch).route(0.0, self._settings.bucket_bytes)
+        super()._decode(batch)
+
+    def _prepare_again(self, batch: TopicBatch) -> None:
+        self._merge(batch)
+
+
+class _Decoded(NamedTuple):
+    """The result for one file of a quarantine, as it is sent to the driver."""
+
+    rows: int
+    files: list[Written]
+    quarantined: list[Written]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DecodeAgain:
+    """The work of tasks: decodes the messages of a quarantine's file."""
+
+    topic: str
+    work: Work
+    quarantine: Storage
+    attempt: str
+    brokers: str
+    access: Access
+    """Where the schemas are that payloads may name."""
+
+    @property
+    def output_folders(self) -> list[tuple[Storage, str]]:
+        """Return the folders that it writes to."""
+        writers = (self.work.writer, self.work.quarantine)
+        return [(writer.storage, writer.folder) for writer in writers]
+
+    def __call__(self, file: ActiveFile) -> str:
+        """Return a `_Decoded` as JSON."""
+        asked = {BROKERS: self.brokers, "subscribe": self.topic, "columns": ",".join(RECORD_NAMES)}
+        landing = Landing(self.topic, self.work, read_options(asked, self.access))
+        try:
+            for batch in self._messages(file, landing):
+                landing.take(batch)
+            report = landing.report()
+        except BaseException:
+            landing.abort()
+            raise
+        return json.dumps(_Decoded(report.rows, list(report.files), list(report.quarantined), dict(report.counts)))
+
+    def _messages(self, file: ActiveFile, landing: Landing) -> Iterator[pa.RecordBatch]:
+        """Yield the messages of a file; rows that stand for unreadable batches stay in the quarantine."""
+        with self.quarantine.files().open_input_file(file.path) as opened:
+            for batch in pq.ParquetFile(opened).iter_batches(BATCH_ROWS):
+                is_batch = pc.starts_with(batch.column("reason"), UNREADABLE_BATCH)
+                landing.keep_quarantined(batch.filter(is_batch))
+                messages = batch.filter(pc.invert(is_batch))
+                for part in _by_partition(messages):
+                    kinds = pa.repeat(pa.scalar(0, pa.int32()), len(part))
+                    yield part.drop_columns(["reason", "topic_id"]).append_column("timestamp_type", kinds)
+
+    def discard(self, results: Iterable[str]) -> None:
+        """Delete the files of results."""
+        for result in results:
+            decoded = msgspec.json.decode(result, type=_Decoded)
+            self.work.writer.discard(decoded.files)
+            self.work.quarantine.discard(decoded.quarantined)
+
+
+def _by_partition(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    for number in pc.unique(batch.column("partition")).to_pylist():
+        yield batch.filter(pc.equal(batch.column("partition"), number))
+
+
+def _past(batch: TopicBatch) -> _PastBatch:
+    values = {one.name: getattr(batch, one.name) for one in fields(batch)}
+    return _PastBatch(**values, mark=_delta(batch).mark(MARK))
+
+
+def _delta(batch: TopicBatch) -> DeltaTable:
+    if not isinstance(batch.table, DeltaTable):
+        raise InvalidPipeline(f"the table of {batch.topic!r} has no format=delta, which is needed for this")
+    return batch.table
