@@ -278,6 +278,8 @@ class StagedWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Take changes."""
+        if not len(batch):
+            return
         topic = pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch))
         rows = batch.append_column("topic_id", topic)
         order = rows.schema.field(ORDER) if ORDER in rows.schema.names else pa.field(ORDER, pa.int64())
