@@ -57,7 +57,7 @@ class Keys:
             producer.poll(0)
         assert producer.flush(WAIT_S) == 0
 
-    def job(self, make: JobKind = make_job, window: TimeWindow | None = None, **settings: str) -> Any:
+    def job(self, make: JobKind = make_job, /, window: TimeWindow | None = None, **settings: Any) -> Any:
         given = {"topics": self.topic, "mode": "upsert", "decode": "json"}
         given |= {name.replace("_", "."): text for name, text in settings.items()}
         pipeline = Pipeline(
@@ -66,7 +66,7 @@ class Keys:
         context = JobContext(spark=self.spark, brokers=self.server.kafka, lake=str(self.lake), folder="", window=window)
         return make(pipeline, context)
 
-    def land(self, window: TimeWindow | None = None, **settings: str) -> list[Step]:
+    def land(self, window: TimeWindow | None = None, **settings: Any) -> list[Step]:
         job = self.job(window=window, **settings)
         try:
             return run(job)
@@ -234,7 +234,7 @@ def test_types_do_not_depend_on_batches_and_what_happens_is_counted(keys: Keys) 
         ],
         headers=[("ce_type", b"order"), ("ce-id", b"7")],
     )
-    settings = {"mode": "append", "maps": "tags", "cloudevents": "true", "expect": '["total >= 0"]'}
+    settings: dict[str, Any] = {"mode": "append", "maps": "tags", "cloudevents": "true", "expect": '["total >= 0"]'}
     (step,) = keys.land(**settings)
     found = [(row["id"], row["total"], row["tags"], row["ce_type"], row["ce_id"]) for row in keys.rows()]
     assert found == [(1, 5, [("a", "1"), ("b", "x")], "order", "7")]

@@ -249,7 +249,7 @@ class DeltaTable:
             if _has(quarantine, table, version):
                 return
             removed = self._removed(quarantine, version)
-            actions = [*removed, *added(self._waiting(table, quarantine))]
+            actions: list[AddAction | RemoveAction] = [*removed, *added(self._waiting(table, quarantine))]
             if self.quarantine.commit(actions, {_source(table): version}):
                 return
 
