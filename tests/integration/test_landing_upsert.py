@@ -267,7 +267,8 @@ def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys) -> None:
     hour = 3_600_000
     for age in (5, 4, 3, 2, 1):
         keys.publish([(f"k{age}{n}", {"id": age * 10 + n}) for n in range(4)], timestamp=now - age * hour)
-    job = keys.job(mode="append", **{"from": "latest"})
+    start: dict[str, Any] = {"from": "latest"}
+    job = keys.job(mode="append", **start)
     assert job.step().rows == 0
     keys.publish([("new", {"id": 100})])
     run(job)
