@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self, TextIO
 from uuid import NAMESPACE_OID, uuid5
 
 import typer
@@ -328,17 +328,34 @@ def run(
         start=start,
         settings=settings,
     )
-    pipeline = _described_by(kind_or_name, flags, name)
+    _run(kind_or_name, flags, name, _How(once, dry, master, memory, folder, as_json, brokers, timeout))
+
+
+class _How(NamedTuple):
+    """Options that do not define the pipeline."""
+
+    once: bool
+    dry: bool
+    master: str
+    memory: str
+    folder: str | None
+    as_json: bool
+    brokers: str
+    timeout: float
+
+
+def _run(kind_or_name: str, flags: Flags, name: str | None, how: _How) -> None:
+    described = _described_by(kind_or_name, flags, name)
     refuse_without_spark()
-    is_declared = pipeline is None
-    pipeline, places = ask(brokers, timeout, lambda client: look_up(client, kind_or_name, pipeline, brokers))
-    by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=lake, folder=folder)
+    is_declared, brokers = described is None, how.brokers
+    pipeline, places = ask(brokers, how.timeout, lambda client: look_up(client, kind_or_name, described, brokers))
+    by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
-        run_job(pipeline, places, brokers, master=master, is_declared=is_declared, dry=dry, as_json=as_json)
-    elif dry:
-        show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
+        run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=how.dry, as_json=how.as_json)
+    elif how.dry:
+        show_dry_run(pipeline, brokers, master=how.master, memory=how.memory, as_json=how.as_json)
     else:
-        by_hand.run(master, memory, once=once, as_json=as_json)
+        by_hand.run(how.master, how.memory, once=how.once, as_json=how.as_json)
 
 
 def run_job(

@@ -14,6 +14,7 @@ MillstreamError
 │   ├── InvalidPipeline
 │   ├── InvalidTimestamp
 │   ├── InvalidRegex               a regular expression that cannot be used
+│   ├── ExpectationFailed          a message violates what its landing pipeline expects
 │   ├── FilterError                the filter of a subscription is invalid; the error names the position
 │   ├── SchemaMismatch             a value does not fit its schema, or names none
 │   ├── MetadataTooLarge           the metadata committed with an offset is too long
