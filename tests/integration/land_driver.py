@@ -6,10 +6,11 @@
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
 `before-compaction` and `after-compaction`, around the commit of one; `before-widening` and `after-widening`, around the
 commit of a column that takes fractions from now on; `after-look` and `after-rewriting`, when all of its files were
-looked into, or written anew; `in-vacuum`, when one of two tables has lost its old files. Or it strikes a task that has
-written its files and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor, `kill-rewriting`
-the process of one that writes files anew. Everything is landed as of the moment `landed`, an hour before, so that there
-is something to compact.
+looked into, or written anew; `before-merge`, when changes of a table with keys are staged, and `after-commit`, when a
+commit was made and nothing else; `in-vacuum`, when one of two tables has lost its old files. Or it strikes a task that
+has written its files and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor,
+`kill-rewriting` the process of one that writes files anew. Everything is landed as of the moment `landed`, an hour
+before, so that there is something to compact.
 
 With `until` it goes on until there is such a file and nothing is left, whatever else fails meanwhile; `more` are the
 settings of other pipelines that take turns with the first.
@@ -35,8 +36,9 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.file_tasks import FileTasks
-from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.job import LandJob, make_job
 from millstream.pipelines.jobs.land.task import LandTasks, Report
+from millstream.pipelines.jobs.land.upsert import UpsertJob
 from millstream.pipelines.lake import compaction
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.keyed_table import BucketMerge
@@ -125,6 +127,10 @@ def plant(fault: str, folder: str) -> None:
         DeltaLog.commit = dying(DeltaLog.commit, after=True, when=has_quarantine)  # type: ignore[method-assign]
     elif fault.endswith("-compaction"):
         compaction._replaced = dying(compaction._replaced, after=fault.startswith("after"))
+    elif fault == "before-merge":
+        UpsertJob._merge = dying(UpsertJob._merge, after=False)  # type: ignore[method-assign]
+    elif fault == "after-commit":
+        DeltaLog.commit = dying(DeltaLog.commit, after=True)  # type: ignore[method-assign]
     elif fault == "in-vacuum":
         DeltaLog.vacuum = dying(DeltaLog.vacuum, after=True)  # type: ignore[method-assign]
     elif fault.endswith(("-widening", "-look", "-rewriting")):
@@ -136,7 +142,7 @@ def plant(fault: str, folder: str) -> None:
 def opened(settings: dict[str, str], context: JobContext, moment: datetime) -> LandJob:
     """A job that lands everything as of a moment."""
     pipeline = Pipeline(pipeline_id=uuid.uuid4(), name="trial", kind=PipelineKind.LAND, overrides=settings)
-    job = LandJob(pipeline, context)
+    job = make_job(pipeline, context)
     write = job._reports
     job._reports = lambda batches, landed: write(batches, moment)  # type: ignore[method-assign]
     return job

@@ -1,0 +1,147 @@
+"""Tables with one row per key through kills at the worst moments, row by row against a model."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import deltalake
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream_testing.server import Server
+from millstream_testing.spark_cluster import WAIT_S, environment, running
+
+pytestmark = [pytest.mark.trial, pytest.mark.timeout(3600)]
+
+PARTITIONS = 3
+KEYS = 400
+FIELDS = 2000
+
+
+class Trial:
+    """Debezium's events in any order, some of them twice, and what the table should be."""
+
+    def __init__(self, server: Server, topic: str, folder: Path) -> None:
+        self.server = server
+        self.topic = topic
+        self.folder = folder
+        self.refused = 0
+        self.random = random.Random(5)
+        self._lsn = 0
+        self._best: dict[int, tuple[int, dict[str, Any] | None]] = {}
+        admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+        admin.create_topics([NewTopic(topic, PARTITIONS, 1)])[topic].result(60)
+
+    def publish(self, count: int = 3000) -> None:
+        events = [self._event() for _ in range(count)]
+        repeated = self.random.sample(events, count // 10)
+        mixed = [*events, *repeated]
+        # Late by some hundred messages.
+        mixed = [event for _, event in sorted(enumerate(mixed), key=lambda one: one[0] + self.random.randrange(500))]
+        producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
+        for key, value in mixed:
+            producer.produce(self.topic, value, key=json.dumps({"id": key}).encode())
+            producer.poll(0)
+        for value in (b"{", b'{"op": "t"}'):
+            producer.produce(self.topic, value, key=b"{}")
+            self.refused += 1
+        assert producer.flush(60) == 0
+
+    def _event(self) -> tuple[int, bytes | None]:
+        self._lsn += 1
+        key = self.random.randrange(KEYS)
+        row = {"id": key, "name": f"{self._lsn}", "amount": self.random.choice([1, 2.5, None])}
+        op = self.random.choice("rccuuuuud")
+        after = None if op == "d" else row
+        before = {"id": key} if op == "d" else None
+        self._best[key] = (self._lsn, after)
+        event: dict[str, Any] = {"op": op, "before": before, "after": after, "source": {"lsn": self._lsn}}
+        return key, json.dumps(event if key % 2 else {"schema": {}, "payload": event}).encode()
+
+    @contextmanager
+    def driver(self, fault: str = "") -> Iterator[Popen[bytes]]:
+        given = {
+            "master": "local[2,4]",
+            "brokers": self.server.kafka,
+            "lake": str(self.folder / "lake"),
+            "folder": str(self.folder),
+            "fault": fault,
+            "landed": datetime.now(UTC).isoformat(),
+            "settings": {
+                "topics": self.topic, "decode": "debezium", "mode": "upsert", "key": "id", "order.by": "source.lsn",
+                "batch.max.messages": "1500", "bucket.bytes": "8192",
+            },
+        }
+        command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
+        with running(command, self.log(fault), environment()) as process:
+            yield process
+
+    def log(self, fault: str) -> Path:
+        return self.folder / f"driver-{fault}.log"
+
+    def land(self, fault: str = "") -> None:
+        with self.driver(fault) as process:
+            assert process.wait(WAIT_S) == 0, self.log(fault).read_text(errors="replace")[-3000:]
+
+    def die(self, fault: str) -> None:
+        with self.driver(fault) as process:
+            assert process.wait(WAIT_S) == -signal.SIGKILL, self.log(fault).read_text(errors="replace")[-3000:]
+
+    def check(self) -> None:
+        rows = deltalake.DeltaTable(str(self.folder / "lake" / self.topic)).to_pyarrow_table().to_pylist()
+        found = {row["id"]: {name: row[name] for name in ("id", "name", "amount")} for row in rows}
+        assert len(found) == len(rows)
+        assert found == {key: row for key, (_lsn, row) in self._best.items() if row is not None}
+        quarantine = deltalake.DeltaTable(str(self.folder / "lake" / f"{self.topic}__quarantine"))
+        assert quarantine.to_pyarrow_table().num_rows == self.refused
+
+
+def test_kills_at_the_worst_moments(server: Server, topic: str, tmp_path: Path) -> None:
+    trial = Trial(server, topic, tmp_path)
+    trial.publish()
+    trial.land()
+    trial.check()
+    for fault in ("before-merge", "before-commit", "before-quarantine", "after-commit", "kill-rewriting"):
+        trial.publish()
+        if fault == "kill-rewriting":
+            # A task dies when its bucket is written; Spark starts it again.
+            trial.land(fault)
+        else:
+            trial.die(fault)
+            trial.land()
+        trial.check()
+
+
+def test_two_runs_at_once(server: Server, topic: str, tmp_path: Path) -> None:
+    trial = Trial(server, topic, tmp_path)
+    trial.publish(6000)
+    with trial.driver("") as one, trial.driver("second") as other:
+        assert one.wait(WAIT_S) == 0, trial.log("").read_text(errors="replace")[-3000:]
+        assert other.wait(WAIT_S) == 0, trial.log("second").read_text(errors="replace")[-3000:]
+    trial.check()
+
+
+def test_events_with_thousands_of_fields(server: Server, topic: str, tmp_path: Path) -> None:
+    trial = Trial(server, topic, tmp_path)
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for key in range(20):
+        row = {"id": key, **{f"field_{number}": number * key for number in range(FIELDS)}}
+        event = {"op": "c", "after": row, "source": {"lsn": key}}
+        producer.produce(topic, json.dumps(event).encode(), key=b"%d" % key)
+    assert producer.flush(60) == 0
+    trial.land()
+    rows = deltalake.DeltaTable(str(tmp_path / "lake" / topic)).to_pyarrow_table().to_pylist()
+    assert sorted(row["id"] for row in rows) == list(range(20))
+    assert all(row["field_7"] == 7 * row["id"] for row in rows)
+    assert len(rows[0]) > 900
