@@ -22,6 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-console bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions bench-upsert serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -73,6 +74,9 @@ bench: $(DEV_STAMP) ## Measure against the limit server, Apache Kafka and other 
 
 bench-cluster: $(DEV_STAMP) ## Measure three nodes against one, failover over 50 kills, and 10,000 partitions (half an hour; BENCH_ARGS=--quick: 3)
 	@$(BIN)/python -m benchmarks.cluster $(BENCH_ARGS)
+
+bench-upsert: $(DEV_STAMP) ## Measure what batches of changes to random keys cost an upsert table, beside deltalake's MERGE (a minute; BENCH_ARGS="--keys 10000000": 5)
+	@$(BIN)/python -m benchmarks.upsert $(BENCH_ARGS)
 
 bench-transactions: $(DEV_STAMP) ## Measure producing in transactions and reading what is committed, also against Apache Kafka (10 minutes; BENCH_ARGS=--quick: 2)
 	@$(BIN)/python -m benchmarks.transactions $(BENCH_ARGS)
