@@ -79,8 +79,13 @@ class Trial:
             "fault": fault,
             "landed": datetime.now(UTC).isoformat(),
             "settings": {
-                "topics": self.topic, "decode": "debezium", "mode": "upsert", "key": "id", "order.by": "source.lsn",
-                "batch.max.messages": "1500", "bucket.bytes": "8192",
+                "topics": self.topic,
+                "decode": "debezium",
+                "mode": "upsert",
+                "key": "id",
+                "order.by": "source.lsn",
+                "batch.max.messages": "1500",
+                "bucket.bytes": "8192",
             },
         }
         command = [sys.executable, str(Path(__file__).with_name("land_driver.py")), json.dumps(given)]
