@@ -17,7 +17,7 @@ SIMULATE_ARGS ?=
 # Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-ledger chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
@@ -135,6 +135,8 @@ chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published
 
 chaos-cores: $(DEV_STAMP) ## Kill processes of a loaded machine 50 times, change its number of cores, check every message
 	@$(BIN)/python -m trials.chaos_cores $(CHAOS_CORES_ARGS)
+chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and cut, and let an audit account for every message (10 minutes)
+	@$(BIN)/python -m trials.chaos_ledger $(CHAOS_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_cluster $(CHAOS_ARGS)

@@ -1,0 +1,226 @@
+"""`make chaos-ledger`: kill nodes, workers and the ledger's driver, seek, redrive and cut; then every message adds up.
+
+    python -m trials.chaos_ledger [--rounds N] [--seed S] [--keep FOLDER]
+
+One node, one topic, three subscriptions with a ledger, one for each delivery promise. Messages are published all the
+time, with receipts; processes of workers accept, release and reject them at random and are killed, and so is the node
+(`kill -9`), in every round. Subscriptions are moved, dead letters are redriven, the beginning of the log is deleted, a
+subscription is deleted and created again, and runs of the ledger's pipeline are killed on their way. In the end
+`millstream audit` has to account for every message and every receipt. The exit code is 1, and the seed is printed, when
+it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import millstream
+from millstream.core.errors import MillstreamError
+from millstream_testing.server import Server
+
+TOPIC: Final = "work"
+PARTITIONS: Final = 3
+PROMISES: Final = ("at-most-once", "at-least-once", "exactly-once")
+MESSAGES: Final = 300
+"""How many messages are published in a round."""
+_COMMAND_S: Final = 600.0
+_CLASSES: Final = ("accepted", "dead_lettered", "filtered", "skipped", "waiting", "expired", "lost")
+
+
+def main() -> int:
+    """Run the trial; 0 if all adds up."""
+    parser = argparse.ArgumentParser(prog="python -m trials.chaos_ledger")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--keep", type=Path, help="leave the data and the receipts in this folder")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        brokers, name = given.worker.split("|")
+        asyncio.run(work(brokers, name, random.Random(given.seed)))
+        return 0
+    seed = random.randrange(1_000_000) if given.seed is None else given.seed
+    with tempfile.TemporaryDirectory(prefix="millstream-ledger-") as scratch:
+        folder = given.keep or Path(scratch)
+        adds_up = LedgerTrial(folder, random.Random(seed)).run(given.rounds)
+    print(f"seed {seed}: {'all add up' if adds_up else 'IT DOES NOT ADD UP'}", flush=True)
+    return int(not adds_up)
+
+
+async def work(brokers: str, name: str, chance: random.Random) -> None:
+    """Handle messages until this process is killed."""
+
+    async def handle(_message: millstream.Message) -> None:
+        await asyncio.sleep(chance.choice([0, 0, 0.01]))
+        what = chance.random()
+        if what < 0.08:
+            raise millstream.Reject("unlucky")
+        if what < 0.25:
+            raise millstream.RetryLater(0.1, "later")
+
+    while True:
+        with suppress(MillstreamError, OSError):
+            async with millstream.connect(brokers) as client:
+                await client.subscribe(TOPIC, handle, name=name, concurrency=8)
+                await asyncio.sleep(3600)
+        await asyncio.sleep(0.2)
+
+
+class LedgerTrial:
+    """One trial in a folder."""
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        self._folder = folder
+        self._chance = chance
+        self._receipts = folder / "receipts.jsonl"
+        self._lake = folder / "lake"
+        settings = {"pipelines-enabled": "false", "ledger-bytes-max": 64 * 1024 * 1024}
+        self._server = Server(folder / "data", settings=settings)
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def run(self, rounds: int) -> bool:
+        """Run all rounds, and the audit."""
+        with self._server:
+            try:
+                self._command("topic", "create", TOPIC, "--partitions", PARTITIONS)
+                for promise in PROMISES:
+                    self._subscribe(promise)
+                for number in range(rounds):
+                    self._round(number, rounds)
+            finally:
+                self._kill_all()
+            return self._audit()
+
+    def _subscribe(self, promise: str) -> None:
+        flags = ("--delivery", promise, "--attempts", 4, "--backoff", "0.1:0.5", "--lease", 2, "--start", "start")
+        self._command("subscription", "create", f"on-{promise}", "--topic", TOPIC, "--ledger", *flags)
+
+    def _round(self, number: int, rounds: int) -> None:
+        began = time.monotonic()
+        self._workers += [self._start_worker(f"on-{promise}") for promise in PROMISES]
+        asyncio.run(self._publish())
+        time.sleep(self._chance.uniform(0.5, 2))
+        done = [self._strike(what) for what in self._chance.sample(STRIKES, 3)]
+        if self._workers:
+            self._kill(self._workers.pop(self._chance.randrange(len(self._workers))))
+        if number in (rounds // 3, 2 * rounds // 3):
+            # The driver is killed somewhere between its start and its commit, or is done before.
+            self._run_driver(self._chance.uniform(5, 40))
+            done.append("driver killed")
+        if self._chance.random() < 0.7:
+            self._server.restart(clean=False)
+            done.append("node killed")
+        print(f"round {number + 1}: {', '.join(done)} ({time.monotonic() - began:.0f} s)", flush=True)
+
+    async def _publish(self) -> None:
+        async with millstream.connect(self._server.kafka, receipts=str(self._receipts)) as client:
+            for number in range(MESSAGES):
+                await client.publish(TOPIC, {"number": number}, key=str(number % 50))
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def _strike(self, what: str) -> str:
+        promise = self._chance.choice(PROMISES)
+        name = f"on-{promise}"
+        if what == "seek back":
+            self._command("subscription", "seek", name, "--to", f"{self._chance.choice([1, 3, 10])}s")
+        elif what == "seek forward":
+            self._command("subscription", "seek", name, "--to", "end")
+        elif what == "redrive":
+            self._command("dlq", "redrive", name, "--yes", may_fail=True)
+        elif what == "cut":
+            asyncio.run(self._cut())
+        else:
+            self._command("subscription", "delete", name, "--force", "--yes")
+            self._subscribe(promise)
+        return f"{what} {name}"
+
+    async def _cut(self) -> None:
+        """Delete the beginning of a partition."""
+        from kio.schema.delete_records.v2 import request
+
+        from millstream.protocol.wire.client import Client
+
+        messages: Any = request
+        async with Client.connect(self._server.kafka) as client:
+            partition = self._chance.randrange(PARTITIONS)
+            end = (await client.list_offsets(TOPIC, {partition: -1}))[partition].offset
+            start = (await client.list_offsets(TOPIC, {partition: -2}))[partition].offset
+            place = messages.DeleteRecordsPartition(
+                partition_index=partition, offset=self._chance.randint(start, (start + end) // 2)
+            )
+            topic = messages.DeleteRecordsTopic(name=TOPIC, partitions=(place,))
+            leader = await client.leader_of(TOPIC, partition)
+            await client.send(leader, messages.DeleteRecordsRequest(topics=(topic,), timeout=_seconds(10)))
+
+    def _start_worker(self, name: str) -> subprocess.Popen[bytes]:
+        seed = str(self._chance.randrange(1_000_000))
+        command = [sys.executable, "-m", "trials.chaos_ledger", "--worker", f"{self._server.kafka}|{name}"]
+        return subprocess.Popen([*command, "--seed", seed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _run_driver(self, seconds: float) -> None:
+        command = [sys.executable, "-m", "millstream.cli.main", "pipeline", "run", "ledger", "--once"]
+        flags = ["--lake", str(self._lake), "--brokers", self._server.kafka]
+        driver = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+        )
+        with suppress(subprocess.TimeoutExpired):
+            driver.wait(seconds)
+        self._kill(driver)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            self._kill(worker)
+        self._workers.clear()
+
+    def _command(self, *arguments: object, may_fail: bool = False) -> str:
+        command = [sys.executable, "-m", "millstream.cli.main", *map(str, arguments), "--brokers", self._server.kafka]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        if done.returncode and not may_fail:
+            raise RuntimeError(f"{' '.join(map(str, arguments))} failed: {done.stderr}")
+        return done.stdout
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _audit(self) -> bool:
+        receipts = ["--receipts", str(self._receipts)]
+        report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, may_fail=True))
+        for row in report["subscriptions"]:
+            counts = {name: row[name] for name in ("published", *_CLASSES, "doubled")}
+            print(f"{row['subscription']} ({row['subscription_id'][:8]}): {counts}", flush=True)
+        faults = [one for one in report["findings"] if one["kind"] != "expired"] + report["damage"]
+        # Receipts of messages that were cut are no fault.
+        faults += [one for one in report["receipts"] if "retention" not in one["problem"]]
+        for one in faults[:20]:
+            print(one, flush=True)
+        sums = all(row["published"] == sum(row[name] for name in _CLASSES) for row in report["subscriptions"])
+        return not faults and sums and len(report["subscriptions"]) >= len(PROMISES)
+
+
+def _seconds(seconds: int) -> Any:
+    from datetime import timedelta
+
+    from kio.static.primitive import i32Timedelta
+
+    return i32Timedelta.parse(timedelta(seconds=seconds))
+
+
+STRIKES: Final = ("seek back", "seek forward", "redrive", "cut", "delete")
+
+if __name__ == "__main__":
+    sys.exit(main())
