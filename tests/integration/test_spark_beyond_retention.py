@@ -17,7 +17,9 @@ from millstream.client.admin.pipelines import PipelineClient
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 from millstream.protocol.wire.client import Client
+from millstream_testing.committed_messages import committed_records
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -170,3 +172,28 @@ def test_what_was_lost_before_it_was_landed_is_reported(landed: Landed) -> None:
         landed.read(startingOffsets="earliest-landed").collect()
     rows = landed.read(startingOffsets="earliest-landed", failOnDataLoss="false").collect()
     assert places(rows) == [one for one in sorted(landed.messages.items()) if not 20 <= one[0][1] < 30]
+
+
+async def test_a_replay_of_the_table_has_what_the_log_has_lost(landed: Landed, topic: str) -> None:
+    landed.publish(40)
+    await asyncio.to_thread(landed.land)
+    await landed.declare()
+    landed.cut(15)
+    into = f"{topic}-again"
+    landed.admin.create_topics([NewTopic(into, 1, 1)])[into].result(WAIT_S)
+    order = ReplayOrder(topic=topic, into=into, from_table=True, since_ms=FIRST_MS + 4000, until_ms=FIRST_MS + 30_000)
+    done = await asyncio.to_thread(lambda: Replay(order, landed.server.kafka).run())
+    assert (done.examined, done.written) == (40, 26)
+    arrived = await asyncio.to_thread(committed_records, landed.server.kafka, into)
+    origins = {(dict(one.headers)["replayed-from"] or b"").decode(): one.value for one in arrived}
+    expected = {place: value for place, value in landed.messages.items() if 4 <= number_of(value) < 30}
+    assert origins == {f"{topic}/{number}/{offset}": value for (number, offset), value in expected.items()}
+    # The condition is about the messages of the table as it is about those of the log.
+    some = ReplayOrder(topic=topic, into=into, from_table=True, where="payload.n < 10 AND offset > 0", name="some")
+    counted = await asyncio.to_thread(lambda: Replay(some, landed.server.kafka).run(dry=True))
+    assert counted.written == len([one for one in range(2, 10) if one % 7 != 3])
+
+
+def number_of(value: bytes) -> int:
+    document = json.loads(value)
+    return int(document["n"] if isinstance(document, dict) else document)

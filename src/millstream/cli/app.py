@@ -40,6 +40,7 @@ ORDER = (
     "audit",
     "schema",
     "pipeline",
+    "replay",
     "mirror",
     "transaction",
     "user",

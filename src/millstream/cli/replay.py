@@ -1,0 +1,145 @@
+"""`millstream replay`: publish the messages of a topic again, into another topic."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from typing import Annotated
+
+import typer
+
+from millstream.cli.connection import complete_topics
+from millstream.cli.options import DEFAULT_BROKERS, AsJson, Brokers
+from millstream.cli.output import counted, one_line, print_answer
+from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
+from millstream.client.admin.position import Kind, parse_age_ms, parse_position
+
+FromTopic = Annotated[
+    str | None,
+    typer.Option(
+        "--from-topic",
+        metavar="TOPIC",
+        autocompletion=complete_topics,
+        help="Replay the log of this topic.",
+        show_default=False,
+    ),
+]
+FromTable = Annotated[
+    str | None,
+    typer.Option(
+        "--from-table",
+        metavar="TOPIC",
+        help="Replay the lake table that this topic is landed in, with what retention has deleted from the log.",
+        show_default=False,
+    ),
+]
+Into = Annotated[
+    str, typer.Option("--into", metavar="TOPIC", autocompletion=complete_topics, help="The topic to publish to.")
+]
+Where = Annotated[
+    str,
+    typer.Option("--where", metavar="SQL", help="Only messages that match this filter, as in payload.total > 100."),
+]
+Since = Annotated[
+    str | None,
+    typer.Option("--since", metavar="TIME", help="Only messages since a time.", show_default=False),
+]
+Until = Annotated[
+    str | None,
+    typer.Option("--until", metavar="TIME", help="Only messages before a time.", show_default=False),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option("--rate", metavar="N/s", help="At most so many messages a second.", show_default=False),
+]
+Named = Annotated[
+    str,
+    typer.Option("--name", metavar="NAME", help="The name under which it goes on. Default: from the other options."),
+]
+Dry = Annotated[bool, typer.Option("--dry-run", help="Only count what would be published.")]
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/s)?\Z")
+
+
+def replay(
+    into: Into,
+    from_topic: FromTopic = None,
+    from_table: FromTable = None,
+    where: Where = "",
+    since: Since = None,
+    until: Until = None,
+    rate: Rate = None,
+    name: Named = "",
+    dry: Dry = False,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+) -> None:
+    """Publish messages of a topic again, from its log or its lake table, exactly once.
+
+    A replay that was interrupted goes on with the same command; one that is complete publishes nothing again.
+    """
+    topic = from_topic or from_table
+    if topic is None or (from_topic and from_table):
+        raise typer.BadParameter("give either --from-topic or --from-table")
+    refuse_without_spark()
+    from millstream.core.topic import check_topic_name
+    from millstream.pipelines.jobs.replay import Replay, ReplayOrder
+
+    order = ReplayOrder(
+        topic=topic,
+        into=into,
+        from_table=from_table is not None,
+        where=where,
+        since_ms=_time_ms(since, "--since"),
+        until_ms=_time_ms(until, "--until"),
+        rate=_rate(rate),
+        name=name,
+    )
+    check_topic_name(order.title, noun="replay")
+    began = time.monotonic()
+    with (
+        unwound_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        signed_in(brokers, scratch) as (_, access),
+        Stages(order.title) as stages,
+    ):
+        done = Replay(order, brokers, access).run(
+            lambda at: stages.move(f"{at.written:,} of {at.examined:,} messages match, {at.left:,} are left"), dry=dry
+        )
+    document = {
+        "replay": order.title,
+        "into": into,
+        "examined": done.examined,
+        "published": 0 if dry else done.written,
+        "matched": done.written,
+        "dry_run": dry,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    if dry:
+        text = f"Of {counted(done.examined, 'message')}, {done.written:,} would be published to {one_line(into)}."
+    elif not done.examined:
+        text = f"Replay {one_line(order.title)} is complete already; give another --name to publish it again."
+    else:
+        text = f"Of {counted(done.examined, 'message')}, {done.written:,} were published to {one_line(into)}."
+    print_answer(document, text, as_json=as_json)
+
+
+def _time_ms(text: str | None, flag: str) -> int | None:
+    if text is None:
+        return None
+    if parse_age_ms(text.strip()) is not None:
+        raise typer.BadParameter(f"{flag} {text} would be another time when the replay goes on; give the time itself")
+    position = parse_position(text)
+    if position.kind is not Kind.TIME:
+        raise typer.BadParameter(f"{flag} is a time such as 2026-01-31T12:00:00Z, not {text!r}")
+    return position.value
+
+
+def _rate(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    found = _RATE.match(text.strip())
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"--rate is a number of messages a second such as 500/s, not {text!r}")
+    return float(found[1])

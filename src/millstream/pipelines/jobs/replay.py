@@ -1,0 +1,289 @@
+"""Replays messages of a topic, from the log or from its landed table, into another topic: exactly once and resumable.
+
+Each step commits its messages and the position behind them with one record at the coordinator, as pipelines do (see
+`batch_loop.py`). The position is the offsets of the group `replay-NAME`. Where the replay ends is fixed when it first
+starts, as the offsets of the group `replay-NAME.end`. So whatever ends a replay, the same command goes on behind the
+last commit; a second one at the same time can commit nothing twice, since steps are numbered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.core.errors import InvalidRequest, InvalidTransactionState, NotFound, TransactionRejected
+from millstream.core.message_id import HEADER
+from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
+from millstream.pipelines.source.access import NO_ACCESS, Access
+from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_batch, prepare_offsets, writing_link
+from millstream.pipelines.source.landed_history import landings, read_landed
+from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.offset_resolver import OffsetResolver
+from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
+from millstream.pipelines.source.position import ByTime
+from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_between
+from millstream.pipelines.source.row_producer import write_part
+from millstream.pipelines.source.rows import RowFilter, read_range
+from millstream.pipelines.source.shape import default_schema, shape_of
+from millstream.protocol.private.transactions import GroupMember, Transactions
+from millstream.protocol.records.arrow import from_arrow
+
+GROUP_PREFIX: Final = "replay-"
+END_SUFFIX: Final = ".end"
+ORIGIN_HEADER: Final = "replayed-from"
+"""Says where a message comes from: topic, partition and offset."""
+CLIENT_ID: Final = "millstream-replay"
+STEP_MESSAGES: Final = 50_000
+"""How many offsets one commit covers at most."""
+REFUSALS_MAX: Final = 5
+"""How often a step may find that another process has taken its number."""
+_COLUMNS: Final = "key,value,headers,timestamp,offset"
+_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+Offsets = dict[str, dict[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOrder:
+    """What is replayed, and where to."""
+
+    topic: str
+    into: str
+    from_table: bool = False
+    where: str = ""
+    """A condition in the filter language of subscriptions."""
+    since_ms: int | None = None
+    until_ms: int | None = None
+    """Exclusive."""
+    rate: float = 0.0
+    """Messages per second at most; 0 for no limit."""
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name: the given one, or one that the same command has again."""
+        if self.name:
+            return self.name
+        parts = (self.topic, self.into, self.from_table, self.where, self.since_ms, self.until_ms)
+        return f"{self.topic}-{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+    @property
+    def group(self) -> str:
+        return f"{GROUP_PREFIX}{self.title}"
+
+
+class Progress(NamedTuple):
+    """How far a replay is."""
+
+    examined: int
+    """Messages that were read in this run."""
+    written: int
+    left: int
+    """Offsets that are not examined yet."""
+
+
+class Replay:
+    """One replay; all of its methods block."""
+
+    def __init__(self, order: ReplayOrder, brokers: str, access: Access = NO_ACCESS) -> None:
+        if order.into == order.topic:
+            raise InvalidRequest(
+                f"messages of {order.topic!r} cannot be replayed into the same topic; name another one"
+            )
+        self.order = order
+        self._brokers = brokers
+        given = {BROKERS: brokers, "subscribe": order.topic, "kafka.client.id": CLIENT_ID, "columns": _COLUMNS}
+        self._read = read_options(given, access)
+        self._write = WriteOptions(brokers=brokers, access=access, client_id=CLIENT_ID, topic=order.into)
+        self._survey = OffsetResolver(self._read)
+        self._shape = shape_of(default_schema(self._read), self._read)
+        self._query = order.group
+        self._table: Table | None = None
+        if order.where:
+            # Refused at once, with its position.
+            RowFilter(order.where, Range(order.topic, 0, 0, 0))
+
+    def run(self, report: Callable[[Progress], None] = lambda _: None, *, dry: bool = False) -> Progress:
+        """Replay everything, or only count in a dry run; return how much that was."""
+        link = writing_link(self._write)
+        topics = link.call(link.client.metadata([self.order.topic, self.order.into])).topics
+        for name in (self.order.topic, self.order.into):
+            if name not in topics:
+                raise NotFound(f"topic {name!r} does not exist; create it with: millstream topic create {name}")
+        self._topic_id = str(topics[self.order.topic].topic_id)
+        if self.order.from_table:
+            self._table = self._find_table(link)
+        number, position = self._known(link)
+        first, end = self._bounds(link, dry=dry)
+        at = {
+            topic: {n: max(offset, position.get(topic, {}).get(n, 0)) for n, offset in numbers.items()}
+            for topic, numbers in first.items()
+        }
+        examined = written = refusals = 0
+        began = time.monotonic()
+        while ranges_between(at, end):
+            until = admitted(at, end, self._step_size)
+            rows = self._rows(at, until)
+            if dry:
+                count, done = sum(batch.num_rows for batch in rows), True
+            else:
+                count, done = self._commit(link, number, rows, until)
+            if not done:
+                refusals += 1
+                if refusals > REFUSALS_MAX:
+                    raise InvalidRequest(f"replay {self.order.title!r} is being run by another process")
+                number, position = self._known(link)
+                at = {topic: {**numbers, **position.get(topic, {})} for topic, numbers in at.items()}
+                continue
+            number, refusals = number + 1, 0
+            examined += sum(map(len, ranges_between(at, until)))
+            written += count
+            at = until
+            report(Progress(examined, written, sum(map(len, ranges_between(at, end)))))
+            if self.order.rate and not dry:
+                time.sleep(max(0.0, began + written / self.order.rate - time.monotonic()))
+        return Progress(examined, written, 0)
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _step_size(self) -> int:
+        """Steps of about a second when the rate is bounded, so that messages arrive evenly."""
+        return min(STEP_MESSAGES, max(1, round(self.order.rate))) if self.order.rate else STEP_MESSAGES
+
+    def _known(self, link: Link) -> tuple[int, Offsets]:
+        """Return the number of the next step and the position, after ending what an earlier run has left open."""
+        transactions = Transactions(link.client)
+        while True:
+            number = link.call(transactions.last_batch(self._query)) + 1
+            try:
+                link.call(transactions.abort_batch(self._query, number))
+            except InvalidTransactionState:
+                # It has just been committed.
+                continue
+            return number, link.call(stable_offsets(link.client, self.order.group))
+
+    def _bounds(self, link: Link, *, dry: bool) -> tuple[Offsets, Offsets]:
+        """Return the first offset of each partition, and the end, which stays what it was when the replay began."""
+        order, survey = self.order, self._survey
+        partitions = survey.partitions()
+        fixed = link.call(stable_offsets(link.client, f"{order.group}{END_SUFFIX}"))
+        if self._table is not None:
+            first: Offsets = {order.topic: dict.fromkeys(partitions[order.topic], 0)}
+            end = self._landed_ends(self._table, partitions[order.topic])
+        else:
+            earliest, end = survey.earliest(partitions), survey.latest(partitions)
+            since = earliest
+            if order.since_ms is not None:
+                since = survey.resolve(ByTime(order.since_ms, or_latest=True), partitions, "starting")
+            first = {
+                order.topic: {n: max(offset, earliest[order.topic][n]) for n, offset in since[order.topic].items()}
+            }
+        if fixed.get(order.topic):
+            end = {order.topic: fixed[order.topic]}
+            first = {
+                order.topic: {n: min(first[order.topic].get(n, 0), offset) for n, offset in end[order.topic].items()}
+            }
+        elif not dry:
+            link.call(commit_offsets(link.client, f"{order.group}{END_SUFFIX}", end, GroupMember()))
+        return first, end
+
+    def _rows(self, start: Offsets, end: Offsets) -> Iterator[pa.RecordBatch]:
+        """Yield the messages between two positions that are wanted, as they are written."""
+        for one in ranges_between(start, end):
+            row_filter = RowFilter(self.order.where, one) if self.order.where else None
+            if self._table is None:
+                batches = read_range(one, self._read, self._shape)
+            else:
+                batches = read_landed(Range(one.topic, one.partition, one.start, one.end, self._table), self._shape)
+            for batch in batches:
+                kept = self._within_time(batch)
+                if row_filter is not None and kept.num_rows:
+                    kept = kept.filter(row_filter.wanted(from_arrow(kept)))
+                if kept.num_rows:
+                    yield self._with_origin(kept, one)
+
+    def _within_time(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        stamps = batch.column("timestamp").cast(pa.int64())
+        if self.order.since_ms is not None:
+            kept = pc.greater_equal(stamps, self.order.since_ms * 1000)
+            batch, stamps = batch.filter(kept), stamps.filter(kept)
+        if self.order.until_ms is not None:
+            batch = batch.filter(pc.less(stamps, self.order.until_ms * 1000))
+        return batch
+
+    def _with_origin(self, batch: pa.RecordBatch, one: Range) -> pa.RecordBatch:
+        offsets = batch.column("offset").cast(pa.string())
+        origins = pc.binary_join_element_wise(pa.scalar(f"{one.topic}/{one.partition}"), offsets, "/")
+        ids = pc.binary_join_element_wise(pa.scalar(f"{self._topic_id}/{one.partition}"), offsets, "/")
+        headers = add_headers(batch.column("headers"), origins.cast(pa.binary()), ids.cast(pa.binary()))
+        columns = {name: batch.column(name) for name in ("key", "value", "timestamp")}
+        return pa.RecordBatch.from_pydict({**columns, "headers": headers})
+
+    def _commit(self, link: Link, number: int, rows: Iterator[pa.RecordBatch], until: Offsets) -> tuple[int, bool]:
+        """Write a step and its position; return how many messages it has, and whether it was this run's to commit."""
+        batch = Batch(self._query, number, uuid4().hex[:12])
+        transactions = Transactions(link.client)
+        try:
+            part = write_part(self._write, batch, rows)
+            source = SourceOffsets(self.order.group, until)
+            members = [link.call(prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source))]
+            members += [part.member] if part.member is not None else []
+            done = link.call(transactions.complete_batch(batch.query, batch.number, members))
+        except BaseException as error:
+            with suppress(Exception):
+                abort_batch(self._write, batch)
+            if isinstance(error, TransactionRejected):
+                return 0, False
+            raise
+        return part.rows, done
+
+    def _find_table(self, link: Link) -> Table:
+        for settings, lake in landings(link):
+            if settings.takes(self.order.topic):
+                return Table(f"{lake}/{self.order.topic}", settings.format, self._topic_id)
+        raise NotFound(f"no pipeline lands topic {self.order.topic!r} message by message, so it has no table to replay")
+
+    def _landed_ends(self, table: Table, numbers: list[int]) -> Offsets:
+        from millstream.pipelines.lake.opening import open_table
+
+        opened = open_table(table.url, format=table.format)
+        if opened.schema() is None:
+            raise NotFound(f"nothing of topic {self.order.topic!r} is landed yet")
+        reached = opened.reached([(table.topic_id, number) for number in numbers])
+        return {self.order.topic: {number: reached.get((table.topic_id, number), 0) for number in numbers}}
+
+
+def add_headers(headers: pa.Array, origins: pa.Array, ids: pa.Array) -> pa.Array:
+    """Add to each list of headers its origin, and the message's id unless it has one."""
+    rows = len(headers)
+    flat = headers.flatten()
+    lengths = pc.fill_null(pc.list_value_length(headers), 0).to_numpy().astype(np.int64)
+    parents = np.repeat(np.arange(rows), lengths)
+    is_id = pc.fill_null(pc.equal(flat.field("key"), HEADER), False).to_numpy(zero_copy_only=False)
+    # An id without a value is none.
+    is_id &= pc.fill_null(pc.greater(pc.binary_length(flat.field("value")), 0), False).to_numpy(zero_copy_only=False)
+    lacks_id = np.bincount(parents[is_id], minlength=rows) == 0
+    counts = lengths + 1 + lacks_id
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    old_starts = np.concatenate(([0], np.cumsum(lengths)))
+    order = np.empty(starts[-1], np.int64)
+    order[starts[parents] + np.arange(len(flat)) - old_starts[parents]] = np.arange(len(flat))
+    order[starts[:-1] + lengths] = len(flat) + np.arange(rows)
+    order[(starts[:-1] + lengths + 1)[lacks_id]] = len(flat) + rows + np.flatnonzero(lacks_id)
+    keys = pa.concat_arrays(
+        [flat.field("key"), *(pa.repeat(pa.scalar(name), rows) for name in (ORIGIN_HEADER, HEADER))]
+    )
+    values = pa.concat_arrays([flat.field("value"), origins, ids])
+    taken = pa.array(order)
+    pairs = pa.StructArray.from_arrays([keys.take(taken), values.take(taken)], ["key", "value"])
+    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pairs).cast(_HEADERS)

@@ -1,0 +1,127 @@
+"""`millstream replay` at a real broker: what arrives, in which order, and what one that was killed leaves to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from confluent_kafka import Producer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.core.errors import InvalidRequest, NotFound
+from millstream.pipelines.jobs.replay import Progress, Replay, ReplayOrder, add_headers
+from millstream_testing.command import CommandLine
+from millstream_testing.committed_messages import Committed, committed_records
+from millstream_testing.server import Server
+
+WAIT_S = 60.0
+KEYS = 7
+
+Headers = st.lists(st.tuples(st.sampled_from(["a", "message-id"]), st.none() | st.binary(max_size=3)), max_size=3)
+
+
+@given(st.lists(st.none() | Headers, max_size=5))
+def test_headers_are_kept_and_the_origin_and_a_missing_id_are_added(given_headers: list[Any]) -> None:
+    kind = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+    listed = [None if one is None else [{"key": key, "value": value} for key, value in one] for one in given_headers]
+    names = [f"{at}".encode() for at in range(len(listed))]
+    added = add_headers(pa.array(listed, kind), pa.array(names, pa.binary()), pa.array(names, pa.binary())).to_pylist()
+    for at, (before, after) in enumerate(zip(given_headers, added, strict=True)):
+        name = f"{at}".encode()
+        expected = [*(before or []), ("replayed-from", name)]
+        if not any(key == "message-id" and value for key, value in before or []):
+            expected.append(("message-id", name))
+        assert [(one["key"], one["value"]) for one in after] == expected
+
+
+@pytest.fixture
+def topics(server: Server, topic: str) -> tuple[str, str]:
+    millstream = CommandLine(server.kafka)
+    assert millstream("topic", "create", topic, "--partitions", "3").code == 0
+    assert millstream("topic", "create", f"{topic}-again", "--partitions", "2").code == 0
+    producer = Producer({"bootstrap.servers": server.kafka})
+    for number in range(3000):
+        producer.produce(topic, f'{{"n": {number}}}', str(number % KEYS), headers=[("h", str(number))])
+    assert producer.flush(WAIT_S) == 0
+    return topic, f"{topic}-again"
+
+
+def check(server: Server, topics: tuple[str, str], numbers: list[int]) -> None:
+    """Exactly these messages arrived, in the order of their keys, with their origin."""
+    source = {f"{topics[0]}/{one.partition}/{one.offset}": one for one in committed_records(server.kafka, topics[0])}
+    arrived = committed_records(server.kafka, topics[1])
+    seen: dict[bytes | None, list[int]] = {}
+    for one in arrived:
+        seen.setdefault(one.key, []).append(number_of(one))
+        headers = dict(one.headers)
+        original = source[(headers["replayed-from"] or b"").decode()]
+        assert (original.key, original.value, original.timestamp_ms) == (one.key, one.value, one.timestamp_ms)
+        assert (headers["message-id"] or b"").decode().endswith(f"/{original.partition}/{original.offset}")
+        assert headers["h"] == str(number_of(one)).encode()
+    assert sorted(number_of(one) for one in arrived) == numbers
+    assert all(listed == sorted(listed) for listed in seen.values())
+
+
+def number_of(one: Committed) -> int:
+    return int((one.value or b"").split(b":")[1].rstrip(b"}"))
+
+
+def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
+    server: Server, topics: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millstream.pipelines.jobs.replay.STEP_MESSAGES", 400)
+    order = ReplayOrder(topic=topics[0], into=topics[1], where="payload.n >= 100")
+    counted = Replay(order, server.kafka).run(dry=True)
+    assert (counted.examined, counted.written) == (3000, 2900)
+
+    def interrupt(at: Progress) -> None:
+        if at.examined >= 1000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Replay(order, server.kafka).run(interrupt)
+    # What is published meanwhile is not part of it.
+    producer = Producer({"bootstrap.servers": server.kafka})
+    producer.produce(topics[0], '{"n": 5000}', "0", headers=[("h", "5000")])
+    assert producer.flush(WAIT_S) == 0
+    done = Replay(order, server.kafka).run()
+    assert 0 < done.examined < 2100
+    assert Replay(order, server.kafka).run() == Progress(0, 0, 0)
+    check(server, topics, list(range(100, 3000)))
+
+
+@pytest.mark.trial
+def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
+    server: Server, topics: tuple[str, str]
+) -> None:
+    command = [sys.executable, "-m", "millstream.cli.main", "replay", "--from-topic", topics[0], "--into", topics[1]]
+    command += ["--rate", "400/s", "--brokers", server.kafka, "--name", uuid.uuid4().hex]
+    for _ in range(20):
+        try:
+            subprocess.run(command, timeout=6.0, check=True)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    check(server, topics, list(range(3000)))
+
+
+def test_a_replay_that_cannot_work_is_refused(server: Server, topics: tuple[str, str]) -> None:
+    with pytest.raises(InvalidRequest, match="into the same topic"):
+        Replay(ReplayOrder(topic=topics[0], into=topics[0]), server.kafka)
+    with pytest.raises(NotFound, match="does not exist"):
+        Replay(ReplayOrder(topic=topics[0], into=f"{topics[0]}-none"), server.kafka).run()
+    with pytest.raises(NotFound, match="no pipeline lands"):
+        Replay(ReplayOrder(topic=topics[0], into=topics[1], from_table=True), server.kafka).run()
+    millstream = CommandLine(server.kafka)
+    given_time = ("replay", "--from-topic", topics[0], "--into", topics[1], "--since")
+    assert "another time when the replay goes on" in millstream(*given_time, "7d").err
+    assert "is a time such as" in millstream(*given_time, "start").err
+    neither = millstream("replay", "--into", topics[1])
+    assert "either --from-topic or --from-table" in neither.err
+    wrong = millstream("replay", "--from-topic", topics[0], "--into", topics[1], "--where", "payload.n >")
+    assert wrong.code == 2, wrong.err
