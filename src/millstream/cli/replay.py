@@ -102,11 +102,13 @@ def replay(
         unwound_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
         signed_in(brokers, scratch) as (_, access),
-        Stages(order.title) as stages,
     ):
-        done = Replay(order, brokers, access).run(
-            lambda at: stages.move(f"{at.written:,} of {at.examined:,} messages match, {at.left:,} are left"), dry=dry
-        )
+        made = Replay(order, brokers, access)
+        with Stages(order.title) as stages:
+            done = made.run(
+                lambda at: stages.move(f"{at.written:,} of {at.examined:,} messages match, {at.left:,} are left"),
+                dry=dry,
+            )
     document = {
         "replay": order.title,
         "into": into,

@@ -556,6 +556,13 @@ class TransformSettings(MovingSettings):
         topics = self.topics()
         if not topics and statement.is_clear:
             raise InvalidSetting("the statement reads no topic: name topics as tables")
+        for what, names in statement.endless:
+            of_topics = sorted(names.intersection(topics))
+            if of_topics:
+                raise InvalidSetting(
+                    f"{what} needs all messages of {of_topics[0]!r} at once, and a topic never ends; take a window "
+                    "(GROUP BY window(…)), or a job"
+                )
         if self.into in topics:
             raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")
 

@@ -74,6 +74,8 @@ class SelectStatement:
     """The topics and tables that it reads, in order; not the names that WITH gives to queries."""
     is_clear: bool
     """Whether `reads` is complete."""
+    endless: tuple[tuple[str, frozenset[str]], ...] = ()
+    """What needs all messages at once, and so never ends over a topic: each with what it is applied to."""
 
 
 def sql_tokens(about: str, text: str) -> list[Token]:
@@ -100,7 +102,8 @@ def read_select(text: str) -> SelectStatement:
     tree = _parse(raw[: len(tokens)], text)
     reads = () if tree is None else tuple(dict.fromkeys(_relations(tree, text)))
     is_clear = tree is not None and not any(token.says("STREAM", "IDENTIFIER") for token in tokens)
-    return SelectStatement(text[:ends_at].rstrip(), reads, is_clear)
+    endless = () if tree is None else tuple(_endless(tree))
+    return SelectStatement(text[:ends_at].rstrip(), reads, is_clear, endless)
 
 
 def _tokenize(about: str, text: str) -> list[sqlglot.Token]:
@@ -217,6 +220,30 @@ def _adapted(raw: Sequence[sqlglot.Token]) -> Iterator[sqlglot.Token]:
         else:
             yield token
         before = kind
+
+
+def _endless(tree: exp.Query) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield what needs all rows at once, with the names that it reads."""
+    from sqlglot import exp
+
+    kinds = {"OVER": exp.Window, "ORDER BY": exp.Order, "EXCEPT": exp.Except, "INTERSECT": exp.Intersect}
+    for what, kind in kinds.items():
+        for node in tree.find_all(kind):
+            if not (kind is exp.Order and node.find_ancestor(exp.Window, exp.AggFunc, exp.WithinGroup)):
+                yield what, _names_read(node)
+    for count in tree.find_all(exp.AggFunc):
+        if isinstance(count.this, exp.Distinct):
+            yield f"{count.sql_name().lower()}(DISTINCT …)", _names_read(count)
+
+
+def _names_read(node: exp.Expression) -> frozenset[str]:
+    """Return the names of topics and tables in the query that a node belongs to; none if WITH names are among them."""
+    from sqlglot import exp
+
+    query = node if isinstance(node, exp.Query) else node.find_ancestor(exp.Query)
+    names = frozenset() if query is None else frozenset(table.name for table in query.find_all(exp.Table))
+    own = {named.alias.lower() for named in node.root().find_all(exp.CTE)}
+    return frozenset() if any(name.lower() in own for name in names) else names
 
 
 def _relations(tree: exp.Query, text: str) -> Iterator[str]:

@@ -158,3 +158,24 @@ def test_what_is_routed_may_be_routed_on_but_not_back() -> None:
     back = Rule(name="back", topic="eu", targets=("orders",))
     with pytest.raises(InvalidPipeline, match="the rules of eu, large-orders, orders"):
         check_rules(PipelineKind.ROUTE, [RULE, on, back, Rule(name="side", topic="audit", targets=("end",))])
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ("SELECT count(DISTINCT id) FROM orders", r"count\(DISTINCT …\)"),
+        ("SELECT row_number() OVER (PARTITION BY id ORDER BY t) FROM orders", "OVER"),
+        ("SELECT * FROM orders ORDER BY id", "ORDER BY"),
+        ("SELECT id FROM orders EXCEPT SELECT id FROM customers", "EXCEPT"),
+        ("SELECT id FROM customers INTERSECT SELECT id FROM orders", "INTERSECT"),
+    ],
+)
+def test_what_needs_all_messages_at_once_is_refused_when_it_is_declared(statement: str, what: str) -> None:
+    tables = {"tables": '{"customers": "/lake/customers"}', "into": "out"}
+    with pytest.raises(InvalidSetting, match=f"{what} needs all messages of 'orders' at once"):
+        check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": statement})
+    of_table = (
+        "SELECT o.id FROM orders o JOIN (SELECT id, count(DISTINCT x) n FROM customers GROUP BY id) c ON o.id = c.id"
+    )
+    check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": of_table})
+    check_pipeline("t", PipelineKind.TRANSFORM, {**tables, "sql": "SELECT DISTINCT id FROM orders"})

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from millstream.core.errors import InvalidSetting
-from millstream.pipelines.source.options import read_options, write_options
+from millstream.pipelines.source.options import read_options, refuse_ending, write_options
 from millstream.pipelines.source.position import EARLIEST, LATEST, ByTime, Named, Timestamps
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 
@@ -165,3 +165,10 @@ def test_offsets_that_are_committed_with_the_rows() -> None:
 def test_offsets_that_cannot_be_committed_with_rows(given: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidSetting, match=said):
         write_options({"topic": "out", **given})
+
+
+@pytest.mark.parametrize("name", ["endingOffsets", "endingtimestamp", "endingOffsetsByTimestamp"])
+def test_a_stream_has_no_end(name: str) -> None:
+    refuse_ending({"startingOffsets": "earliest"})
+    with pytest.raises(InvalidSetting, match="a stream has no end"):
+        refuse_ending({name: "latest"})

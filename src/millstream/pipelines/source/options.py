@@ -297,6 +297,16 @@ def _value_format(found: _Given) -> str:
     return BY_SCHEMA
 
 
+def refuse_ending(given: Mapping[str, str]) -> None:
+    """Raise `InvalidSetting` if the options of a stream name an end, which it does not have."""
+    for name in given:
+        if name.lower() in ("endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp"):
+            raise InvalidSetting(
+                f"option {name} is for batch queries; a stream has no end: use spark.read, or "
+                ".trigger(availableNow=True) to stop at what is there now"
+            )
+
+
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """Validate the options of a writer."""
     found = _Given(_with_defaults(given), _WRITE, "write")

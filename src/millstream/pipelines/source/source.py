@@ -65,10 +65,11 @@ class MillstreamSource(DataSource):
     @without_traceback
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return a reader of arriving messages."""
-        from millstream.pipelines.source.options import read_options
+        from millstream.pipelines.source.options import read_options, refuse_ending
         from millstream.pipelines.source.shape import shape_of
         from millstream.pipelines.source.stream_reader import TopicStreamReader
 
+        refuse_ending(self.options)
         options = read_options(self.options)
         _check_filter(options.filter)
         self._is_planned = True
