@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.text_location import setting_error_at
@@ -236,7 +236,7 @@ def _endless(tree: exp.Query) -> Iterator[tuple[str, frozenset[str]]]:
             yield f"{count.sql_name().lower()}(DISTINCT …)", _names_read(count)
 
 
-def _names_read(node: exp.Expression) -> frozenset[str]:
+def _names_read(node: Any) -> frozenset[str]:
     """Return the names of topics and tables in the query that a node belongs to; none if WITH names are among them."""
     from sqlglot import exp
 
