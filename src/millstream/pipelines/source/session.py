@@ -100,8 +100,6 @@ _SETTINGS: Final = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.python.filterPushdown.enabled": "true",
-    # Without tracebacks of workers whose socket Java has closed; workers have Millstream, or could read no topic.
-    "spark.python.daemon.module": "millstream.pipelines.source.worker_daemon",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
