@@ -226,8 +226,8 @@ def test_the_public_names_are_pinned_and_imported_when_used() -> None:
 
 def test_the_commands_are_pinned() -> None:
     commands = (
-        "serve topic publish tail message group subscription dlq audit schema pipeline mirror transaction user token "
-        "acl secrets quota certs profile client cluster doctor demo config-reference protocol-reference"
+        "serve topic publish tail message group subscription dlq audit schema pipeline replay mirror transaction user "
+        "token acl secrets quota certs profile client cluster doctor demo config-reference protocol-reference"
     )
     assert " ".join(ORDER) == commands
 
