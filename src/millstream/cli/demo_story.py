@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from millstream.cli.demo import Account, DemoBroker
 from millstream.cli.exit_code import CommandFailed
 from millstream.client.admin.dead_letter import DeadLetterDesk, Outcome, headers_of, process_letters, redrive_letters
 from millstream.client.admin.groups import assigned_partitions, describe_group, progress_of
+from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.tailer import Message as Stored
 from millstream.client.admin.tailer import Tailer
@@ -498,6 +500,7 @@ class Story:
         self._billing = Billing(broker.folder, self._progress)
         self._webhook = Webhook(self._progress)
         self._table = OrdersTable(TOPIC, broker.data, account)
+        self._poison_order = 0
         self._ms: Connection
 
     async def run(self) -> None:
@@ -513,6 +516,9 @@ class Story:
             await self._crash()
             await self._poison()
             await self._table.show(self._ms.client, len(await self._read_log()))
+            await self._trace()
+            if _has_spark():
+                await self._audit()
 
     # -- the steps ------------------------------------------------------------------------------------------
 
@@ -529,7 +535,7 @@ class Story:
         await create_topic(client, TOPIC, partitions=PARTITIONS, replication=-1, settings={"flush": "always"})
         found = len((await find_topic(client, TOPIC)).partitions)
         self._account.check(found == PARTITIONS, f"topic {TOPIC!r} exists", f"it has {found} partitions")
-        await self._ms.subscribe(TOPIC, self._billing, name="billing", filter=FILTER, start="earliest")
+        await self._ms.subscribe(TOPIC, self._billing, name="billing", filter=FILTER, start="earliest", ledger=True)
         self._account.say(f"billing gets the large orders ({FILTER}), and bills each once")
         await self._ms.subscribe(
             TOPIC,
@@ -540,6 +546,7 @@ class Story:
             backoff=(0.1, 1.0),
             dead_letter=DEAD,
             start="earliest",
+            ledger=True,
         )
         self._account.say("shipping gets all orders, one at a time for each customer")
         pushed = {PUSH_URL: self._webhook.url, PUSH_SECRET: SECRET, "share.auto.offset.reset": "earliest"}
@@ -595,7 +602,7 @@ class Story:
         handled.
         """
         self._account.step("A poison message")
-        poison = next(number for number in count(len(self._placed)) if _is_large(number))
+        poison = self._poison_order = next(number for number in count(len(self._placed)) if _is_large(number))
         everything = range(poison + 1 + BEHIND_POISON)
         await self._publish(range(len(self._placed), poison))
         await self._publish(range(poison, poison + 1), city=None)
@@ -626,6 +633,50 @@ class Story:
         await self._handled(everything)
         self._check_billed(everything)
         self._account.check(not await self._letters(), "no letter is left", "there are letters")
+
+    async def _trace(self) -> None:
+        """Show what became of the poison message in every subscription."""
+        receipt = self._placed[self._poison_order]
+        place = Position(TOPIC, receipt.partition, receipt.offset)
+        self._account.step(f"What became of order {self._poison_order}?")
+        self._account.say(f"millstream message trace {'/'.join(map(str, place))}:")
+        lives = {one["subscription"]: one for one in (await trace_at(self._ms.client, place))["subscriptions"]}
+        for event in lives["shipping"]["events"]:
+            reason = f": {event['reason']}" if event["reason"] else ""
+            attempt = f", attempt {event['attempt']}" if event["attempt"] else ""
+            self._account.say(f"   {event['kind'].replace('_', '-')}{attempt}{reason}")
+        states = {name: life["state"] for name, life in lives.items()}
+        self._account.check(
+            states == dict.fromkeys(("billing", "shipping", "webhook"), "accepted"),
+            f"it is accepted in all subscriptions, in shipping after {ATTEMPTS} failures, a dead letter and a redrive",
+            f"its states are {states}",
+        )
+
+    async def _audit(self) -> None:
+        """Account for every message of the subscriptions with a ledger, in a process of its own."""
+        self._account.step("Nothing is missing (millstream audit)")
+        command = [sys.executable, "-m", "millstream.cli.main", "audit", "--json", "--brokers", self._broker.kafka]
+        pipe = asyncio.subprocess.PIPE
+        auditing = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, process_group=0
+        )
+        try:
+            out, errors = await auditing.communicate()
+        except asyncio.CancelledError:
+            auditing.terminate()
+            await auditing.wait()
+            raise
+        if not out:
+            raise CommandFailed(f"the demo failed: the audit ended with {auditing.returncode}: {errors.decode()}")
+        report = json.loads(out)
+        for row in report["subscriptions"]:
+            names = ("published", "accepted", "filtered", "dead_lettered", "waiting", "lost")
+            self._account.say(f"   {row['subscription']}: " + ", ".join(f"{row[name]:,} {name}" for name in names))
+        self._account.check(
+            report["adds_up"] and all(not row["lost"] for row in report["subscriptions"]),
+            "every message is accounted for, and none is lost",
+            f"it does not add up: {report['findings'] or report['damage']}",
+        )
 
     # -- what the steps are made of ---------------------------------------------------------------------------
 
