@@ -289,6 +289,7 @@ PATH = {
     "group": "closed",
     "name": "closed",
     "pipeline": "closed",
+    "mirror": "closed",
     "transaction": "closed",
     "partition": "0",
     "offset": "0",
@@ -310,7 +311,11 @@ def body_of(method: str, path: str, lease: str) -> Any:
         ("POST", "/pipelines"): {"name": "closed-new", "kind": "land", "settings": {"topics": "closed"}},
         ("PATCH", "/pipelines/{pipeline}"): {"settings": {"topics": "closed"}},
         ("PATCH", "/pipelines/{pipeline}/rules"): {"put": [own_rule]},
+        ("POST", "/mirrors"): {"name": "closed-new", "settings": {"from": "127.0.0.1:9"}},
+        ("PATCH", "/mirrors/{mirror}"): {"settings": {"topics": "closed"}},
         ("POST", "/hanging-transactions"): {"topic": "closed", "partition": 0, "producer_id": 1},
+        ("POST", "/cluster/plan"): {"kind": "balance"},
+        ("POST", "/cluster/undrain"): {"node": 0},
     }.get((method, path), {})
 
 

@@ -199,7 +199,10 @@ class ClusterNode:
             await controller.carried_out()
 
     def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
-        """Return who runs the pipelines; this node is a candidate if it `stands`."""
+        """Return who runs the pipelines; this node is a candidate if it `stands`, or if there is no other node.
+
+        A single node reports on its pipelines even while it cannot run them, and runs them once it can.
+        """
         owner = ElectedOwner(
             self._id,
             self._store,
@@ -207,7 +210,7 @@ class ClusterNode:
             registered=lambda: None if self._registration is None else self._registration.mine,
             random=self._dependencies.random,
         )
-        if stands:
+        if stands or self._dependencies.is_single:
             self._start("owner of pipelines", owner.run())
         return owner
 
