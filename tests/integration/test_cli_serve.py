@@ -253,10 +253,11 @@ def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(st
     assert 'millstream_topic_records_in_total{topic="measured"} 1.0' in metrics
     assert 'millstream_high_watermark{partition="0",topic="measured"} 1.0' in metrics
     assert 'millstream_request_seconds_bucket{api="Produce",le="+Inf"} 1.0' in metrics
-    operating = Path(__file__).parents[2] / "docs" / "operating.md"
-    documented = set(re.findall(r"`((?:millstream|process)_\w+)`", operating.read_text(encoding="utf-8")))
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text(encoding="utf-8") for name in ("operating.md", "cluster.md"))
+    documented = set(re.findall(r"`((?:millstream|process)_\w+)`", pages))
     served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
-    assert documented == served, "docs/operating.md lists every metric"
+    assert documented == served, "docs/operating.md and docs/cluster.md list every metric"
     missing = get(server, "/missing")
     assert (missing.status_code, missing.headers["content-type"]) == (404, "application/problem+json")
     (gateway,) = gateways(server)
