@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_with_its_place(text: str, said: str) -> None:
         ("a int, A long", "'a' and 'A', which differ in case alone"),
         ("x struct<b int, B int>", "differ in case"),
         ("`a b` int", "'a b', which cannot be a column"),
-        ("a array<map<string, int>>", "as map, which payloads are not landed as"),
+        ("a array<map<string, int>>", "as map within another column, which payloads are not landed as"),
         ("a binary", "as string it keeps its JSON"),
     ],
 )
