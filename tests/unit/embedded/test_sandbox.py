@@ -204,7 +204,7 @@ def test_the_options_are_those_of_connect() -> None:
 
 def test_a_message_without_await_has_all_that_a_message_has() -> None:
     public = {name for name in dir(Message) if not name.startswith("_")}
-    assert public == SyncMessage.__annotations__.keys() | {"ack", "nack", "reject", "extend"}
+    assert public == SyncMessage.__annotations__.keys() | {"decode", "ack", "nack", "reject", "extend"}
     for name, hint in SyncMessage.__annotations__.items():
         declared = getattr(Message, name)
         if isinstance(declared, property):
