@@ -102,6 +102,7 @@ def test_an_adoption_that_dies_at_every_step_is_repeated(
     assert server.stop() == 0
 
 
+@pytest.mark.trial
 def test_an_adoption_can_be_undone(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> None:
     server = Server(tmp_path / "data").start()
     admin = AdminClient({"bootstrap.servers": server.kafka})
