@@ -7,6 +7,7 @@ cluster, so that an empty folder or an old copy is noticed too.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,8 @@ import msgspec
 
 from millstream.broker.log.files import Files
 from millstream.broker.log.state import read_whole, replace_file
+
+_logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "last-run"
 UNKNOWN_NODE: Final = -1
@@ -110,10 +113,16 @@ class LastRun:
         self._owner = owner
 
     def begin(self, incarnation: str) -> None:
-        """Record, durably, under which incarnation the node is about to register."""
+        """Record, durably, under which incarnation the node is about to register.
+
+        A full disk does not keep it from registering: the next run then misses the incarnation, and counts as unclean.
+        """
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
         self._whole = [*self._whole, incarnation][-_KEPT:]
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            _logger.warning("this run could not be recorded in the data folder", extra={"error": str(error)})
 
     def note_admitted(self) -> None:
         """Record, durably, that the cluster relies on the contents of this folder from now on."""

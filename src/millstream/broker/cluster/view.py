@@ -158,7 +158,9 @@ class ClusterView:
 
         self.listen(look)
         try:
-            await asyncio.wait_for(seen, timeout_s)
+            # `wait_for` of Python 3.11 forgets a cancellation that comes together with the result.
+            async with asyncio.timeout(timeout_s):
+                await seen
         except TimeoutError:
             raise RequestTimedOut(f"{what}: not agreed on in the cluster within {timeout_s:g} s") from None
         finally:
