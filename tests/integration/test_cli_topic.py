@@ -89,7 +89,7 @@ def test_a_topic_that_exists_is_a_conflict_unless_that_is_fine(millstream: Comma
         (("create", "odd", "--set", "no.such.setting=1"), 2, "unknown topic setting 'no.such.setting'"),
         (("create", "odd", "--set", "retention.ms=soon"), 2, "must be a whole number"),
         (("create", "odd", "--set", "retention.ms"), 2, "--set takes NAME=VALUE"),
-        (("create", "odd", "--replication", "3"), 2, "needs as many nodes"),
+        (("create", "odd", "--replication", "3"), 2, "needs as many machines"),
         (("create", "odd", "--partitions", "0"), 2, "see millstream topic create --help"),
         (("alter", "odd"), 2, "nothing to change"),
     ],
