@@ -235,6 +235,26 @@ def test_a_published_message_arrives_in_the_live_tail(console: Console) -> None:
     assert watched.problems + following.problems == []
 
 
+def test_messages_are_shown_as_their_schema_decodes_them(console: Console) -> None:
+    parcel = {"type": "record", "name": "Parcel", "fields": [{"name": "to", "type": "string"}]}
+    with console.api() as api:
+        registered = api.post(
+            f"http://{console.server.http}/registry/subjects/parcels-value/versions",
+            json={"schema": json.dumps(parcel)},
+        )
+        assert registered.is_success, registered.text
+        sent = api.post("/topics/parcels-typed/messages?schema=parcels-value", json={"to": "Utrecht"})
+        assert sent.is_success, sent.text
+    watched = console.page("/topics/parcels-typed/messages")
+    page = watched.page
+    expect(page.locator("#rows")).to_contain_text('{"to":"Utrecht"}')
+    page.locator("#rows a").click()
+    expect(page.locator("#value")).to_contain_text('"to": "Utrecht"')
+    page.get_by_role("link", name="Hex").click()
+    expect(page.locator("#value")).to_contain_text("00000000")
+    assert watched.problems == []
+
+
 def test_messages_are_downloaded_as_lines(console: Console) -> None:
     with httpx.Client(timeout=WAIT_S) as client:
         answer = client.get(f"{console.url}/topics/orders/download", params={"filter": "payload.total > 5000"})

@@ -217,6 +217,28 @@ def test_what_a_person_may_not_do_is_not_offered_and_refused(guarded: Guarded) -
         assert bob.get("/console/topics/alice-orders/publish").text.count("<textarea") == 0
 
 
+def test_reading_messages_is_audited(guarded: Guarded) -> None:
+    with guarded.client() as client, guarded.client(auth=("admin", "admin-password")) as admin:
+        admin.post("/v1/topics/alice-orders/messages", json={"total": 1}).raise_for_status()
+        assert sign_in(client, "alice").status_code == 303
+        assert client.get("/console/topics/alice-orders/messages?filter=payload.total+%3D+1").status_code == 200
+        assert client.get("/console/topics/alice-orders/messages/0/0").status_code == 200
+        assert client.get("/console/topics/secret/messages/0/0").status_code == 403
+        seen: dict[str, dict[str, Any]] = {}
+        with admin.stream("GET", "/v1/topics/__audit/events", params={"from": "start"}) as events:
+            for line in events.iter_lines():
+                if line.startswith("data: "):
+                    event = json.loads(json.loads(line.removeprefix("data: "))["value"])
+                    if event.get("entity", {}).get("type") == "messages":
+                        assert event["entity"]["name"] == "alice-orders"
+                        assert event["actor"]["user"]["name"] == "alice"
+                        seen[event["entity"]["data"]["how"]] = event["entity"]["data"]
+                if {"browse", "message"} <= set(seen):
+                    break
+    assert seen["browse"]["filter"] == "(payload.total = 1)"
+    assert (seen["message"]["partition"], seen["message"]["offset"]) == (0, 0)
+
+
 def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
     with guarded.client() as client:
         assert "Sign in with your organization" in client.get("/console/login").text

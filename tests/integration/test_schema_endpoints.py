@@ -140,6 +140,31 @@ def test_http_encodes_json_by_subject(server: Server, subject: str) -> None:
     assert value == {**VALUE, "id": 1}
 
 
+def test_http_decodes_on_request(server: Server, subject: str) -> None:
+    topic = subject.removesuffix("-value")
+    order = {"id": 1, "total": "12.50", "day": "2026-11-16", "at": "2026-11-16T12:00:00Z", "ref": str(UUID(int=5))}
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=60) as http:
+        made = http.post("/subscriptions", json={"name": f"of-{topic}", "topics": [topic], "start": "start"})
+        assert made.status_code == 201, made.text
+        at = http.post(f"/topics/{topic}/messages", params={"schema": subject}, json=order).json()
+        http.post(f"/topics/{topic}/messages", content=b"\0\0\0\0\0none").raise_for_status()
+        path = f"/topics/{topic}/partitions/{at['partition']}/messages/{at['offset']}"
+        assert "decoded" not in http.get(path).json()
+        shown = http.get(path, params={"decode": "schema"}).json()
+        pulled: list[dict[str, Any]] = []
+        while len(pulled) < 2:
+            wanted = {"max": 10, "wait_ms": 20_000, "decode": "schema"}
+            pulled += http.post(f"/subscriptions/of-{topic}/messages:pull", json=wanted).json()["messages"]
+        with http.stream("GET", f"/topics/{topic}/events", params={"from": "start", "decode": "schema"}) as events:
+            data = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data: "))
+            listened = [json.loads(next(data)) for _ in range(2)]
+        assert http.get(path, params={"decode": "guess"}).status_code == 422
+    for documents in ([shown], pulled, listened):
+        decoded = [one for one in documents if "decoded" in one]
+        assert [(one["decoded"], one["schema"].isdigit()) for one in decoded] == [({**order, "note": None}, True)]
+        assert all("base64" in one for one in decoded)
+
+
 def test_the_command_line_publishes_and_shows_decoded_messages(
     command: CommandLine, topic: str, tmp_path: Path
 ) -> None:

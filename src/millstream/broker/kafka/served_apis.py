@@ -31,7 +31,7 @@ from millstream.broker.kafka.apis.batch_transactions import (
     LastBatch,
     PrepareTransaction,
 )
-from millstream.broker.kafka.apis.browse_apis import NodeSums, RightsList, TopicList
+from millstream.broker.kafka.apis.browse_apis import NodeSums, NoteReading, RightsList, TopicList
 from millstream.broker.kafka.apis.client_list import ClientList
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
@@ -466,6 +466,7 @@ class ServedApis:
     def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
         yield ClientList(self._parts.connections)
         yield RightsList()
+        yield NoteReading()
         yield DescribeClientQuotas(self._parts.declared.quotas)
         yield AlterClientQuotas(self._parts.declared.quotas, has_users=self._parts.config.authorizes)
         security = self._parts.declared.security

@@ -15,13 +15,14 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
 from millstream.core.tasks import finish
 
-CREATE, UPDATE, DELETE = Activity.CREATE, Activity.UPDATE, Activity.DELETE
+CREATE, READ, UPDATE, DELETE = Activity.CREATE, Activity.READ, Activity.UPDATE, Activity.DELETE
 
 Users = Mapping[tuple[str, str], Any]
 """The credentials before the request, by user and mechanism."""
 Changes = Callable[[Any, Any, Users], Iterable[Change]]
 
 _TIMED_OUT: Final = 7
+_FILTER_CHARACTERS_MAX: Final = 1000
 _NOTHING: Final[Mapping[str, Any]] = {}
 _CONFIG_KINDS: Final = {2: "topic", 4: "node", 32: "group"}
 
@@ -196,6 +197,16 @@ def _secrets_resealed(request: Any, response: Any, _users: Users) -> Iterator[Ch
         yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
 
 
+def _messages_shown(request: Any, response: Any, _users: Users) -> Iterator[Change]:
+    if response.error == 0:
+        data: dict[str, Any] = {"how": request.how}
+        if request.offset >= 0:
+            data |= {"partition": request.partition, "offset": request.offset}
+        if request.filter:
+            data["filter"] = request.filter[:_FILTER_CHARACTERS_MAX]
+        yield Change(activity=READ, kind="messages", name=request.topic, data=data)
+
+
 def _of_one(kind: str, activity: Activity, *, name: str = "name") -> Changes:
     """A private request that changes one thing, which it names in a field."""
 
@@ -247,6 +258,7 @@ CHANGES: Final[Mapping[str, Changes]] = {
     "MirrorDelete": _of_one("mirror", DELETE),
     "MirrorFailover": _of_one("mirror", UPDATE),
     "NodeUndrain": _node_undrained,
+    "NoteReading": _messages_shown,
     "MirrorReverse": _of_one("mirror", UPDATE),
     "MirrorSwitch": _of_one("mirror", UPDATE),
     "OffsetDelete": _offsets_changed,

@@ -16,6 +16,7 @@ from millstream.protocol.private.browse_messages import (
     BY_NAME,
     BY_PARTITIONS,
     PAGE_MAX,
+    READING_KEY,
     RIGHTS_KEY,
     RIGHTS_MAX,
     SUMS_KEY,
@@ -26,6 +27,8 @@ from millstream.protocol.private.browse_messages import (
     ListTopicsRequest,
     ListTopicsResponse,
     NodeSumsResponse,
+    NoteReadingRequest,
+    NoteReadingResponse,
 )
 from millstream.protocol.private.message import Nothing, Response, decode, encode
 from millstream.protocol.wire.client import Client
@@ -114,6 +117,11 @@ async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
         part = [(int(operation), int(kind), name) for operation, kind, name in asked[at : at + RIGHTS_MAX]]
         allowed += (await _ask(client, None, RIGHTS_KEY, ListRightsRequest(asked=part), ListRightsResponse)).allowed
     return allowed
+
+
+async def note_reading(client: Client, request: NoteReadingRequest) -> None:
+    """Have it recorded that a person is shown messages; raise if the person may not read them."""
+    await _ask(client, None, READING_KEY, request, NoteReadingResponse)
 
 
 async def _ask(client: Client, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:

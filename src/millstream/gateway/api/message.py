@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from millstream.client.admin.decoding import decode_record
 from millstream.client.admin.messages import utc
 from millstream.core.message_id import message_id
 from millstream.protocol.records.record import Headers, Record
+
+if TYPE_CHECKING:
+    from millstream.protocol.wire.client import Client
+
+Decode = Literal["schema"]
+"""How values are decoded besides being sent as they are stored."""
 
 _RAW = msgspec.json.Decoder(msgspec.Raw)
 _CONTROLS = bytes(range(0x20))
@@ -39,6 +46,10 @@ class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     headers: dict[str, str] = {}
     headers_base64: dict[str, str] = {}
     """Headers whose values are not text."""
+    schema: str | None = None
+    """With `decode=schema`: the id or GUID of the schema that the value names, if it could be decoded with it."""
+    decoded: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """The value as that schema decodes it."""
 
 
 class LeasedDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,9 +116,15 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
     return members
 
 
-def received(topic: str, topic_id: object, partition: int, record: Record) -> ReceivedMessage:
+async def decoded_members(client: Client, decode: Decode | None, topic: str, record: Record) -> dict[str, Any]:
+    """Return the members that a document has besides, if its value is asked for by schema and decodes."""
+    found = await decode_record(client, topic, record) if decode else None
+    return {} if found is None else {"schema": found.named, "decoded": msgspec.Raw(found.value)}
+
+
+def received(topic: str, topic_id: object, partition: int, record: Record, **more: Any) -> ReceivedMessage:
     """Return a message as a document."""
-    return ReceivedMessage(**members_of(topic, topic_id, partition, record))
+    return ReceivedMessage(**members_of(topic, topic_id, partition, record), **more)
 
 
 def in_one_line(document: bytes) -> bytes:

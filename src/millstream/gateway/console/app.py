@@ -165,14 +165,18 @@ class ConsoleApp:
                     searches=self.searches,
                     settings=self._settings,
                     principal=principal,
+                    host=host_of(scope),
                     can_sign_out=bool(signed_in.cookie),
                     csrf=signed_in.csrf,
                     notice=signed_in.notice,
                 )
                 if route.lane is Lane.WAIT:
                     await self._wait(exchange, route, visit, signed_in)
-                else:
+                elif route.method == "POST":
+                    # Carried out even if the browser leaves meanwhile.
                     await self._answer(exchange, visit, signed_in, await route.handle(visit))
+                else:
+                    await self._answer(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
             finally:
                 memory.release()
                 pressure.leave(route.lane)
@@ -212,7 +216,6 @@ class ConsoleApp:
     async def _wait(self, exchange: _Exchange, route: PageRoute, visit: Visit, signed_in: SignedIn) -> None:
         """Serve a stream, for as long as the browser is there and the person may see it."""
         gone = asyncio.ensure_future(_disconnected(exchange.receive))
-        visit.gone = gone
         lapsed: asyncio.Future[bytes] | None = None
         if self._callers is not None:
             lapsed = asyncio.ensure_future(self._until_lapsed(exchange, signed_in, self._callers))
@@ -358,6 +361,23 @@ def _pairs(text: bytes) -> dict[str, str]:
     except ValueError as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the parameters cannot be parsed: {error}") from None
     return dict(pairs)
+
+
+async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> Answer:
+    """Prepare a page; stop when the browser has disconnected."""
+    working = asyncio.ensure_future(route.handle(visit))
+    gone = asyncio.ensure_future(_disconnected(exchange.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        for one in (working, gone):
+            if not one.done():
+                one.cancel()
+                with suppress(asyncio.CancelledError):
+                    await one
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -25,6 +25,7 @@ from millstream.protocol.private.browse_messages import PAGE_MAX, ListedTopic, L
 _logger = logging.getLogger(__name__)
 
 SAMPLE_S: Final = 10.0
+FIRST_S: Final = 2.0
 FULL_S: Final = 60.0
 HOUR_SAMPLES: Final = 360
 MINUTE_SAMPLES: Final = 60
@@ -103,6 +104,7 @@ class History:
         self.stored_bytes = 0
         self._top: list[str] = []
         self._full_at = 0.0
+        self._samples = 0
         self._pause_s = FULL_S
         self._sampled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -136,12 +138,15 @@ class History:
             except MillstreamError as error:
                 # The charts have a gap.
                 _logger.debug("the console's numbers could not be sampled", extra={"error": str(error)})
+            self._samples += 1
             self._sampled.set()
             self._sampled = asyncio.Event()
-            await asyncio.sleep(max(1.0, SAMPLE_S - (self._clock() - started)))
+            # Rates need two samples; the second follows at once, for the person who has just come.
+            pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
+            await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
 
     async def _sample(self, now: float) -> None:
-        is_full = now - self._full_at >= self._pause_s or not self._full_at
+        is_full = now - self._full_at >= self._pause_s or self._samples < 2
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)

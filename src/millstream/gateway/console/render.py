@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -44,13 +45,15 @@ def size(value: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """Show a length of time by its largest unit."""
+    """Show a length of time by its largest unit, and by the next one as long as the first is small."""
     if seconds is None:
         return "–"
-    for unit_s, unit in _AGES:
-        if seconds >= unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return "0 s"
+    left = int(seconds)
+    for (unit_s, unit), (next_s, next_unit) in pairwise(_AGES):
+        if left >= unit_s:
+            rest = left % unit_s // next_s
+            return f"{left // unit_s} {unit}" + (f" {rest} {next_unit}" if rest and left < 10 * unit_s else "")
+    return f"{left} s"
 
 
 def moment(timestamp_ms: int | None) -> Markup:
@@ -119,31 +122,51 @@ def counted(value: int, noun: str, plural: str = "") -> str:
     return f"{number(value)} {noun if value == 1 else plural or noun + 's'}"
 
 
-_WIDTH, _HEIGHT = 240, 48
+_WIDTH, _HEIGHT = 240, 56
+_HOUR_S: Final = 3600
+_SHORTEST: Final = 12
+"""A chart shows a twelfth of its hour or more, so that the first samples are not a single dot at its edge."""
 
 
-def chart(values: Sequence[float | None], label: str) -> Markup:
-    """Draw a small chart of the last hour; it has no style of its own, so it follows the theme."""
-    known = [one for one in values if one is not None]
-    top = max(known, default=0.0) or 1.0
-    step = _WIDTH / max(1, len(values) - 1)
-    runs: list[list[str]] = [[]]
-    for at, value in enumerate(values):
+def chart(values: Sequence[float | None], label: str, *, as_size: bool = False) -> Markup:
+    """Draw a chart of the last hour, or of what is known of it; the stylesheet colours it."""
+    first = next((at for at, value in enumerate(values) if value is not None), len(values))
+    count = max(len(values) - first, len(values) // _SHORTEST, 2)
+    window = values[-count:]
+    known = [one for one in window if one is not None]
+    top = max(known, default=0.0)
+    step = _WIDTH / (count - 1)
+    runs: list[list[tuple[float, float]]] = [[]]
+    for at, value in enumerate(window):
         if value is None:
             runs.append([])
         else:
-            runs[-1].append(f"{at * step:.1f},{_HEIGHT - 2 - value / top * (_HEIGHT - 6):.1f}")
-    drawn = Markup("").join(
-        Markup(
-            '<polygon class="area" points="{x},{h} {points} {y},{h}"/><polyline class="line" points="{points}"/>'
-        ).format(points=" ".join(run), x=run[0].partition(",")[0], y=run[-1].partition(",")[0], h=_HEIGHT)
-        for run in runs
-        if len(run) > 1
-    )
+            runs[-1].append((at * step, _HEIGHT - 1 - value / (top or 1.0) * (_HEIGHT - 4)))
+    drawn = Markup("").join(_run(run) for run in runs if run)
+    show = size if as_size else number
     shape = 'class="chart" viewBox="0 0 {w} {h}" preserveAspectRatio="none"'
-    return Markup(f'<svg {shape} role="img" aria-label="{{label}}">{{drawn}}</svg>').format(
-        w=_WIDTH, h=_HEIGHT, label=label, drawn=drawn
+    return Markup(
+        f'<svg {shape} role="img" aria-label="{{label}}"><path class="base" d="M0 {{base}}H{{w}}"/>{{drawn}}</svg>'
+        '<span class="axis" aria-hidden="true"><span>{ago}</span><span>{top}</span><span>now</span></span>'
+    ).format(
+        w=_WIDTH,
+        h=_HEIGHT,
+        base=_HEIGHT - 0.5,
+        label=label,
+        drawn=drawn,
+        ago=age(_HOUR_S * count / len(values)) if values else "",
+        top=f"max {show(top)}" if known else "collecting",
     )
+
+
+def _run(points: list[tuple[float, float]]) -> Markup:
+    if len(points) == 1:
+        # A point by itself would not be visible.
+        points = [(max(0.0, points[0][0] - 2), points[0][1]), points[0]]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return Markup(
+        '<polygon class="area" points="{x:.1f},{h} {line} {y:.1f},{h}"/><polyline class="line" points="{line}"/>'
+    ).format(x=points[0][0], y=points[-1][0], h=_HEIGHT, line=line)
 
 
 @cache
@@ -168,7 +191,6 @@ def environment() -> Environment:
         prose=prose,
         plain=plain,
     )
-    made.filters.update(counted=counted, prose=prose, plain=plain)
     made.globals.update(address=address, command=command, chart=chart, prefix=PREFIX, version=__version__)
     return made
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, NamedTuple
@@ -35,6 +35,8 @@ FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
 """Of the messages that one step returns."""
 SEARCHES_PER_PERSON_MAX: Final = 4
 SEARCHES_MAX: Final = 32
+TAILS_PER_PERSON_MAX: Final = 8
+TAILS_MAX: Final = 200
 
 
 class Found(NamedTuple):
@@ -75,6 +77,7 @@ class Searches:
     def __init__(self) -> None:
         self._worker = FilterWorker()
         self._running: Counter[str] = Counter()
+        self._tails: Counter[str] = Counter()
 
     async def close(self) -> None:
         """End the process that evaluates filters."""
@@ -83,19 +86,14 @@ class Searches:
     @asynccontextmanager
     async def admitted(self, person: str) -> AsyncIterator[None]:
         """Count a search; refuse one too many."""
-        if self._running[person] >= SEARCHES_PER_PERSON_MAX or self._running.total() >= SEARCHES_MAX:
-            raise Refused(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"{SEARCHES_PER_PERSON_MAX} searches of one person, and {SEARCHES_MAX} of all, run at the same time; "
-                "stop one of yours, or try again later",
-            )
-        self._running[person] += 1
-        try:
+        with _counted(self._running, person, SEARCHES_PER_PERSON_MAX, SEARCHES_MAX, "searches"):
             yield
-        finally:
-            self._running[person] -= 1
-            if not self._running[person]:
-                del self._running[person]
+
+    @asynccontextmanager
+    async def following(self, person: str) -> AsyncIterator[None]:
+        """Count a live tail; refuse one too many."""
+        with _counted(self._tails, person, TAILS_PER_PERSON_MAX, TAILS_MAX, "live tails"):
+            yield
 
     async def read(
         self,
@@ -226,8 +224,28 @@ class Searches:
                     size += message_bytes(record)
                     if (limit is not None and len(found) >= limit) or size > FOUND_BYTES_MAX:
                         return found, record.offset + 1
+                if read.next_offset <= start:
+                    # Nothing of the batch can be read from here on; without this, the loop would not end.
+                    break
                 start = read.next_offset
         return found, None
+
+
+@contextmanager
+def _counted(running: Counter[str], person: str, each_max: int, all_max: int, noun: str) -> Iterator[None]:
+    if running[person] >= each_max or running.total() >= all_max:
+        raise Refused(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"{each_max} {noun} of one person, and {all_max} of all, run at the same time; stop one of yours, or try "
+            "again later",
+        )
+    running[person] += 1
+    try:
+        yield
+    finally:
+        running[person] -= 1
+        if not running[person]:
+            del running[person]
 
 
 async def compiled(text: str) -> Filter | None:

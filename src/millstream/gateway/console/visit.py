@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
-from millstream.client.admin.browse import Right, allowed_rights
+from millstream.client.admin.browse import Right, allowed_rights, note_reading
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.request_memory import RequestMemory
+from millstream.protocol.private.browse_messages import NoteReadingRequest
 
 if TYPE_CHECKING:
     from millstream.gateway.console.history import History
@@ -53,11 +53,11 @@ class Visit:
     settings: ConsoleSettings
     principal: str = ""
     """Who is signed in; empty where everyone may do everything."""
+    host: str = ""
+    """Where the browser is."""
     can_sign_out: bool = False
     csrf: str = ""
     notice: str = ""
-    gone: asyncio.Future[None] | None = None
-    """Done when the browser has disconnected; only for pages that wait."""
     _rights: dict[Right, bool] = field(default_factory=dict)
 
     # -- what was asked for ---------------------------------------------------------------------------------
@@ -97,6 +97,16 @@ class Visit:
             query.pop(name, None)
         kept = {name: value for name, value in query.items() if value != ""}
         return f"{self.path}?{urlencode(kept)}" if kept else self.path
+
+    @property
+    def person(self) -> str:
+        """Whose searches are counted together: the principal, or everyone at an address."""
+        return self.principal or self.host
+
+    async def note_reading(self, topic: str, how: str, **more: Any) -> None:
+        """Record that the person is shown messages, where there is an audit log."""
+        if self.principal:
+            await note_reading(self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
 
     # -- what may be done -----------------------------------------------------------------------------------
 

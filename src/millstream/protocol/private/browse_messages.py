@@ -12,6 +12,7 @@ from millstream.protocol.private.message import Response
 TOPICS_KEY: Final = 32190
 RIGHTS_KEY: Final = 32191
 SUMS_KEY: Final = 32192
+READING_KEY: Final = 32193
 
 BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES = "name", "partitions", "records", "bytes"
 ORDERS: Final = (BY_NAME, BY_PARTITIONS, BY_RECORDS, BY_BYTES)
@@ -68,6 +69,22 @@ class ListRightsResponse(Response, frozen=True, kw_only=True):
 
     allowed: Sequence[bool] = ()
     principal: str = ""
+
+
+class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Says that the client shows a person messages of a topic."""
+
+    topic: str
+    how: str
+    """`browse`, `message`, `search`, `tail`, `download`, `letters` or `filter`, the trial of a filter."""
+    partition: int = -1
+    offset: int = -1
+    """The message, if it is a single one."""
+    filter: str = ""
+
+
+class NoteReadingResponse(Response, frozen=True, kw_only=True):
+    """It is recorded."""
 
 
 class NodeSumsResponse(Response, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from millstream.protocol.private.browse_messages import (
     BY_RECORDS,
     ORDERS,
     PAGE_MAX,
+    READING_KEY,
     RIGHTS_KEY,
     RIGHTS_MAX,
     SUMS_KEY,
@@ -30,6 +31,8 @@ from millstream.protocol.private.browse_messages import (
     ListTopicsRequest,
     ListTopicsResponse,
     NodeSumsResponse,
+    NoteReadingRequest,
+    NoteReadingResponse,
 )
 from millstream.protocol.private.message import Nothing
 
@@ -224,6 +227,23 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
             return await self.handle(request)
         allowed = [rights.allows(operation, kind, name) for operation, kind, name in _checked(request)]
         return ListRightsResponse(allowed=allowed, principal=rights.principal)
+
+
+class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
+    """Records in the audit log that a person is shown messages; the console sends it before it shows them.
+
+    {"topic": "orders", "how": "message", "partition": 0, "offset": 42, "filter": ""}
+    answer: {"error": 0, "message": null}
+    """
+
+    key = READING_KEY
+
+    async def needs(self, request: NoteReadingRequest) -> Sequence[Need]:
+        return [(Operation.READ, ResourceType.TOPIC, request.topic)]
+
+    async def handle(self, request: NoteReadingRequest) -> NoteReadingResponse:
+        """Do nothing more: what was asked for is recorded by the table of changes."""
+        return NoteReadingResponse()
 
 
 def _checked(request: ListRightsRequest) -> list[Need]:

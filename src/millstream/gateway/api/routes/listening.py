@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
 from millstream.core.ids import OffsetRange
 from millstream.gateway.api.event_stream import event
-from millstream.gateway.api.message import held_bytes, in_one_line, received
+from millstream.gateway.api.message import Decode, decoded_members, held_bytes, in_one_line, received
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
 from millstream.gateway.api.record_reader import Slice
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
@@ -46,6 +46,7 @@ PARTITIONS_NAMED_MAX: Final = 16
 """With more partitions, only the last of the events that are sent together has an id."""
 
 _PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
+DecodeValues = Annotated[Decode | None, Meta(description="`schema` adds the value as its schema decodes it.")]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -53,6 +54,7 @@ class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
     """Where to start; `Last-Event-ID` takes precedence."""
 
     start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to start: {HELP}.")] = "end"
+    decode: DecodeValues = None
 
 
 class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +62,7 @@ class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max: Annotated[int, Meta(ge=1, le=1000, description="The number of messages to lease at once.")] = 100
     worker: WorkerName | None = None
+    decode: DecodeValues = None
 
 
 class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
@@ -82,7 +85,7 @@ async def listen(services: Services, request: Request[Listen, NoFields]) -> Stre
         starts = await offsets_at(
             services.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED
         )
-    pieces = _published(services, topic, starts, request.memory)
+    pieces = _published(services, topic, starts, request.memory, request.query.decode)
     return StreamResponse(_reporting_errors(pieces, f"/v1/topics/{topic.name}/events"))
 
 
@@ -93,12 +96,12 @@ async def consume(services: Services, request: Request[Consume, NoFields]) -> St
     receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
     # Asked before the stream starts, so that an unknown subscription is answered with a problem document.
     await services.subscriptions.describe([name])
-    pieces = _leased(services, receive, request.gone, request.memory)
+    pieces = _leased(services, receive, request.gone, request.memory, request.query.decode)
     return StreamResponse(_reporting_errors(pieces, f"/v1/subscriptions/{name}/events"))
 
 
 async def _published(
-    services: Services, topic: TopicMetadata, starts: Mapping[int, int], memory: RequestMemory
+    services: Services, topic: TopicMetadata, starts: Mapping[int, int], memory: RequestMemory, decode: Decode | None
 ) -> AsyncGenerator[bytes, None]:
     notes: list[str] = []
     tailer = Tailer(
@@ -119,7 +122,12 @@ async def _published(
                         for note in notes:
                             yield event("note", _encode({"detail": note}))
                         notes.clear()
-                        for piece in _pieces(_events(topic, one.partition, records, places)):
+                        decoded = []
+                        if decode is not None:
+                            decoded = [
+                                await decoded_members(services.client, decode, topic.name, each) for each in records
+                            ]
+                        for piece in _pieces(_events(topic, one.partition, records, places, decoded)):
                             yield piece
 
 
@@ -158,17 +166,28 @@ async def _records(
             memory.resize(READ_BYTES)
 
 
-def _events(topic: TopicMetadata, partition: int, records: list[Record], places: dict[int, int]) -> Iterable[bytes]:
+def _events(
+    topic: TopicMetadata,
+    partition: int,
+    records: list[Record],
+    places: dict[int, int],
+    decoded: Sequence[Mapping[str, Any]],
+) -> Iterable[bytes]:
     for at, record in enumerate(records, 1):
         places[partition] = record.offset + 1
         has_event_id = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
         event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if has_event_id else None
-        document = _encode(received(topic.name, topic.topic_id, partition, record))
+        more = decoded[at - 1] if decoded else {}
+        document = _encode(received(topic.name, topic.topic_id, partition, record, **more))
         yield event("message", in_one_line(document), event_id)
 
 
 async def _leased(
-    services: Services, receive: Receive, gone: asyncio.Future[None] | None, memory: RequestMemory
+    services: Services,
+    receive: Receive,
+    gone: asyncio.Future[None] | None,
+    memory: RequestMemory,
+    decode: Decode | None,
 ) -> AsyncGenerator[bytes, None]:
     while not services.stopping.done() and (gone is None or not gone.done()):
         try:
@@ -183,7 +202,9 @@ async def _leased(
                 memory.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
                 piece, count = b"", 0
                 while count < len(left) and len(piece) < PIECE_BYTES:
-                    piece += event("message", in_one_line(_encode(leased(left[count], receive.worker))))
+                    one = left[count]
+                    more = await decoded_members(services.client, decode, one.topic, one.record)
+                    piece += event("message", in_one_line(_encode(leased(one, receive.worker, **more))))
                     count += 1
                 yield piece
                 if gone is not None and gone.done():

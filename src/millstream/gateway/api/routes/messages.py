@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from millstream.client.admin.message_trace import Position, trace_at
 from millstream.client.admin.messages import find_message
 from millstream.client.admin.topics import find_topic
-from millstream.gateway.api.message import ReceivedMessage, held_bytes, members_of
+from millstream.gateway.api.message import Decode, ReceivedMessage, decoded_members, held_bytes, members_of
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.message_trace import SubscriptionTrace
@@ -41,7 +42,13 @@ class StoredDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=T
     batch: BatchDescription
 
 
-async def show(services: Services, request: Request[NoFields, NoFields]) -> StoredDocument:
+class Show(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to show a message."""
+
+    decode: Annotated[Decode | None, Meta(description="`schema` adds the value as its schema decodes it.")] = None
+
+
+async def show(services: Services, request: Request[Show, NoFields]) -> StoredDocument:
     """Show the message at an offset."""
     topic = await find_topic(services.client, request.path["topic"])
     partition = request.path["partition"]
@@ -53,6 +60,7 @@ async def show(services: Services, request: Request[NoFields, NoFields]) -> Stor
         timestamp_type=stored.timestamp_type,
         batch=msgspec.convert(stored.batch_document(), BatchDescription),
         **members_of(topic.name, topic.topic_id, partition, stored.record),
+        **await decoded_members(services.client, request.query.decode, topic.name, stored.record),
     )
 
 
@@ -85,7 +93,7 @@ ROUTES: Final = (
         tag="messages",
         summary="Show one message and its record batch",
         handle=show,
-        query=NoFields,
+        query=Show,
         body=NoFields,
         answer=StoredDocument,
     ),

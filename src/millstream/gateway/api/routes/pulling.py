@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -13,7 +13,7 @@ from msgspec import Meta
 from millstream.client.admin.messages import utc
 from millstream.core.errors import MillstreamError
 from millstream.core.verb import Verb
-from millstream.gateway.api.message import LeasedDocument, held_bytes, members_of
+from millstream.gateway.api.message import Decode, LeasedDocument, decoded_members, held_bytes, members_of
 from millstream.gateway.api.problem import invalid, status_of
 from millstream.gateway.api.route import Lane, NoFields, Request, Route
 from millstream.gateway.api.services import Services
@@ -43,6 +43,8 @@ class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerName | None = None
     """The worker's name, which counts towards the subscription's `millstream.in.flight.max`; without it every pull is a
     worker of its own."""
+    decode: Decode | None = None
+    """`schema` adds the value as its schema decodes it."""
 
 
 class PulledMessages(msgspec.Struct, frozen=True):
@@ -112,7 +114,13 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     messages = await receive_until(services, receive, request.gone)
     request.undelivered = partial(services.leasing.give_back, name, worker, messages)
     request.memory.resize(sum(held_bytes(message.record) for message in messages))
-    return PulledMessages([leased(message, worker) for message in messages])
+    if wanted.decode is None:
+        return PulledMessages([leased(message, worker) for message in messages])
+    documents = []
+    for message in messages:
+        more = await decoded_members(services.client, wanted.decode, message.topic, message.record)
+        documents.append(leased(message, worker, **more))
+    return PulledMessages(documents)
 
 
 async def receive_until(services: Services, receive: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
@@ -136,13 +144,14 @@ async def _take_back(services: Services, receive: Receive, leasing: asyncio.Futu
         await services.leasing.give_back(receive.subscription, receive.worker, await leasing)
 
 
-def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
+def leased(message: LeasedMessage, worker: str, **more: Any) -> LeasedDocument:
     """Return a leased message as a document."""
     return LeasedDocument(
         lease=token_of(message, worker),
         attempt=message.attempt,
         deadline=utc(message.deadline_ms) or "",
         **members_of(message.topic, message.topic_id, message.partition, message.record),
+        **more,
     )
 
 

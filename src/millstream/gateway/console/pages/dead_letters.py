@@ -84,6 +84,7 @@ async def show(visit: Visit) -> Answer:
     """Show the open letters of a topic; they stay open."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
+    await visit.note_reading(topic, "letters", filter=condition)
     selected, outcome, problem = _Selected(visit), Outcome(), ""
     try:
         wanted = await _wanted(condition)

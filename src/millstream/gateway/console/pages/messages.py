@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
+from millstream.client.admin.decoding import decode_record
 from millstream.client.admin.messages import StoredMessage, find_message
 from millstream.client.admin.position import parse_position
 from millstream.client.admin.tailer import Tailer
@@ -26,7 +27,7 @@ from millstream.gateway.api.new_message import NewMessage, from_batch
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.routes.publishing import publish_messages
-from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number
+from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
 from millstream.gateway.console.search import Found, Progress, compiled
 from millstream.gateway.console.visit import Answer, Done, Download, Page, PageRoute, Visit, address, change, command
 from millstream.protocol.filter.filter import Filter
@@ -42,10 +43,12 @@ PAGE_S: Final = 1.0
 REACH_FACTOR: Final = 4
 TAIL_ROWS_MAX: Final = 50
 """Rows of one event of the live tail; more than this at once are counted, not shown."""
+KEPT_ROWS: Final = 4 * ROWS
+_FORMS: Final = {"decoded": "Decoded", "json": "JSON", "text": "Text", "hex": "Hex"}
 NDJSON: Final = "application/x-ndjson"
 
 
-class _Wanted(msgspec.Struct, frozen=True):
+class _Wanted(msgspec.Struct):
     """What the page's form asks for."""
 
     topic: TopicMetadata
@@ -54,13 +57,21 @@ class _Wanted(msgspec.Struct, frozen=True):
     """A position; empty for the newest messages."""
     key: str
     filter: str
-    condition: Filter | None
-    problem: str
+    condition: Filter | None = None
+    problem: str = ""
     """Why the filter or the position cannot be used."""
 
     @property
     def is_search(self) -> bool:
         return bool(self.filter or self.key)
+
+    @property
+    def selects(self) -> str:
+        """The filter with the key, as one condition."""
+        terms = [f"({self.filter})"] if self.filter else []
+        if self.key:
+            terms.append("key = '" + self.key.replace("'", "''") + "'")
+        return " AND ".join(terms)
 
 
 async def _wanted(visit: Visit) -> _Wanted:
@@ -73,20 +84,17 @@ async def _wanted(visit: Visit) -> _Wanted:
             raise invalid(f"topic {topic.name!r} has no partition {index}; the last is {max(partitions)}")
         partitions = [index]
     text, key, starts_at = visit.text("filter"), visit.text("key"), visit.text("from", length_max=100)
-    terms = [f"({text})"] if text else []
-    if key:
-        terms.append("key = '" + key.replace("'", "''") + "'")
-    problem, condition = "", None
+    wanted = _Wanted(topic, partitions, starts_at, key, text)
     try:
         # The filter by itself first, so that its errors name places in it.
-        condition = await compiled(text)
+        wanted.condition = await compiled(text)
         if key:
-            condition = await compiled(" AND ".join(terms))
+            wanted.condition = await compiled(wanted.selects)
         if starts_at:
             parse_position(starts_at)
     except MillstreamError as error:
-        problem, condition = str(error), None
-    return _Wanted(topic, partitions, starts_at, key, text, condition, problem)
+        wanted.problem, wanted.condition = str(error), None
+    return wanted
 
 
 async def _bounds(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
@@ -122,8 +130,42 @@ def _at(places: Mapping[int, int]) -> str:
     return ",".join(f"{index}:{offset}" for index, offset in places.items())
 
 
+class Row(NamedTuple):
+    """A message in a list: only what the list shows, so that large messages take no memory while others are read."""
+
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: str
+    value: str
+    size: int
+    schema: str
+    """The schema by which the value was decoded; empty if it is shown as stored."""
+
+
+async def rows_of(visit: Visit, topic: str, found: Iterable[Found]) -> list[Row]:
+    """Return messages as rows, with their values decoded if they name a schema."""
+    rows = []
+    for partition, record in found:
+        size, decoded = len(record.value or b""), None
+        if size <= SHOWN_BYTES_MAX:
+            decoded = await decode_record(visit.services.client, topic, record)
+        rows.append(
+            Row(
+                partition,
+                record.offset,
+                record.timestamp_ms,
+                "–" if record.key is None else text_of(record.key, chars_max=60),
+                text_of(record.value if decoded is None else decoded.value),
+                size,
+                "" if decoded is None else decoded.named,
+            )
+        )
+    return rows
+
+
 class _Reading(msgspec.Struct):
-    rows: list[Found] = []
+    rows: list[Row] = []
     places: dict[int, int] = {}
     """Where to continue."""
     older: dict[int, int] = {}
@@ -141,23 +183,33 @@ async def _newest(visit: Visit, wanted: _Wanted) -> _Reading:
             for index, (start, end) in bounds.items()
         }
     reach = ROWS
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PAGE_S
     while True:
         ranges = {index: OffsetRange(max(start, end - reach), end) for index, (start, end) in bounds.items()}
         reading = _Reading()
         async with aclosing(visit.searches.read(visit.services, wanted.topic, ranges, None, reading.progress)) as steps:
             async for found in steps:
-                reading.rows += found
-        if len(reading.rows) >= ROWS or all(ranges[index].start == one.start for index, one in bounds.items()):
+                reading.rows += await rows_of(visit, wanted.topic.name, found)
+                if len(reading.rows) > KEPT_ROWS:
+                    _keep_newest(reading.rows)
+        is_whole = all(ranges[index].start == one.start for index, one in bounds.items())
+        if len(reading.rows) >= ROWS or is_whole or loop.time() > deadline:
             break
         # Offsets without messages: transaction markers, and gaps that compaction left.
         reach *= REACH_FACTOR
-    reading.rows.sort(key=lambda one: (one.record.timestamp_ms, one.record.offset), reverse=True)
-    del reading.rows[ROWS:]
-    oldest = {index: end for index, (_, end) in bounds.items()}
+    _keep_newest(reading.rows)
+    # Without rows, older pages continue before what was looked at.
+    oldest = {index: end if reading.rows else ranges[index].start for index, (_, end) in bounds.items()}
     for one in reading.rows:
-        oldest[one.partition] = min(oldest[one.partition], one.record.offset)
+        oldest[one.partition] = min(oldest[one.partition], one.offset)
     reading.older = oldest if any(oldest[index] > bounds[index].start for index in oldest) else {}
     return reading
+
+
+def _keep_newest(rows: list[Row]) -> None:
+    rows.sort(key=lambda one: (one.timestamp_ms, one.offset), reverse=True)
+    del rows[ROWS:]
 
 
 async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
@@ -166,13 +218,13 @@ async def _search(visit: Visit, wanted: _Wanted, limit: int) -> _Reading:
     reading = _Reading(places={index: start for index, (start, _) in ranges.items()})
     loop = asyncio.get_running_loop()
     deadline = loop.time() + PAGE_S
-    async with visit.searches.admitted(visit.principal):
+    async with visit.searches.admitted(visit.person):
         steps = visit.searches.read(
             visit.services, wanted.topic, ranges, wanted.condition, reading.progress, limit=limit, places=reading.places
         )
         async with aclosing(steps):
             async for found in steps:
-                reading.rows += found
+                reading.rows += await rows_of(visit, wanted.topic.name, found)
                 if loop.time() > deadline:
                     break
     reading.is_done = all(reading.places[index] >= end for index, (_, end) in ranges.items())
@@ -186,6 +238,7 @@ async def browse(visit: Visit) -> Answer:
     reading = _Reading()
     is_forward = wanted.is_search or bool(wanted.starts_at) or bool(visit.text("at", length_max=200_000))
     if not wanted.problem:
+        await visit.note_reading(name, "browse", filter=wanted.selects)
         reading = await _search(visit, wanted, ROWS) if is_forward else await _newest(visit, wanted)
     context = {
         "topic": name,
@@ -229,6 +282,7 @@ async def search(visit: Visit) -> Answer:
     if wanted.problem:
         raise invalid(wanted.problem)
     ranges = await _forward(visit, wanted)
+    await visit.note_reading(wanted.topic.name, "search", filter=wanted.selects)
     return Download(_found(visit, wanted, ranges), EVENT_STREAM)
 
 
@@ -236,14 +290,15 @@ async def _found(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) 
     progress = Progress()
     rows = environment().get_template("message_rows.html")
     try:
-        async with visit.searches.admitted(visit.principal):
+        async with visit.searches.admitted(visit.person):
             steps = visit.searches.read(
                 visit.services, wanted.topic, ranges, wanted.condition, progress, limit=SEARCH_ROWS_MAX
             )
             async with aclosing(steps):
                 async for found in steps:
+                    shown = await rows_of(visit, wanted.topic.name, found)
                     said = {
-                        "rows": rows.render(topic=wanted.topic.name, rows=found) if found else "",
+                        "rows": rows.render(topic=wanted.topic.name, rows=shown) if shown else "",
                         "state": _said(progress, is_done=False),
                         "share": progress.read / max(1, progress.total),
                     }
@@ -261,6 +316,7 @@ async def tail(visit: Visit) -> Answer:
     if wanted.problem:
         raise invalid(wanted.problem)
     bounds = await _bounds(visit, wanted)
+    await visit.note_reading(wanted.topic.name, "tail", filter=wanted.selects)
     return Download(_followed(visit, wanted, {index: end for index, (_, end) in bounds.items()}), EVENT_STREAM)
 
 
@@ -271,12 +327,12 @@ async def _followed(visit: Visit, wanted: _Wanted, starts: dict[int, int]) -> As
         visit.services.reading, wanted.topic.name, starts, patience_s=30.0, isolation=READ_COMMITTED, note=progress.skip
     )
     try:
-        async with aclosing(tailer.follow_fetched()) as following:
+        async with visit.searches.following(visit.person), aclosing(tailer.follow_fetched()) as following:
             async for fetched in following:
                 for one in fetched:
                     step = await visit.searches.matching(visit.services, wanted.topic, one, wanted.condition, progress)
                     found = step.found
-                    shown = found[-TAIL_ROWS_MAX:]
+                    shown = await rows_of(visit, wanted.topic.name, found[-TAIL_ROWS_MAX:])
                     progress.matched += len(found)
                     if shown:
                         said = {
@@ -295,12 +351,13 @@ async def download(visit: Visit) -> Answer:
     if wanted.problem:
         raise invalid(wanted.problem)
     ranges = await _forward(visit, wanted)
+    await visit.note_reading(wanted.topic.name, "download", filter=wanted.selects)
     return Download(_lines(visit, wanted, ranges), NDJSON, f"{wanted.topic.name}.jsonl")
 
 
 async def _lines(visit: Visit, wanted: _Wanted, ranges: dict[int, OffsetRange]) -> AsyncGenerator[bytes, None]:
     topic = wanted.topic
-    async with visit.searches.admitted(visit.principal):
+    async with visit.searches.admitted(visit.person):
         steps = visit.searches.read(visit.services, topic, ranges, wanted.condition, Progress(), limit=DOWNLOAD_MAX)
         async with aclosing(steps):
             async for found in steps:
@@ -317,6 +374,7 @@ async def show(visit: Visit) -> Answer:
     """Show one message: its contents, its batch, and its state in every subscription."""
     topic = await find_topic(visit.services.client, visit.names["topic"])
     partition, offset = _index(visit.names["partition"]), _index(visit.names["offset"])
+    await visit.note_reading(topic.name, "message", partition=partition, offset=offset)
     stored = await find_message(
         visit.services.reading, topic, partition, offset, read_record=visit.services.reader.read_one
     )
@@ -326,9 +384,18 @@ async def show(visit: Visit) -> Answer:
     shown = value[:SHOWN_BYTES_MAX]
     text = _text(shown)
     indented = as_json(value) if len(value) <= SHOWN_BYTES_MAX else None
-    form = visit.choice("as", ("auto", "json", "text", "hex"))
+    decoded = None
+    if len(value) <= SHOWN_BYTES_MAX:
+        decoded = await decode_record(visit.services.client, topic.name, record)
+    form = visit.choice("as", ("auto", *_FORMS))
+    contents = {
+        "decoded": None if decoded is None else as_json(decoded.value),
+        "json": indented,
+        "text": text,
+        "hex": hex_dump(shown),
+    }
     if form == "auto":
-        form = "json" if indented is not None else "text" if text is not None else "hex"
+        form = next(one for one in _FORMS if contents[one] is not None)
     context = {
         "topic": topic.name,
         "may_read": True,
@@ -340,7 +407,9 @@ async def show(visit: Visit) -> Answer:
         "stored": stored,
         "batch": stored.batch_document(),
         "form": form,
-        "content": {"json": indented, "text": text, "hex": hex_dump(shown)}[form],
+        "forms": [(one, name) for one, name in _FORMS.items() if one != "decoded" or decoded is not None],
+        "content": contents[form],
+        "schema": "" if decoded is None else decoded.named,
         "is_cut": len(value) > SHOWN_BYTES_MAX,
         "headers": [(name, _text(value or b"") or (value or b"").hex(" ")) for name, value in record.headers],
         "samples": _samples(topic.name, stored),

@@ -47,7 +47,7 @@ async def show(visit: Visit) -> Answer:
         "nodes": nodes,
         "partitions": max((one.partitions for one in nodes), default=0),
         "history": visit.history if may_describe else None,
-        "queues": rows,
+        "waiting": sorted((row for row in rows if row["backlog"]), key=lambda row: -row["backlog"])[:5],
         "backlog": sum(row["backlog"] for row in rows),
         "oldest_s": max((row["oldest_s"] for row in rows if row["oldest_s"] is not None), default=None),
         "letters": sum(one.letters for one in letters),

@@ -176,7 +176,7 @@ async def _try_filter(visit: Visit, topics: Sequence[str], text: str) -> list[di
     """Try a filter on the newest messages of each topic."""
     condition = await compiled(text)
     tried = []
-    async with visit.searches.admitted(visit.principal):
+    async with visit.searches.admitted(visit.person):
         for name in topics[:20]:
             with suppress(MillstreamError):
                 topic = await find_topic(visit.services.client, name)
@@ -186,6 +186,7 @@ async def _try_filter(visit: Visit, topics: Sequence[str], text: str) -> list[di
                 each = max(1, RECENT // max(1, len(bounds)))
                 ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
                 progress = Progress()
+                await visit.note_reading(name, "filter", filter=text)
                 async for _ in visit.searches.read(visit.services, topic, ranges, condition, progress):
                     await asyncio.sleep(0)
                 tried.append({"topic": name, "read": progress.read, "matched": progress.matched})

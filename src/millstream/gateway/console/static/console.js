@@ -2,13 +2,15 @@
 // Everything is readable without it. Message contents only ever arrive as escaped text from the server.
 "use strict";
 (() => {
-  const zone = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+  const clock = { month: "short", day: "numeric", hour: "numeric", minute: "2-digit", second: "2-digit" };
+  const thisYear = new Intl.DateTimeFormat(undefined, clock);
+  const anyYear = new Intl.DateTimeFormat(undefined, { ...clock, year: "numeric" });
   function localTimes(root) {
     for (const one of root.querySelectorAll("time[datetime]:not([title])")) {
       const at = new Date(one.dateTime);
       if (Number.isNaN(at.getTime())) continue;
       one.title = one.textContent;
-      one.textContent = zone.format(at);
+      one.textContent = (at.getFullYear() === new Date().getFullYear() ? thisYear : anyYear).format(at);
     }
   }
 
