@@ -447,3 +447,35 @@ def test_what_retention_takes_from_a_running_stream(bench: Bench, is_strict: boo
     else:
         query.awaitTermination()
         assert found == [*range(10), *range(25, 40)]
+
+
+def test_a_table_of_sparks_catalog_is_read_and_inserted_into(bench: Bench) -> None:
+    bench.create(partitions=2)
+    sql, table = bench.spark.sql, f"table_{bench.topic.replace('-', '_')}"
+    options = f"subscribe '{bench.topic}', `kafka.bootstrap.servers` '{bench.server.kafka}'"
+    sql(f"CREATE TABLE {table} USING millstream OPTIONS ({options}, columns 'key string, value string, offset')")
+    try:
+        sql(f"INSERT INTO {table} (key, value) VALUES ('a', 'one'), (NULL, 'two')")
+        sql(f"INSERT INTO {table} SELECT key, upper(value), offset FROM {table} WHERE key IS NOT NULL")
+        assert sorted((row.key or "", row.value) for row in sql(f"SELECT * FROM {table}").collect()) == [
+            ("", "two"),
+            ("a", "ONE"),
+            ("a", "one"),
+        ]
+        assert sorted(bench.values()) == [b"ONE", b"one", b"two"]
+        stream = bench.spark.readStream.option("startingOffsets", "earliest").table(table)
+        query = stream.writeStream.format("memory").queryName(f"{table}_seen").trigger(availableNow=True).start()
+        query.awaitTermination()
+        assert bench.spark.table(f"{table}_seen").count() == 3
+        with pytest.raises(Exception, match="cannot be overwritten"):
+            sql(f"INSERT OVERWRITE {table} (key, value) VALUES ('a', 'one')")
+    finally:
+        sql(f"DROP TABLE {table}")
+    with pytest.raises(Exception, match="tokenFile"):
+        sql(f"CREATE TABLE {table} USING millstream OPTIONS ({options}, user 'a', password 'b')")
+    sql(f"CREATE TABLE {table} (value STRING) USING millstream OPTIONS ({options})")
+    try:
+        with pytest.raises(Exception, match="without a list of columns"):
+            sql(f"SELECT * FROM {table}").collect()
+    finally:
+        sql(f"DROP TABLE {table}")

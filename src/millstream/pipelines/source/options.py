@@ -85,6 +85,8 @@ _WRITE: Final = (
     "sourceGeneration",
     "kafka.acks",
 )
+READ_ONLY: Final = frozenset(name.lower() for name in _READ) - frozenset(name.lower() for name in _WRITE)
+WRITE_ONLY: Final = frozenset(name.lower() for name in _WRITE) - frozenset(name.lower() for name in _READ)
 _WITHOUT_EFFECT: Final = {
     "kafkaConsumer.pollTimeoutMs": "a fetch is retried until kafka.request.timeout.ms has passed",
     "fetchOffset.numRetries": "offset lookups are retried until kafka.request.timeout.ms has passed",
@@ -174,6 +176,8 @@ class ReadOptions:
     fetch_bytes: int = 8 * 1024 * 1024
     filter: str = ""
     columns: tuple[str, ...] | None = None
+    text_columns: frozenset[str] = frozenset()
+    """Those of key and value that are built as text."""
     value_format: str = "bytes"
     """Or `string`, `json`; `schema` decodes values by the registered schemas that they name."""
     subject: str | None = None
@@ -272,7 +276,8 @@ def read_options(given: Mapping[str, str], access: Access | None = None) -> Read
         isolation=READ_UNCOMMITTED if isolation == "read_uncommitted" else READ_COMMITTED,
         fetch_bytes=found.number("kafka.max.partition.fetch.bytes", 8 * 1024 * 1024, minimum=1024),
         filter=found.text("filter") or "",
-        columns=_columns(found.text("columns")),
+        columns=None if (columns := _columns(found.text("columns"))) is None else tuple(columns),
+        text_columns=frozenset(name for name, is_text in (columns or {}).items() if is_text),
         value_format=_value_format(found),
         subject=found.text("schemaSubject"),
         ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
@@ -516,15 +521,20 @@ def _position(found: _Given, side: str) -> Position | None:
     return Named(parse_offsets(f"{side}Offsets", offsets))
 
 
-def _columns(text: str | None) -> tuple[str, ...] | None:
+def _columns(text: str | None) -> dict[str, bool] | None:
+    """Parse `key string, value, offset`: the columns, and whether each is to be text."""
     if text is None:
         return None
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
+    found: dict[str, bool] = {}
+    for given in filter(None, map(str.strip, text.split(","))):
+        name, _, kind = given.partition(" ")
         if name not in NAMES:
             meant = suggestion(name, NAMES) or f"; there are: {', '.join(NAMES)}"
             raise InvalidSetting(f"option columns names {name!r}, which rows do not have{meant}")
-    return names
+        if kind and (kind.strip().lower() != "string" or name not in ("key", "value")):
+            raise InvalidSetting(f"option columns has {given!r}: only key and value take a type, and it is string")
+        found[name] = bool(kind)
+    return found
 
 
 def _duration_ms(text: str) -> int:

@@ -158,4 +158,5 @@ def _column(field: StructField, options: ReadOptions) -> Column:
 
 
 def _type_of(name: str, options: ReadOptions) -> DataType:
-    return StringType() if name == "value" and options.value_format == "string" else TYPES[name]
+    is_text = name in options.text_columns or (name == "value" and options.value_format == "string")
+    return StringType() if is_text else TYPES[name]

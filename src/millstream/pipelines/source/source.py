@@ -47,8 +47,12 @@ class MillstreamSource(DataSource):
         """Return the columns of a query that selects none."""
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.shape import default_schema
+        from millstream.pipelines.source.sql_table import declared_options, of_reading, with_options
 
-        return default_schema(read_options(self.options))
+        declared = declared_options(self.options)
+        if declared is None:
+            return default_schema(read_options(self.options))
+        return with_options(default_schema(read_options(of_reading(declared))), declared)
 
     @without_traceback
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -56,8 +60,9 @@ class MillstreamSource(DataSource):
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.reader import TopicReader
         from millstream.pipelines.source.shape import shape_of
+        from millstream.pipelines.source.sql_table import options_to_read
 
-        options = read_options(self.options)
+        options = read_options(options_to_read(schema, self.options))
         _check_filter(options.filter)
         self._is_planned = True
         return TopicReader(options, shape_of(schema, options))
@@ -67,10 +72,12 @@ class MillstreamSource(DataSource):
         """Return a reader of arriving messages."""
         from millstream.pipelines.source.options import read_options, refuse_ending
         from millstream.pipelines.source.shape import shape_of
+        from millstream.pipelines.source.sql_table import options_to_read
         from millstream.pipelines.source.stream_reader import TopicStreamReader
 
-        refuse_ending(self.options)
-        options = read_options(self.options)
+        given = options_to_read(schema, self.options)
+        refuse_ending(given)
+        options = read_options(given)
         _check_filter(options.filter)
         self._is_planned = True
         return TopicStreamReader(options, shape_of(schema, options))
@@ -80,15 +87,17 @@ class MillstreamSource(DataSource):
         """Return a writer of one batch."""
         from millstream.core.errors import InvalidSetting
         from millstream.pipelines.source.options import write_options
+        from millstream.pipelines.source.sql_table import ASSIGNED_BY_BROKER, options_to_write, stored_options
         from millstream.pipelines.source.target_topic import check_target
         from millstream.pipelines.source.writer import TopicWriter, check_columns
 
         if overwrite:
-            raise InvalidSetting("a topic cannot be overwritten; write with mode('append')")
-        options = write_options(self.options)
-        check_columns(schema, options)
+            raise InvalidSetting("a topic cannot be overwritten; write with mode('append'), or INSERT INTO")
+        options = write_options(options_to_write(schema, self.options))
+        left_out = () if stored_options(schema) is None else ASSIGNED_BY_BROKER
+        check_columns(StructType([one for one in schema.fields if one.name not in left_out]), options)
         check_target(options)
-        return TopicWriter(options)
+        return TopicWriter(options, left_out=left_out)
 
     @without_traceback
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -94,7 +94,9 @@ def _is_headers(kind: DataType) -> bool:
 class TopicWriter(DataSourceArrowWriter):
     """Writes one DataFrame. Created on the driver; copies of the instance write in the tasks and commit."""
 
-    def __init__(self, options: WriteOptions) -> None:
+    def __init__(self, options: WriteOptions, *, left_out: Collection[str] = ()) -> None:
+        """Take the columns that are not written."""
+        self._left_out = left_out
         # Without an application id a write cannot be recognized: nothing partial becomes visible, but a repeated job
         # writes twice.
         self._query = f"batch-{uuid4()}" if options.application is None else quote(options.application, safe="")
@@ -109,6 +111,8 @@ class TopicWriter(DataSourceArrowWriter):
         from millstream.pipelines.source.row_producer import write_part
 
         batch = Batch(self._query, self._number, self._run)
+        if self._left_out:
+            iterator = _without(iterator, self._left_out)
         if sample_size() is not None:
             return _show_rows(self._options, batch, iterator)
         return write_part(self._options, batch, iterator)
@@ -170,6 +174,11 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         from millstream.pipelines.source.batch_commit import abort_stream
 
         abort_stream(self._options, self._stream, batchId, messages)
+
+
+def _without(batches: Iterator[pa.RecordBatch], left_out: Collection[str]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch.select([name for name in batch.schema.names if name not in left_out])
 
 
 def _show_rows(options: WriteOptions, batch: Batch, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
