@@ -1,6 +1,7 @@
 """A job's process without Spark: `python -m millstream_testing.scripted_job`, as the real one is started.
 
-The code of the job is run as it is; its second argument can `report`, `take` what the run takes, and `wait`.
+The code of the job is run as it is; its second argument can `report`, `take` what the run takes, and `wait`. A
+transform with functions reports five rows and is parked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import time
 import traceback
 from typing import Any
 
-from millstream.core.pipeline import JobSettings
+from millstream.broker.pipelines.report_board import PipelineReport
+from millstream.core.pipeline import JobSettings, PipelineKind
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_messages import JobEvent, JobOrder, Pipes
 
@@ -44,6 +46,10 @@ def main() -> None:
     pipes = Pipes(sys.stdin.buffer, events, lambda: os._exit(0))
     order = pipes.take_order()
     pipes.send(JobEvent(started=True))
+    if order.kind is not PipelineKind.JOB:
+        pipes.send(JobEvent(report=PipelineReport(name=order.name, state="running", rows=5, batches=1, node=-1)))
+        pipes.send(JobEvent(failed="a function failed", parked=True))
+        os._exit(0)
     space: dict[str, Any] = {}
     try:
         exec(compile(JobSettings.from_strings(order.overrides).code, "<job>", "exec"), space)

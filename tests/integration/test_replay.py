@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import subprocess
 import sys
+import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +25,7 @@ from millstream_testing.server import Server
 
 WAIT_S = 60.0
 KEYS = 7
+KILLS = 5
 
 Headers = st.lists(st.tuples(st.sampled_from(["a", "message-id"]), st.none() | st.binary(max_size=3)), max_size=3)
 
@@ -96,17 +101,36 @@ def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
 
 
 @pytest.mark.trial
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("source", ["--from-topic", "--from-table"])
 def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
-    server: Server, topics: tuple[str, str]
+    server: Server, topics: tuple[str, str], tmp_path: Path, source: str
 ) -> None:
-    command = [sys.executable, "-m", "millstream.cli.main", "replay", "--from-topic", topics[0], "--into", topics[1]]
+    millstream = CommandLine(server.kafka)
+    if source == "--from-table":
+        name = f"land-{topics[0]}"
+        create = ("pipeline", "create", "land", name, "--topic", topics[0], "--lake", str(tmp_path), "--stopped")
+        assert millstream(*create).code == 0
+        landed = millstream("pipeline", "run", name, "--once")
+        assert landed.code == 0, landed.err
+    command = [sys.executable, "-m", "millstream.cli.main", "replay", source, topics[0], "--into", topics[1]]
     command += ["--rate", "400/s", "--brokers", server.kafka, "--name", uuid.uuid4().hex]
-    for _ in range(20):
-        try:
-            subprocess.run(command, timeout=6.0, check=True)
+    kills = 0
+    while kills < KILLS:
+        before = len(committed_records(server.kafka, topics[1]))
+        with subprocess.Popen(command) as process:
+            # The machine may be slow, so a process is killed once it has got somewhere.
+            while process.poll() is None and len(committed_records(server.kafka, topics[1])) == before:
+                time.sleep(0.2)
+            time.sleep(random.random())
+            process.kill()
+            ended = process.wait()
+        assert ended in (0, -signal.SIGKILL)
+        if ended == 0:
             break
-        except subprocess.TimeoutExpired:
-            continue
+        kills += 1
+    assert kills
+    assert subprocess.run(command, check=False).returncode == 0
     check(server, topics, list(range(3000)))
 
 

@@ -534,3 +534,42 @@ def test_a_broken_condition_is_reported_before_anything_is_routed(office: Office
     office.publish(0, 3)
     with pytest.raises(FilterError, match="did you mean 'key'"):
         office.run(office.rule("broken", "kye = 'a'", "never"))
+
+
+PRICES = """from __future__ import annotations
+
+RATE = 2
+
+
+def gross(total: float | None) -> float | None:
+    return None if total is None else total * RATE
+
+
+def words(n: int) -> 'array<string>':
+    return ['a'] * n
+"""
+TEXTS = """from pyspark.sql.functions import pandas_udf
+
+
+@pandas_udf('string')
+def shout(s):
+    return s.str.upper()
+"""
+
+
+def test_a_statement_calls_python_functions(shop: Shop) -> None:
+    code = {"prices": PRICES, "texts": TEXTS}
+    settings: dict[str, Any] = {
+        "functions": "prices:gross, prices:words, texts:shout",
+        "functions.code": json.dumps(code),
+    }
+    shop.publish(shop.orders, orders(0, 4))
+    sql = (
+        "SELECT id, gross(total) AS gross, size(words(id)) AS n, shout(customer.tier) AS tier FROM orders WHERE id > 0"
+    )
+    assert shop.run(sql, **settings) == 4
+    assert sorted((row["id"], row["gross"], row["n"], row["tier"]) for row in shop.read()) == [
+        (1, 3.0, 1, "GOLD"),
+        (2, 6.0, 2, "GOLD"),
+        (3, 9.0, 3, "SILVER"),
+    ]

@@ -291,7 +291,8 @@ def _facts(described: dict[str, Any]) -> dict[str, str]:
     if described["parked"]:
         facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):
-        facts["failing"] = f"since {_when(report['failing_ms'])}; it is retried at least every minute"
+        retried = "" if described["kind"] == "job" else "; it is retried at least every minute"
+        facts["failing"] = f"since {_when(report['failing_ms'])}{retried}"
     lag = described.get("lag")
     if described["kind"] == "job":
         return {**facts, **_job_facts(described)}

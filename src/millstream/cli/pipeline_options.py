@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -263,6 +264,17 @@ Timeout = Annotated[
     ),
 ]
 
+Functions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--udf",
+        metavar="MODULE:FUNCTION",
+        help="A Python function that the statement calls: of MODULE.py in this folder, whose code is stored with the "
+        "pipeline, or of a package in --requirements; may be repeated.",
+        show_default=False,
+    ),
+]
+
 _EVERY_KIND: Final = frozenset({"start", "settings"})
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
@@ -271,7 +283,7 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
             *("mode", "key", "order_by", "delete_when", "map", "expect", "on_violation"),
         }
     ),
-    PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
+    PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode", "udf", "requirements"}),
     PipelineKind.ROUTE: frozenset({"rules", "decode"}),
     PipelineKind.JOB: frozenset({"file", "requirements", "pace", "cron", "timezone", "continuous", "param", "timeout"}),
     PipelineKind.LEDGER: frozenset({"lake", "every"}),
@@ -303,6 +315,7 @@ class Flags:
     into: str | None = None
     table: list[str] | None = None
     watermark: list[str] | None = None
+    udf: list[str] | None = None
     rules: str | None = None
     file: str | None = None
     requirements: str | None = None
@@ -373,7 +386,32 @@ class Flags:
             "schemas": _by_name(self.schema, flag="--schema"),
             "tables": _by_name(self.table, flag="--table"),
             "watermarks": _by_name(self.watermark, flag="--watermark"),
+            **self._functions(),
+            "requirements": self._requirements(),
         }
+
+    def _functions(self) -> dict[str, str | None]:
+        """Return the functions of a statement, with the code of those that are in files."""
+        named: list[str] = []
+        code: dict[str, str] = {}
+        for given in self.udf or ():
+            place, colon, function = given.rpartition(":")
+            path = Path(place if place.endswith(".py") else f"{place.replace('.', '/')}.py")
+            if not colon or not place:
+                raise typer.BadParameter(f"--udf names a function as MODULE:FUNCTION, not {given!r}")
+            if path.is_file():
+                code[path.stem] = given_text(f"@{path}", flag="--udf")
+                place = path.stem
+            elif place.endswith(".py") or self.requirements is None:
+                raise typer.BadParameter(f"--udf {given}: no file {path} exists, and no --requirements are given")
+            named.append(f"{place}:{function}")
+        return {
+            "functions": ",".join(named) or None,
+            "functions.code": json.dumps(code, ensure_ascii=False) if code else None,
+        }
+
+    def _requirements(self) -> str | None:
+        return None if self.requirements is None else given_text(f"@{self.requirements}", flag="--requirements")
 
     def _job(self) -> dict[str, str | None]:
         times = {"--every": self.pace, "--cron": self.cron, "--continuous": self.continuous}
@@ -382,9 +420,7 @@ class Flags:
             raise typer.BadParameter(f"{' and '.join(given)} are given; a job has one of them, or none")
         return {
             "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
-            "requirements": (
-                None if self.requirements is None else given_text(f"@{self.requirements}", flag="--requirements")
-            ),
+            "requirements": self._requirements(),
             "every.ms": None if self.pace is None else str(parse_duration_ms(self.pace, name="--every")),
             "cron": self.cron,
             "timezone": self.timezone,

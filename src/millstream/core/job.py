@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
@@ -18,6 +19,7 @@ CODE_LENGTH_MAX: Final = 512 * 1024
 RUNS_KEPT: Final = 100
 """How many runs of a job are remembered."""
 ERROR_LENGTH_MAX: Final = 8192
+FUNCTIONS_MAX: Final = 100
 _MEMORY: Final = re.compile(r"(\d{1,6})([kmg])\Z", re.IGNORECASE)
 _UNIT: Final = {"k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -82,6 +84,49 @@ def check_code(code: str, *, entry: str = ENTRY, file_name: str = "job.py") -> N
         if isinstance(node, ast.AsyncFunctionDef) and node.name == entry:
             raise InvalidSetting(f"line {node.lineno}: {entry} must not be async")
     raise InvalidSetting(f"the code defines no function {entry}: begin with `def {entry}(spark, millstream):`")
+
+
+def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
+    """Parse `prices:vat, prices:net` into the module of each function; raise `InvalidSetting` for what cannot be.
+
+    `code` has the source of modules by name; the others are in packages.
+    """
+    found: dict[str, str] = {}
+    for given in filter(None, map(str.strip, text.split(","))):
+        module, colon, name = given.partition(":")
+        if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise InvalidSetting(f"a function is named as module:function, not {given!r}")
+        if name in found:
+            raise InvalidSetting(f"two functions are called {name!r}; the statement could not tell them apart")
+        found[name] = module
+        if module in code:
+            _check_function(code[module], module, name)
+    if len(found) > FUNCTIONS_MAX:
+        raise InvalidSetting(f"a statement has at most {FUNCTIONS_MAX} functions, not {len(found)}")
+    unused = sorted(set(code) - set(found.values()))
+    if unused:
+        raise InvalidSetting(f"there is code of the module {unused[0]!r}, of which no function is named")
+    return found
+
+
+def _check_function(code: str, module: str, name: str) -> None:
+    try:
+        tree = ast.parse(code, filename=f"{module}.py")
+    except (SyntaxError, ValueError) as error:
+        raise InvalidSetting(f"{module}.py is not Python: {error}") from None
+    for node in tree.body:
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == name:
+            raise InvalidSetting(f"{module}.py, line {node.lineno}: {name} must not be async")
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            if node.returns is None and not node.decorator_list:
+                raise InvalidSetting(
+                    f"{module}.py, line {node.lineno}: say what {name} returns, such as `def {name}(…) -> float`, or "
+                    'decorate it with @udf("double") of pyspark.sql.functions'
+                )
+            return
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
+            return
+    raise InvalidSetting(f"{module}.py defines no function {name!r}")
 
 
 def parse_memory(text: str, *, name: str) -> int:

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
-from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_memory
+from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
 from millstream.core.regex import compile_regex
@@ -43,6 +43,8 @@ DELETE_WHEN: Final = "delete.when"
 EXPECT: Final = "expect"
 EXPECTATIONS_MAX: Final = 100
 NO_DECODING: Final = "none"
+FUNCTIONS: Final = "functions"
+FUNCTIONS_CODE: Final = "functions.code"
 DEBEZIUM: Final = "debezium"
 APPEND: Final = "append"
 UPSERT: Final = "upsert"
@@ -129,6 +131,21 @@ class Pipeline:
     def settings(self) -> PipelineSettings:
         """Parse its settings."""
         return SETTINGS[self.kind].from_strings(self.overrides)
+
+    @property
+    def has_own_driver(self) -> bool:
+        """Whether it runs code of users, and so in a process of its own."""
+        return self.kind is PipelineKind.JOB or bool(self.overrides.get(FUNCTIONS, "").strip())
+
+    @property
+    def job_settings(self) -> JobSettings:
+        """Return how its own driver is run; raise `InvalidSetting` if it has none."""
+        settings = self.settings
+        if isinstance(settings, JobSettings):
+            return settings
+        if isinstance(settings, TransformSettings) and self.has_own_driver:
+            return settings.as_job()
+        raise InvalidSetting(f"pipeline {self.name!r} has no driver of its own")
 
     def flows(self) -> dict[str, set[str]]:
         """Return the topics that it reads by name, as far as known without Spark, each with the topics it leads to."""
@@ -533,11 +550,71 @@ class TransformSettings(MovingSettings):
         'For windows: how late rows may come, as a JSON object: {"orders": "placed_at 10 minutes"}.',
         needs_restart=False,
     )
+    functions: str = setting(
+        FUNCTIONS,
+        "",
+        "Python functions that the statement calls, as module:function with commas between them. The pipeline then has "
+        "a driver of its own, as jobs have.",
+        needs_restart=False,
+    )
+    functions_code: str = setting(
+        FUNCTIONS_CODE,
+        "",
+        'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; other modules are in packages.',
+        needs_restart=False,
+    )
+    requirements: str = setting(
+        "requirements",
+        "",
+        "The packages that the functions need, as in a requirements.txt; they are resolved to wheels at the first run.",
+        needs_restart=False,
+    )
+    lock: str = setting(
+        "lock",
+        "",
+        "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
+        "to resolve them again.",
+        needs_restart=False,
+    )
+    memory: str = setting(
+        "memory",
+        "1g",
+        "With functions: the memory of its Java process, such as 512m or 2g.",
+        needs_restart=False,
+        length_max=16,
+    )
+    python_memory: str = setting(
+        "python.memory",
+        "1g",
+        "With functions: how much its Python may take, in the driver and in each worker.",
+        needs_restart=False,
+        length_max=16,
+    )
 
     def _check(self) -> None:
         if not self.sql.strip() or not self.into:
             raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
         _check_target(self.into)
+        if self.requirements.strip() and not self.functions.strip():
+            raise InvalidSetting("`requirements` are the packages of `functions`, and there are none")
+        parse_memory(self.memory, name="memory")
+        parse_memory(self.python_memory, name="python.memory")
+
+    def modules(self) -> dict[str, str]:
+        """Return the module of each Python function that the statement may call."""
+        return parse_functions(self.functions, named_texts(FUNCTIONS_CODE, self.functions_code))
+
+    def as_job(self) -> JobSettings:
+        """Return how the driver of a statement with functions is run: like a continuous job."""
+        return JobSettings(
+            start=self.start,
+            code=self.functions_code or self.functions,
+            requirements=self.requirements,
+            lock=self.lock,
+            continuous=True,
+            memory=self.memory,
+            python_memory=self.python_memory,
+        )
 
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for an invalid statement, one that reads nothing or its own output, and malformed
@@ -550,6 +627,7 @@ class TransformSettings(MovingSettings):
         for topic, text in named_texts("schemas", self.schemas).items():
             parse_columns(text, about=f"the schema of {topic!r}")
         self.delays()
+        self.modules()
         for place in named_texts("tables", self.tables).values():
             check_lake_url(place)
         statement = read_select(self.sql)
@@ -811,7 +889,7 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
 of users have a driver of their own, `pipelines/runtime/job_driver.py`.
 """
 
-LONG_TEXTS: Final = {"code": CODE_LENGTH_MAX, "lock": CODE_LENGTH_MAX}
+LONG_TEXTS: Final = {"code": CODE_LENGTH_MAX, FUNCTIONS_CODE: CODE_LENGTH_MAX, "lock": CODE_LENGTH_MAX}
 """Settings that may be longer than others."""
 
 

@@ -67,7 +67,11 @@ def test_flags_become_settings() -> None:
 @pytest.mark.parametrize(
     ("kind", "flags", "message"),
     [
-        (TRANSFORM, Flags(lake="/lake"), "--lake is not for transform; it takes --decode, --from, --into, --schema"),
+        (
+            TRANSFORM,
+            Flags(lake="/lake"),
+            "--lake is not for transform; it takes --decode, --from, --into, --requirements",
+        ),
         (ROUTE, Flags(sql="SELECT 1"), "--sql is not for route"),
         (LAND, Flags(rules="rules.json"), "--rules is not for land"),
         (LAND, Flags(schema=["a int", "b int"]), "given once for land"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -261,3 +262,20 @@ async def test_a_job_that_cannot_work_is_refused(world: World, settings: dict[st
     given = {"code": "def run(spark, millstream): pass", **settings}
     with pytest.raises(InvalidSetting, match=reason):
         await world.pipelines.create("wrong", PipelineKind.JOB, given)
+
+
+async def test_a_transform_with_functions_has_a_process_that_reports_and_may_park_it(world: World) -> None:
+    code = json.dumps({"prices": "def vat(total: float) -> float:\n    return total\n"})
+    settings = {"sql": "SELECT vat(total) AS vat FROM orders", "into": "taxed"}
+    async with world.node():
+        await world.pipelines.create(
+            "taxes", PipelineKind.TRANSFORM, {**settings, "functions": "prices:vat", "functions.code": code}
+        )
+        (run,) = await world.ended("taxes")
+        assert (run.state, run.attempt, run.error) == (RunState.FAILED, 1, "a function failed")
+        async with asyncio.timeout(WAIT_S):
+            while not (await world.pipelines.find("taxes")).parked:
+                await asyncio.sleep(0.05)
+        # One without functions is none of its business.
+        await world.pipelines.create("plain", PipelineKind.TRANSFORM, settings)
+        assert await world.runs("plain") == []

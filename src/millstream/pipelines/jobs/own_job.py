@@ -281,9 +281,14 @@ def _check_topics(topics: Sequence[str]) -> None:
 
 def load_code(code: str, name: str, file_name: str) -> Callable[[Any, Any], Any]:
     """Run the code of a job as a module, and return its function."""
+    module = load_module(code, f"millstream_job_{name.replace('-', '_').replace('.', '_')}", file_name)
+    return cast("Callable[[Any, Any], Any]", getattr(module, ENTRY))
+
+
+def load_module(code: str, module_name: str, file_name: str) -> ModuleType:
+    """Run code as a module whose functions Spark's workers can be sent."""
     from pyspark import cloudpickle
 
-    module_name = f"millstream_job_{name.replace('-', '_').replace('.', '_')}"
     spec = spec_from_loader(module_name, loader=None, origin=file_name)
     if spec is None:
         raise ImportError(f"no module can be made of {file_name}")
@@ -295,7 +300,7 @@ def load_code(code: str, name: str, file_name: str) -> Callable[[Any, Any], Any]
     # For tracebacks, which show the lines.
     _source_lines[file_name] = (len(code), None, code.splitlines(keepends=True), file_name)
     exec(compile(code, file_name, "exec"), module.__dict__)
-    return cast("Callable[[Any, Any], Any]", getattr(module, ENTRY))
+    return module
 
 
 def queries_of(returned: object) -> list[StreamingQuery]:

@@ -272,8 +272,8 @@ class PipelineChild(SupervisedChild):
         declared = self._declared.all()
         self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
-        # Jobs have drivers of their own: see `jobs_child.py`.
-        declared = [one for one in declared if one.kind is not PipelineKind.JOB]
+        # Those that run users' code have drivers of their own: see `jobs_child.py`.
+        declared = [one for one in declared if not one.has_own_driver]
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
         if self._owner.is_mine:
             due = [one for one in due if not self._is_refused(one)]

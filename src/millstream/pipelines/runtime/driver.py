@@ -30,7 +30,7 @@ from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
-from millstream.pipelines.source.access import NO_ACCESS, TokenFiles, connection_access
+from millstream.pipelines.source.access import NO_ACCESS, Access, TokenFiles, connection_access
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, adopt_node_credentials
@@ -170,17 +170,19 @@ class Driver:
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
         tokens: TokenFiles | None = None,
+        access: Access = NO_ACCESS,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         """Run pipelines; `leave` ends the process at once, with an exit code.
 
-        With `tokens`, pipelines act with the rights of their owners.
+        With `tokens`, pipelines act with the rights of their owners; otherwise they sign in by `access`.
         """
         self._options = options
         self._spark: Any = spark
         self._send = send
         self._claim = claim
         self._tokens = tokens
+        self._access = access
         self._jobs = jobs
         self._report_s = report_s
         self._backoff_s = backoff_s
@@ -256,7 +258,7 @@ class Driver:
         return JobContext(
             spark=self._spark,
             brokers=options.kafka,
-            access=NO_ACCESS if tokens is None else tokens.access_of(pipeline.owner.principal),
+            access=self._access if tokens is None else tokens.access_of(pipeline.owner.principal),
             node_link=None if tokens is None else tokens.link,
             lake=options.lake,
             folder=options.folder,

@@ -16,16 +16,17 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, cast
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.job import parse_memory
 from millstream.core.log_format import set_up_logging
-from millstream.core.pipeline import GROUP_PREFIX, JobSettings, named_texts
+from millstream.core.pipeline import Pipeline, PipelineKind, named_texts
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.runtime.job_messages import LOST, JobEvent, JobOrder, Pipes
 from millstream.pipelines.source.access import NO_ACCESS, Access
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from millstream.pipelines.jobs.own_job import JobApi
+    from millstream.pipelines.runtime.runner import HeldClaim
+    from millstream.pipelines.source.link import Link
 
 _logger = logging.getLogger("millstream.job")
 
@@ -75,15 +78,17 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     from millstream.pipelines.runtime.spark_session import open_session
     from millstream.pipelines.source.link import Link
 
-    settings = JobSettings.from_strings(order.overrides)
+    pipeline = Pipeline(
+        pipeline_id=order.pipeline_id, name=order.name, kind=order.kind, overrides=dict(order.overrides)
+    )
+    settings = pipeline.job_settings
     _set_environment(order)
     access = _access_of(order.access)
     link = Link(
         order.kafka, f"{DRIVER_CLIENT}{order.node}", ANSWER_S, patience_s=ANSWER_S, credentials=access.credentials()
     )
-    group = f"{GROUP_PREFIX}{order.name}"
-    claim = Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=_leave_at_once)
-    if order.sample is None:
+    claim = Claim(link, pipeline.group, instance_id=DRIVER_INSTANCE, on_lost=_leave_at_once)
+    if order.sample is None and order.kind is PipelineKind.JOB:
         _take(claim)
     spark = open_session(
         order.master,
@@ -94,6 +99,8 @@ def run(order: JobOrder, pipes: Pipes) -> None:
         name=f"millstream job {order.name}",
     )
     _limit_python(parse_memory(settings.python_memory, name="python.memory"))
+    if order.kind is not PipelineKind.JOB:
+        _run_pipeline(pipeline, order, pipes, _Around(spark, link, access))
     api = JobApi(
         Surroundings(
             spark=spark,
@@ -104,7 +111,7 @@ def run(order: JobOrder, pipes: Pipes) -> None:
             folder=order.folder,
             name=order.name,
             pipeline_id=order.pipeline_id,
-            group=group,
+            group=pipeline.group,
             settings=settings,
             run=order.run,
             attempt=order.attempt,
@@ -123,6 +130,52 @@ def run(order: JobOrder, pipes: Pipes) -> None:
     api.finish()
     if order.sample is None:
         claim.leave()
+
+
+class _Around(NamedTuple):
+    spark: SparkSession
+    link: Link
+    access: Access
+
+
+def _run_pipeline(pipeline: Pipeline, order: JobOrder, pipes: Pipes, around: _Around) -> NoReturn:
+    """Run a pipeline of another kind, as the driver that all share would; raise once it is parked."""
+    from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
+    from millstream.pipelines.runtime.driver import Driver
+
+    parked: SimpleQueue[str] = SimpleQueue()
+
+    def take(event: DriverEvent) -> None:
+        for report in event.reports or ():
+            pipes.send(JobEvent(report=report))
+            if report.state == "parked":
+                parked.put(report.last_error)
+        if event.failed:
+            pipes.send(JobEvent(failed=event.failed))
+
+    def claim(group: str, on_lost: Callable[[], None]) -> HeldClaim:
+        return Claim(around.link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
+
+    options = Options(
+        kafka=order.kafka,
+        node=order.node,
+        lake=order.lake,
+        folder=order.folder,
+        log="",
+        master=order.master,
+        memory=pipeline.job_settings.memory,
+        spark={},
+        log_level=order.log_level,
+        log_format="text",
+    )
+    driver = Driver(options, around.spark, take, claim, access=around.access)
+    pipes.send(JobEvent(started=True))
+    driver.declare([Wanted(pipeline)])
+    raise PipelineParked(parked.get())
+
+
+class PipelineParked(MillstreamError):
+    """A pipeline cannot run as declared."""
 
 
 def _set_environment(order: JobOrder) -> None:
@@ -217,7 +270,8 @@ def main() -> None:
     except BaseException as error:
         fault = _fault_of(error)
         traceback.print_exc()
-        pipes.send(JobEvent(failed=_reason_of(error), fault=fault.value))
+        is_parked = isinstance(error, PipelineParked)
+        pipes.send(JobEvent(failed=_reason_of(error), fault=fault.value, parked=is_parked))
         code = 1
     logging.shutdown()
     sys.stdout.flush()

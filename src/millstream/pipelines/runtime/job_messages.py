@@ -11,7 +11,9 @@ from uuid import UUID
 
 import msgspec
 
+from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.errors import RequestTimedOut
+from millstream.core.pipeline import PipelineKind
 
 STORE_S: Final = 120.0
 """How long storing what a run takes may last."""
@@ -23,6 +25,8 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a run."""
 
     name: str
+    kind: PipelineKind = PipelineKind.JOB
+    """A job's program, or a transform whose statement calls functions."""
     pipeline_id: UUID
     overrides: dict[str, str]
     run: int
@@ -52,9 +56,13 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     progress: dict[str, Any] | None = None
     pin: dict[str, Any] | None = None
     """What the run takes; it waits until that is stored."""
+    report: PipelineReport | None = None
+    """How a transform goes."""
     succeeded: bool = False
     failed: str = ""
     fault: str = ""
+    parked: bool = False
+    """Whether another attempt would be in vain."""
 
 
 class JobReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.backoff import delay_after
 from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
-from millstream.core.pipeline import JobSettings, Pipeline, PipelineKind
+from millstream.core.pipeline import JobSettings, Pipeline
 from millstream.pipelines.runtime.driver_messages import Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
@@ -83,6 +83,8 @@ class _Outcome:
     fault: Fault = Fault.UNKNOWN
     is_lost: bool = False
     """Whether another node makes an attempt at the same run."""
+    is_parked: bool = False
+    """Whether its driver has tried often enough."""
 
 
 class _Log:
@@ -193,7 +195,7 @@ class JobsChild:
 
     def locks(self) -> list[str]:
         """Return the locks of all declared jobs."""
-        jobs = [one for one in self.declared.all() if one.kind is PipelineKind.JOB]
+        jobs = [one for one in self.declared.all() if one.has_own_driver]
         return [lock for one in jobs if (lock := one.overrides.get("lock", ""))]
 
     def changed(self) -> None:
@@ -212,7 +214,7 @@ class JobsChild:
         self._board.take_jobs(reports)
 
     def _due(self) -> list[Pipeline]:
-        return [one for one in self.declared.all() if one.kind is PipelineKind.JOB and one.is_due]
+        return [one for one in self.declared.all() if one.has_own_driver and one.is_due]
 
     def _follow(self, group: asyncio.TaskGroup) -> None:
         """Start, change and end tasks after a change of the pipelines or their owner."""
@@ -271,6 +273,8 @@ class _Job:
         self._restarts = 0
         self._failures = 0
         """Failures of a continuous job in a row, by weight."""
+        self._driver_report: PipelineReport | None = None
+        """The last report of the process about itself, if it is a transform's."""
 
     # -- what others ask of it ------------------------------------------------------------------------------
 
@@ -281,7 +285,7 @@ class _Job:
             return
         # What the node itself stores about it is no reason to begin anew.
         is_other = {**before.overrides, "lock": ""} != {**pipeline.overrides, "lock": ""}
-        if is_other and pipeline.overrides.get("continuous", "").lower() in ("true", "1", "yes", "on"):
+        if is_other and pipeline.job_settings.continuous:
             self._restarts_run = True
             self._end_attempt.set()
         self._news.set()
@@ -310,6 +314,19 @@ class _Job:
     def report(self) -> PipelineReport:
         run = self._run or self._last
         progress = {} if run is None else run.progress
+        if self._driver_report is not None:
+            # A transform with functions: what its driver counts, while it runs and when it has ended.
+            found = self._driver_report
+            return msgspec.structs.replace(
+                found,
+                state=found.state if self._state == "running" else self._state,
+                restarts=found.restarts + self._restarts,
+                last_error=self._error or found.last_error,
+                last_error_ms=self._error_ms or found.last_error_ms,
+                failing_ms=self._failing_ms or found.failing_ms,
+                node=self._child.options.node,
+                run=0 if run is None else run.number,
+            )
         return PipelineReport(
             name=self.pipeline.name,
             state=self._state,
@@ -452,7 +469,7 @@ class _Job:
             if took_s > SETTLED_S:
                 self._failures = 0
             self._failures += WEIGHTS[outcome.fault]
-            if self._failures >= FAILURES_MAX:
+            if self._failures >= FAILURES_MAX or outcome.is_parked:
                 await self._finish(run, RunState.FAILED, outcome.error)
                 await self._park(outcome.error)
                 return
@@ -528,6 +545,9 @@ class _Job:
         if not lock:
             lock = await resolve(settings.requirements)
             self.pipeline = await self._child.declared.lock_requirements(self.pipeline, lock)
+            if self._run is not None:
+                # What it runs with is known only now.
+                await self.keep(replace(self._run, code_hash=code_hash(settings.code, lock)))
         return await install(lock, self._child.folder / PACKAGES, needed=self._child.locks())
 
     @asynccontextmanager
@@ -573,6 +593,7 @@ class _Job:
         options = self._child.options
         order = JobOrder(
             name=self.pipeline.name,
+            kind=self.pipeline.kind,
             pipeline_id=run.pipeline_id,
             overrides=dict(self.pipeline.overrides),
             run=run.number,
@@ -651,6 +672,13 @@ class _Job:
         """Note that the code runs."""
         self._be("running")
 
+    def take_report(self, report: PipelineReport) -> None:
+        """Take what the driver of a transform reports; a batch that succeeded ends its failures."""
+        self._driver_report = report
+        if report.batches:
+            self._failing_ms, self._error, self._error_ms = 0, "", 0
+        self._child.changed()
+
     def end_attempt(self) -> None:
         self._end_attempt.set()
 
@@ -658,10 +686,7 @@ class _Job:
 
     @property
     def _settings(self) -> JobSettings:
-        settings = self.pipeline.settings
-        if not isinstance(settings, JobSettings):
-            raise InvalidSetting(f"pipeline {self.pipeline.name!r} is not a job")
-        return settings
+        return self.pipeline.job_settings
 
     async def _park(self, reason: str) -> None:
         await self._child.declared.park(self.pipeline, reason)
@@ -710,7 +735,8 @@ class _Watching:
         if self._killed:
             return _Outcome(error=self._killed)
         if self._ended is not None:
-            return _Outcome(error=self._ended.failed, fault=Fault(self._ended.fault or "unknown"))
+            fault = Fault(self._ended.fault or "unknown")
+            return _Outcome(error=self._ended.failed, fault=fault, is_parked=self._ended.parked)
         if code == -signal.SIGKILL:
             return _Outcome(error="its process was killed, perhaps because the machine has no memory left")
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -730,6 +756,8 @@ class _Watching:
                 continue
             if event.started:
                 self._job.began()
+            if event.report is not None:
+                self._job.take_report(event.report)
             if event.pin is not None:
                 await self._keep_pin(event.pin)
             if event.progress is not None:

@@ -98,6 +98,7 @@ def _from_wheel() -> Path:
 _SETTINGS: Final = {
     # Data between the JVM and Python goes over a Unix socket instead of loopback.
     "spark.python.unix.domain.socket.enabled": "true",
+    "spark.python.daemon.module": "millstream.spark.daemon",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.ui.enabled": "false",

@@ -10,8 +10,8 @@ import gc
 import sys
 from typing import Final
 
-_FORKING: Final = "pyspark.daemon"
-"""The module that Spark's workers are forked from and run as."""
+_FORKING: Final = ("pyspark.daemon", "millstream.spark.daemon")
+"""The modules that Spark's workers are forked from and run as."""
 
 _spared = 0
 
@@ -30,4 +30,4 @@ def freeze_worker_heap() -> None:
 
 
 def _is_worker() -> bool:
-    return getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "") == _FORKING
+    return getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "") in _FORKING

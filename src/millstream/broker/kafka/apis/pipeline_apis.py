@@ -23,6 +23,7 @@ from millstream.core.pipeline import (
     DECODE,
     DELETE_WHEN,
     EXPECT,
+    FUNCTIONS,
     GROUP_PREFIX,
     LONG_TEXTS,
     NO_DECODING,
@@ -102,7 +103,8 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
         self._has_jobs = has_jobs
 
     async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
-        if request.kind == PipelineKind.JOB and not self._has_jobs:
+        runs_code = request.kind == PipelineKind.JOB or bool(request.settings.get(FUNCTIONS, "").strip())
+        if runs_code and not self._has_jobs:
             raise InvalidPipeline(JOBS_ARE_OFF)
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
@@ -302,7 +304,7 @@ class _JobRequest(PrivateApi[RequestT, ResponseT]):
 
     async def _job(self, name: str) -> Pipeline:
         found = await self._pipelines.find(name)
-        if found.kind is not PipelineKind.JOB:
+        if not found.has_own_driver:
             raise InvalidPipeline(f"pipeline {name!r} is of the kind {found.kind}; only jobs have runs")
         return found
 
@@ -397,9 +399,7 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
 
 
 def _without_long_texts(described: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the code of jobs, which a list of many would be too long with."""
-    if described["kind"] != PipelineKind.JOB:
-        return described
+    """Leave out code, which a list of many would be too long with."""
     shortened = {
         part: {name: text for name, text in described[part].items() if name not in LONG_TEXTS}
         for part in ("settings", "overrides")

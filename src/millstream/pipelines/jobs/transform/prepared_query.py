@@ -21,6 +21,7 @@ from millstream.core.pipeline import BY_SCHEMA, NO_DECODING, Pipeline, Transform
 from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.transform.functions import register_functions
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import (
     KeptSchemas,
@@ -535,6 +536,7 @@ def prepare(
     for name, value in _SETTINGS.items():
         spark.conf.set(name, value)
     _forbid_java(spark)
+    register_functions(spark, settings)
     tables = named_texts("tables", settings.tables)
     statement = read_statement(settings.sql, tables, spark)
     if settings.into in statement.topics:
