@@ -505,6 +505,26 @@ class LandSettings(PipelineSettings):
         return lambda topic: expression.fullmatch(topic) is not None
 
 
+def _requirements() -> Any:
+    about = (
+        "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when it first runs."
+    )
+    return setting("requirements", "", about, needs_restart=False)
+
+
+def _lock() -> Any:
+    about = (
+        "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
+        "to resolve them again."
+    )
+    return setting("lock", "", about, needs_restart=False)
+
+
+def _memory(name: str, whose: str) -> Any:
+    about = f"The memory of its own driver's {whose}, such as 512m or 2g."
+    return setting(name, "1g", about, needs_restart=False, length_max=16)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformSettings(MovingSettings):
     """Settings of pipelines that turn topics into a topic with a SQL statement."""
@@ -563,33 +583,10 @@ class TransformSettings(MovingSettings):
         'The source of their modules, as a JSON object: {"prices": "def vat(…) …"}; other modules are in packages.',
         needs_restart=False,
     )
-    requirements: str = setting(
-        "requirements",
-        "",
-        "The packages that the functions need, as in a requirements.txt; they are resolved to wheels at the first run.",
-        needs_restart=False,
-    )
-    lock: str = setting(
-        "lock",
-        "",
-        "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
-        "to resolve them again.",
-        needs_restart=False,
-    )
-    memory: str = setting(
-        "memory",
-        "1g",
-        "With functions: the memory of its Java process, such as 512m or 2g.",
-        needs_restart=False,
-        length_max=16,
-    )
-    python_memory: str = setting(
-        "python.memory",
-        "1g",
-        "With functions: how much its Python may take, in the driver and in each worker.",
-        needs_restart=False,
-        length_max=16,
-    )
+    requirements: str = _requirements()
+    lock: str = _lock()
+    memory: str = _memory("memory", "Java process")
+    python_memory: str = _memory("python.memory", "Python: the code itself, and each worker that runs its functions")
 
     def _check(self) -> None:
         if not self.sql.strip() or not self.into:
@@ -705,19 +702,8 @@ class JobSettings(PipelineSettings):
     """Settings of users' own programs."""
 
     code: str = setting("code", "", "The program: Python that defines `run(spark, millstream)`.", needs_restart=False)
-    requirements: str = setting(
-        "requirements",
-        "",
-        "The packages that the code needs, as in a requirements.txt; they are resolved to wheels when it first runs.",
-        needs_restart=False,
-    )
-    lock: str = setting(
-        "lock",
-        "",
-        "The resolved requirements, each with its version and hashes; written by the node that resolved them. Unset it "
-        "to resolve them again.",
-        needs_restart=False,
-    )
+    requirements: str = _requirements()
+    lock: str = _lock()
     every_ms: int = setting(
         "every.ms",
         0,
@@ -766,16 +752,8 @@ class JobSettings(PipelineSettings):
         maximum=366 * 24 * 3600 * 1000,
         needs_restart=False,
     )
-    memory: str = setting(
-        "memory", "1g", "The memory of its Java process, such as 512m or 2g.", needs_restart=False, length_max=16
-    )
-    python_memory: str = setting(
-        "python.memory",
-        "1g",
-        "How much its Python may take: the code itself, and each worker that runs its functions.",
-        needs_restart=False,
-        length_max=16,
-    )
+    memory: str = _memory("memory", "Java process")
+    python_memory: str = _memory("python.memory", "Python: the code itself, and each worker that runs its functions")
     parameters: str = setting(
         "parameters", "", 'Texts that the code is given, as a JSON object: {"day": "monday"}.', needs_restart=False
     )

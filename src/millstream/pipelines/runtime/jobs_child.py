@@ -535,7 +535,8 @@ class _Job:
         except (InvalidSetting, OSError) as error:
             outcome = _Outcome(error=str(error), fault=Fault.DECLARED)
         if outcome.error:
-            await asyncio.to_thread(log.write, f"--- it failed: {outcome.error}\n".encode())
+            reason = "it was cancelled" if self._is_cancelled else "it was stopped" if self._is_over else ""
+            await asyncio.to_thread(log.write, f"--- {reason or f'it failed: {outcome.error}'}\n".encode())
         return outcome
 
     async def _packages(self, settings: JobSettings) -> str:
