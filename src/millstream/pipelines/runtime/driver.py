@@ -169,19 +169,17 @@ class Driver:
         backoff_s: float = BACKOFF_S_MIN,
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
-        tokens: TokenFiles | None = None,
-        access: Access = NO_ACCESS,
+        access: Access | TokenFiles = NO_ACCESS,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         """Run pipelines; `leave` ends the process at once, with an exit code.
 
-        With `tokens`, pipelines act with the rights of their owners; otherwise they sign in by `access`.
+        Pipelines sign in by `access`; with tokens they act with the rights of their owners.
         """
         self._options = options
         self._spark: Any = spark
         self._send = send
         self._claim = claim
-        self._tokens = tokens
         self._access = access
         self._jobs = jobs
         self._report_s = report_s
@@ -254,11 +252,12 @@ class Driver:
         )
 
     def _context(self, pipeline: Pipeline) -> JobContext:
-        options, tokens = self._options, self._tokens
+        options, access = self._options, self._access
+        tokens = access if isinstance(access, TokenFiles) else None
         return JobContext(
             spark=self._spark,
             brokers=options.kafka,
-            access=self._access if tokens is None else tokens.access_of(pipeline.owner.principal),
+            access=access if isinstance(access, Access) else access.access_of(pipeline.owner.principal),
             node_link=None if tokens is None else tokens.link,
             lake=options.lake,
             folder=options.folder,
@@ -344,7 +343,7 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
         return Claim(link, group, instance_id=DRIVER_INSTANCE, on_lost=on_lost)
 
     tokens = TokenFiles(link, scratch_folder(), connection_access(credentials)) if options.authorizes else None
-    driver = Driver(options, spark, events.send, claim, tokens=tokens)
+    driver = Driver(options, spark, events.send, claim, access=tokens or NO_ACCESS)
     for line in ears.lines():
         driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
     driver.end()
