@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 StartServer = Callable[..., Server]
+Server.forked = True
 
 # A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
 # driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.

@@ -25,6 +25,7 @@ from typing import IO, Self
 
 from millstream.cli.local_process import is_free
 from millstream.cli.reserved_port import ReservedPort
+from millstream_testing.fork_server import ForkedProcess, fork
 
 READY_S_MAX = 120.0
 STOP_S_MAX = 60.0
@@ -39,6 +40,10 @@ class ServerFailed(Exception):
 class Server:
     """One server process. `settings` are flags of `millstream serve`, without their dashes."""
 
+    forked = False
+    """Whether processes are forked from one that has imported everything, which saves most of a start. What measures
+    a server starts each as a user would."""
+
     def __init__(self, data: Path, *, settings: Mapping[str, object] | None = None, log: Path | None = None) -> None:
         self.data = data
         self.settings = dict(settings or {})
@@ -46,7 +51,7 @@ class Server:
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., Server] | None = None
 
@@ -78,15 +83,7 @@ class Server:
         began = time.monotonic()
         self.data.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self._folder(),
-                env=self.environment(),
-                process_group=0,
-            )
+            self._process = self._launch(log)
         self._watch(self._process)
         try:
             ready = json.loads(self._first_line(self._process))
@@ -144,7 +141,22 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.kill()
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Fork the process where that gives the same one; a loader's variables and other programs need a new start."""
+        command, environment = self.command(), self.environment()
+        if self.forked and list(command[:3]) == [sys.executable, "-m", "millstream.cli.main"]:
+            return fork(command[3:], log=log, cwd=self._folder(), environment=environment)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=self._folder(),
+            env=environment,
+            process_group=0,
+        )
+
+    def _running(self) -> subprocess.Popen[bytes] | ForkedProcess:
         if self._process is None:
             raise RuntimeError("the server is not started")
         return self._process
@@ -159,7 +171,7 @@ class Server:
         """Where the process runs: away from any `millstream.toml` of the person who runs the tests."""
         return self.data.parent
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         read, write = os.pipe()
         try:
             self._watcher = subprocess.Popen(
@@ -172,7 +184,7 @@ class Server:
             os.close(read)
         self._reap = weakref.finalize(self, _reap, process, self._watcher, write)
 
-    def _first_line(self, process: subprocess.Popen[bytes]) -> bytes:
+    def _first_line(self, process: subprocess.Popen[bytes] | ForkedProcess) -> bytes:
         output = process.stdout
         if output is None:
             raise RuntimeError("the server was started without a pipe")
@@ -195,7 +207,7 @@ def _read_some(output: IO[bytes]) -> bytes:
     return os.read(output.fileno(), 65536)
 
 
-def _reap(process: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes], write: int) -> None:
+def _reap(process: subprocess.Popen[bytes] | ForkedProcess, watcher: subprocess.Popen[bytes], write: int) -> None:
     """Let the watcher kill the whole group, then collect both."""
     os.close(write)
     watcher.wait(STOP_S_MAX)
