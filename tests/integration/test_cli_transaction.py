@@ -21,6 +21,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.fetch import READ_COMMITTED
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 
@@ -62,6 +63,8 @@ def test_a_transaction_is_found_and_aborted(millstream: CommandLine, writer: Pro
     assert millstream("transaction", "abort", name, "--json").document["was"] == "Ongoing"
     with pytest.raises(KafkaException):
         writer.commit_transaction(WAIT_S)
+    described = ("transaction", "describe", name, "--json")
+    wait_until(lambda: millstream(*described).document["state"] == "CompleteAbort" or None)
     assert millstream("transaction", "abort", name).code == 5
 
 
@@ -138,9 +141,12 @@ def test_only_what_runs_is_said_to_be_aborted_after_a_while(
     writer.begin_transaction()
     writer.produce(topic, b"y", partition=0)
     writer.abort_transaction(WAIT_S)
-    described = millstream("transaction", "describe", f"of {topic}").out
-    assert "the last transaction was begun" in described
-    assert "aborted after" not in described
+
+    def when_ended() -> str | None:
+        described = millstream("transaction", "describe", f"of {topic}").out
+        return described if "the last transaction was begun" in described else None
+
+    assert "aborted after" not in wait_until(when_ended)
 
 
 async def write_part(client: Client, topic: str, query: str, batch: int, value: bytes) -> TransactionalProducer:
