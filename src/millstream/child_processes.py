@@ -14,23 +14,7 @@ from millstream.pipelines.runtime.jobs_child import JobsChild
 
 
 def _gateway(sockets: GatewaySockets, kafka_address: str, config: Config) -> HttpChild:
-    return HttpChild(
-        sockets.http,
-        kafka_address,
-        registry=sockets.registry,
-        hosts=[config.http, config.registry, config.advertise, *config.http_hosts.split(",")],
-        authenticates=config.auth if config.authorizes else None,
-        tls=config.http_tls,
-        console={
-            "read_only": config.console_read_only,
-            "session_s": config.console_session_ms // 1000,
-            "oidc_client_id": config.console_oidc_client_id,
-            "oidc_client_secret_file": config.console_oidc_secret_file,
-            "oidc_issuer": config.oauth_issuer,
-        },
-        log_level=config.log_level,
-        log_format=config.log_format,
-    )
+    return HttpChild.configured(config, sockets.http, kafka_address, registry=sockets.registry)
 
 
 def _push(node: RunningNode) -> PushChild:

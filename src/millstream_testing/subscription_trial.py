@@ -213,7 +213,7 @@ class SubscriptionTrial:
                 producer=name,
                 door=door,
                 brokers=self._cluster.kafka,
-                nodes=len(self._cluster.nodes),
+                nodes=self._cluster.brokers_max,
                 topic=TOPIC,
                 subscriptions=list(self._promises),
                 lease_ms=self._plan.lease_ms,

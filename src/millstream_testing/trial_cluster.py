@@ -176,6 +176,11 @@ class TrialCluster:
         return self.network.bootstrap()
 
     @property
+    def brokers_max(self) -> int:
+        """From how many brokers clients may fetch."""
+        return len(self.nodes)
+
+    @property
     def running(self) -> list[TrialNode]:
         """The nodes whose process is there and not paused."""
         return [node for node in self.nodes.values() if node.is_running() and not node.is_paused]

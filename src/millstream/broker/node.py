@@ -33,7 +33,7 @@ from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
-from millstream.broker.net.listener import Listener, bind, listen
+from millstream.broker.net.listener import ORPHAN_S, Listener, bind_patiently, listen
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.security.listeners import Listeners, address_of
@@ -42,7 +42,7 @@ from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
-from millstream.core.errors import AddressTaken, InvalidSetting, MillstreamError
+from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
@@ -58,10 +58,6 @@ if TYPE_CHECKING:
     from millstream.broker.security.gate import RevokedSessions
 
 _logger = logging.getLogger(__name__)
-
-_ORPHAN_S = 10.0
-_ORPHAN_LOOK_S = 0.1
-"""How long, and how often, a start after a kill retries the address that the old gateway may still hold."""
 
 _REASONS_MAX = 10
 """How many failed partitions are named."""
@@ -145,7 +141,11 @@ class MachineShare:
     data: str
     """The folder of the machine, with the stores that its nodes share."""
     nodes: tuple[NodeId, ...]
-    """Every node of the machine; the first one serves HTTP and runs pipelines."""
+    """Every node of the machine; the first one runs pipelines."""
+    http: str
+    """Where the machine serves HTTP; empty if it does not."""
+    internal: str
+    """Where this node listens for its own processes and the other nodes, if it is to be where it was; else empty."""
     secret: str
     """By which the nodes of the machine and their processes know each other, where clients authenticate."""
     store: CoordinationStore | None
@@ -195,11 +195,16 @@ class Broker:
         self._clock = clock or SystemClock()
         self._files = files or DiskFiles()
         self._data = os.path.abspath(config.data)
-        self._listeners = Listeners(config, secret=None if machine is None else machine.secret)
+        self._listeners = (
+            Listeners(config)
+            if machine is None
+            else Listeners(config, secret=machine.secret, internal_address=machine.internal)
+        )
         self._sealing = Sealing(None)
         self._gateway_sockets: GatewaySockets | None = None
         # Kept, because the addresses are still asked for after the sockets are closed.
-        self._kafka_at = self._http_at = self._registry_at = ""
+        self._kafka_at = self._registry_at = ""
+        self._http_at = "" if machine is None else machine.http
         self._revoked: RevokedSessions | None = None
         self._served: ServedApis | None = None
         self._store: LogStore | None = None
@@ -341,21 +346,13 @@ class Broker:
             self._gateway.report_starting(starting)
 
     async def _bind_http(self, given: str, flag: str) -> socket.socket:
-        """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
-        address = parse_address(given, name=flag)
         was_killed = self._files.exists(f"{self._data}/{LOCK_NAME}") and not self._files.exists(
             f"{self._data}/{CLEAN_STOP_NAME}"
         )
-        deadline = self._clock.monotonic() + (_ORPHAN_S if was_killed else 0.0)
-        while True:
-            try:
-                bound = bind(*address, flag=flag, listening=False)
-                self._undo.callback(bound.close)
-                return bound
-            except AddressTaken:
-                if self._clock.monotonic() >= deadline:
-                    raise
-            await asyncio.sleep(_ORPHAN_LOOK_S)
+        address = parse_address(given, name=flag)
+        bound = await bind_patiently(*address, flag=flag, wait_s=ORPHAN_S if was_killed else 0.0)
+        self._undo.callback(bound.close)
+        return bound
 
     def _check_data_folder(self) -> None:
         config = self._config
@@ -536,12 +533,11 @@ class Broker:
             freeze_heap()
 
     def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
-        """Yield why the node should get no traffic although it runs; the first of a machine speaks for all of it."""
+        """Yield why the node should get no traffic although it runs; those of a machine speak for each other."""
         yield from node.unready_reasons()
-        if self._machine is not None and self._machine.nodes[0] == self._config.node_id:
-            for other in self._machine.nodes[1:]:
-                if other not in node.view.live:
-                    yield f"node {other} of this machine is not running"
+        for other in () if self._machine is None else self._machine.nodes:
+            if other != self._config.node_id and other not in node.view.live:
+                yield not_running(other)
         for partition, reason in islice(store.failures.items(), _REASONS_MAX):
             yield f"{partition}: {reason}"
 
@@ -637,7 +633,16 @@ class Broker:
             assertion_key=self._listeners.assertion_key,
         )
 
+    def health(self) -> Mapping[str, Any] | None:
+        """Return what health checks need to know, once the APIs answer."""
+        return None if self._served is None else self._served.node_status.health()
+
     # -- addresses ------------------------------------------------------------------------------------------
+
+    @property
+    def internal_address(self) -> str:
+        """Where this node's own processes connect, and the gateway of its machine."""
+        return self._listeners.internal_address
 
     @property
     def kafka_address(self) -> str:
@@ -665,6 +670,11 @@ class Broker:
     def http_url(self) -> str:
         """The same with its scheme."""
         return self._http_at and f"{'http' if self._config.http_tls is None else 'https'}://{self._http_at}"
+
+
+def not_running(node: NodeId) -> str:
+    """Return why a machine is not ready: one of its nodes is away."""
+    return f"node {node} of this machine is not running"
 
 
 def _import_served() -> Any:

@@ -1,9 +1,15 @@
 """`millstream serve --cores N`: a supervising process, and one broker process for each core.
 
-The supervisor holds the lock of the machine's data folder and the coordination store, and does nothing else. Each
-broker is a node with a port and a subfolder of its own. It inherits the lock, so that nothing can run on the folder
-while an old broker is left, and it ends when its supervisor does: the kernel kills it, and its socket to the store
-closes. A broker that dies closes that socket too, is noticed at once and started again on the same port.
+The supervisor holds the lock of the machine's data folder, the coordination store and the HTTP gateway, and does
+nothing else. Each broker is a node with a port and a subfolder of its own. It inherits the lock, so that nothing can
+run on the folder while an old broker is left, and it ends when its supervisor does: the kernel kills it, and its socket
+to the store closes. A broker that dies closes that socket too, is noticed at once and started again on the same port.
+One that cannot start is given up: its logs go to the folders of the others (`machine_folder.py`), which are stopped
+for as long as that takes.
+
+Between the supervisor and a broker there are two pipes. The broker's input has its settings, then a line for each time
+the supervisor asks for its health; it ends when the broker is to stop. Its output has where it listens, once it is
+ready, then one line for each answer.
 """
 
 from __future__ import annotations
@@ -19,21 +25,31 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from millstream import __version__
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import LOCK_NAME, make_private
+from millstream.broker.net.listener import ORPHAN_S, bind_patiently, listen
+from millstream.broker.security.listeners import Listeners, address_of
 from millstream.cli.exit_code import CommandFailed, ExitCode
+from millstream.core.backoff import Backoff
 from millstream.core.child_process import SupervisedChild
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config, ListenerConfig
-from millstream.core.errors import ClusterMismatch, InvalidSetting
+from millstream.core.errors import ClusterMismatch, InvalidSetting, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
 from millstream.core.tasks import TaskSupervisor
+from millstream.gateway.child import HttpChild
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS
+from millstream.protocol.wire.node_status import QUESTION
+
+if TYPE_CHECKING:
+    from millstream.broker.node import Broker
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +57,15 @@ MODULE: Final = "millstream.cli.machine"
 STOP_S: Final = 30.0
 """How long a broker may take to stop, beyond what its settings allow it for its clients."""
 
+FAILED_STARTS_MAX: Final = 5
+"""How often in a row a broker may end before it is ready; then its logs are handed over to the others."""
+LATE_S: Final = 3.0
+"""A start that takes longer is explained over HTTP."""
+
 _PR_SET_PDEATHSIG: Final = 1
+_LINE_BYTES_MAX: Final = 1024 * 1024
+_LAST_LINES_S: Final = 1.0
+_SETTLE_ATTEMPTS: Final = 5
 
 
 # -- the supervising process --------------------------------------------------------------------------------------
@@ -56,9 +80,18 @@ class BrokerProcess(SupervisedChild):
         self._machine = machine
         self._config = config
         self._serving: asyncio.Task[None] | None = None
-        self._announcing: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._asked: asyncio.Future[None] | None = None
+        self._is_ready = False
+        self._failed_starts = 0
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         """What the broker announced when it was ready for the first time, or why it never was."""
+        self.health: dict[str, Any] | None = None
+        """What the broker last said about itself; None while it does not serve."""
+        self.internal_address = ""
+        """Where the gateway reaches the broker, which keeps it when it is started again."""
         self.exit_code = 0
 
     @property
@@ -70,6 +103,55 @@ class BrokerProcess(SupervisedChild):
     def node_id(self) -> int:
         """Return the id of the node."""
         return self._config.node_id
+
+    def configure(self, config: Config) -> None:
+        """Set what the next process gets, except for the ports, which it keeps."""
+        bound = [self._config.kafka, *(one.address for one in self._config.listeners)]
+        self._config = with_addresses(config, bound)
+
+    async def pause(self) -> None:
+        """Stop the process in order, and start no other until `resume`."""
+        self._may_run.clear()
+        process = self._process
+        if process is None:
+            return
+        self._is_dismissed = True
+        self._hang_up()
+        try:
+            await asyncio.wait_for(process.wait(), self.stop_s)
+        except TimeoutError:
+            self._kill(process)
+            await process.wait()
+
+    def resume(self) -> None:
+        """Start the process again."""
+        self._failed_starts = 0
+        self._may_run.set()
+
+    def retire(self) -> None:
+        """Start no process any more."""
+        self._stopping.set()
+
+    async def stop(self) -> None:
+        """Let the process finish its work, then end it."""
+        self._may_run.set()
+        await super().stop()
+
+    async def refresh(self) -> None:
+        """Wait for what the broker says about itself now, unless it does not serve."""
+        process = self._process
+        if not self._is_ready or process is None or process.stdin is None:
+            return
+        if self._asked is None:
+            self._asked = asyncio.get_running_loop().create_future()
+            process.stdin.write(QUESTION)
+        await asyncio.wait([self._asked])
+
+    async def _wanted(self) -> None:
+        if self._failed_starts >= FAILED_STARTS_MAX:
+            self._failed_starts = 0
+            await self._machine.hand_over(self)
+        await self._may_run.wait()
 
     async def _spawn(self) -> Process:
         machine = self._machine
@@ -85,6 +167,7 @@ class BrokerProcess(SupervisedChild):
                 stdout=PIPE,
                 pass_fds=[theirs.fileno(), machine.lock],
                 start_new_session=True,
+                limit=_LINE_BYTES_MAX,
             )
         except BaseException:
             mine.close()
@@ -98,22 +181,45 @@ class BrokerProcess(SupervisedChild):
 
             self._serving = asyncio.create_task(StoreServer(machine.service, machine.clock).run(mine))
         if process.stdin is not None:
-            process.stdin.write(json.dumps(machine.share(self._config)).encode() + b"\n")
-        self._announcing = asyncio.create_task(self._announced(process))
+            process.stdin.write(json.dumps(machine.share(self._config, self.internal_address)).encode() + b"\n")
+        self._listening = asyncio.create_task(self._listen(process))
         return process
 
-    async def _announced(self, process: Process) -> None:
-        """Take what the broker prints when it is ready; it keeps its port when it is started again."""
-        line = b"" if process.stdout is None else await process.stdout.readline()
+    async def _listen(self, process: Process) -> None:
+        """Take what the broker prints: where it listens, which it keeps when it is started again, and its health."""
+        if process.stdout is None:
+            return
+        line = await process.stdout.readline()
         if not line:
             return
         announced: dict[str, Any] = json.loads(line)
         self._config = with_addresses(self._config, announced["listeners"])
+        self.internal_address = announced["internal"]
+        self._failed_starts = 0
+        self._is_ready = True
         if not self.ready.done():
             self.ready.set_result(announced)
+        while line := await process.stdout.readline():
+            self.health = json.loads(line)
+            self._answered()
+
+    def _answered(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.set_result(None)
 
     async def _ended(self, process: Process) -> int:
         code = self.exit_code = await super()._ended(process)
+        if self._listening is not None:
+            # All that it said is read before anything else is concluded from its end. A process that it started may
+            # still hold its output.
+            await asyncio.wait([self._listening], timeout=_LAST_LINES_S)
+            self._listening.cancel()
+        if not self._is_ready and not self._is_dismissed:
+            self._failed_starts += 1
+        self._is_ready = False
+        self.health = None
+        self._answered()
         if not self.ready.done() and not self._stopping.is_set():
             # Its first start failed, and it has said why: what is wrong will not pass by itself.
             self.ready.set_exception(CommandFailed(f"node {self.node_id} did not start", _exit_code(code)))
@@ -150,6 +256,17 @@ class Machine:
         """The coordination store; None in a cluster."""
         self.lock = -1
         self.brokers: list[BrokerProcess] = []
+        self._files = DiskFiles()
+        self._listeners = Listeners(config, secret=self._secret)
+        self._gateway: HttpChild | None = None
+        self._gateway_sockets: list[socket.socket] = []
+        self._http = self._registry = ""
+        self._gateway_runs = False
+        self._starting = "the machine is starting"
+        self._given_up: dict[NodeId, str] = {}
+        """Nodes that could not be started, and what became of their logs."""
+        self._changing = asyncio.Lock()
+        self._is_stopping = False
 
     async def start(self) -> None:
         """Start every broker, and wait until all are ready."""
@@ -163,10 +280,12 @@ class Machine:
         """Stop every broker in order, then release the folder."""
         await self._stack.aclose()
 
-    def share(self, config: Config) -> dict[str, Any]:
+    def share(self, config: Config, internal_address: str) -> dict[str, Any]:
         """Return what a broker process is told."""
         return {
             "config": dataclasses.asdict(config),
+            "http": self._http,
+            "internal": internal_address,
             "supervisor": os.getpid(),
             "data": self._data,
             "nodes": list(self._layout.nodes),
@@ -181,19 +300,23 @@ class Machine:
             {"id": broker.node_id, "pid": broker.pid, "kafka": one["kafka"]}
             for broker, one in zip(self.brokers, announced, strict=True)
         ]
-        first = announced[0]
-        registry = {"registry": first["registry"]} if first["registry"] else {}
-        return {"kafka": first["kafka"], "http": first["http"], **registry, "nodes": nodes}
+        registry = {"registry": self._registry} if self._registry else {}
+        return {"kafka": announced[0]["kafka"], "http": self._http, **registry, "nodes": nodes}
 
     async def _start(self) -> None:
         from millstream.broker.cluster.machine_folder import settle
 
-        files = DiskFiles()
+        files = self._files
+        self._listeners.check()
+        # The gateway signs in at the brokers with these credentials.
+        NODE_CREDENTIALS.set(self._listeners.node_credentials)
         os.makedirs(self._data, mode=0o700, exist_ok=True)
         self.lock = files.lock(f"{self._data}/{LOCK_NAME}")
         self._stack.callback(os.close, self.lock)
         make_private(Path(self._data))
         self._layout.check_owner(files, in_cluster=self._config.in_cluster)
+        if self._config.http:
+            await self._prepare_gateway()
         if self._config.in_cluster:
             if not self._layout.is_settled(files):
                 raise ClusterMismatch(
@@ -201,14 +324,153 @@ class Machine:
                     "cannot change; start it as before"
                 )
         else:
+            if not self._layout.is_settled(files):
+                self._starting = "the logs are moved between the folders of the broker processes"
+                await self._explain_start()
             await settle(self._layout, files, self.clock, sealing=self._sealing(), is_locked=True)
             await self._open_stores(files)
-        for number, node in enumerate(self._layout.nodes):
-            self.brokers.append(BrokerProcess(self, broker_config(self._config, self._layout.folders[node], number)))
+        self._starting = "the logs are opened"
+        self.brokers = [BrokerProcess(self, self._broker_config(node)) for node in self._layout.nodes]
         self._stack.push_async_callback(self._stop)
         for broker in self.brokers:
             self._running.start(broker.name, broker.run())
         await asyncio.gather(*(broker.ready for broker in self.brokers))
+        await self._serve_http()
+
+    def _broker_config(self, node: NodeId) -> Config:
+        number = (node - self._config.node_id) // _id_step()
+        return broker_config(
+            self._config, self._layout.folders[node], number, runs_pipelines=node == self._layout.nodes[0]
+        )
+
+    # -- HTTP -----------------------------------------------------------------------------------------------
+
+    async def _prepare_gateway(self) -> None:
+        """Bind the addresses of the gateway; it is started when the brokers are ready, or are late."""
+        config = self._config
+        for given, flag in ((config.http, "http"), (config.registry, "registry")):
+            if given:
+                # What held the lock may have been killed a moment ago, and its gateway may not know it yet.
+                bound = await bind_patiently(*parse_address(given, name=flag), flag=flag, wait_s=ORPHAN_S)
+                self._gateway_sockets.append(bound)
+                self._stack.callback(bound.close)
+        http, *registry = self._gateway_sockets
+        self._http = address_of(http)
+        self._registry = address_of(registry[0]) if registry else ""
+        self._gateway = HttpChild.configured(
+            config, http, shifted(config.kafka, 0), registry=registry[0] if registry else None
+        )
+        self._stack.push_async_callback(self._gateway.stop)
+        late = asyncio.get_running_loop().call_later(LATE_S, self._report_late)
+        self._stack.callback(late.cancel)
+
+    def _report_late(self) -> None:
+        if self._gateway is not None and not self._gateway_runs:
+            self._gateway.report_starting(self._starting)
+            self._run_gateway(self._gateway)
+
+    async def _explain_start(self) -> None:
+        """Have the gateway say why the machine is not up yet, before the loop is busy."""
+        self._report_late()
+        if self._gateway is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gateway.spawned(), LATE_S)
+
+    def _run_gateway(self, gateway: HttpChild) -> None:
+        if self._gateway_runs:
+            return
+        self._gateway_runs = True
+        for bound, flag in zip(self._gateway_sockets, ("http", "registry"), strict=False):
+            listen(bound, flag=flag)
+        self._running.start("the HTTP gateway", gateway.run())
+
+    async def _serve_http(self) -> None:
+        """Let the gateway serve, now that the brokers are ready."""
+        gateway = self._gateway
+        if gateway is not None:
+            await self._refresh_health()
+            gateway.connect_to(",".join(broker.internal_address for broker in self.brokers))
+            gateway.serve_status(self._health, refresh=self._refresh_health)
+            self._run_gateway(gateway)
+
+    async def _refresh_health(self) -> None:
+        await asyncio.gather(*(broker.refresh() for broker in self.brokers))
+
+    def _health(self) -> dict[str, Any]:
+        """Return the health of the machine: that of all its brokers."""
+        from millstream.broker.node import not_running
+
+        reasons: dict[str, None] = {}
+        warnings: dict[str, None] = dict.fromkeys(self._given_up.values())
+        for broker in self.brokers:
+            if broker.health is None:
+                reasons[not_running(NodeId(broker.node_id))] = None
+            else:
+                reasons.update(dict.fromkeys(broker.health["reasons"]))
+                warnings.update(dict.fromkeys(broker.health["warnings"]))
+        return {
+            "node_id": self._config.node_id,
+            "version": __version__,
+            "reasons": list(reasons),
+            "warnings": list(warnings),
+        }
+
+    # -- a broker that stays dead ---------------------------------------------------------------------------
+
+    async def hand_over(self, dead: BrokerProcess) -> None:
+        """Move the logs of a broker that cannot be started to the folders of the others, if they can be read."""
+        node = NodeId(dead.node_id)
+        async with self._changing:
+            if self._is_stopping or self.service is None or len(self.brokers) == 1:
+                # In a cluster, the replicas on other machines take over.
+                return
+            _logger.error(
+                "node %d cannot be started; its logs are handed over to the other nodes of this machine", node
+            )
+            try:
+                await self._hand_over(dead, node)
+            except (MillstreamError, OSError) as error:
+                self._given_up[node] = f"node {node} cannot be started, and its logs cannot be handed over: {error}"
+                _logger.error("%s", self._given_up[node])
+
+    async def _hand_over(self, dead: BrokerProcess, node: NodeId) -> None:
+        from millstream.broker.cluster.machine_folder import close_cleanly
+
+        # The others go on while it is found out whether the logs can be read.
+        await asyncio.to_thread(
+            asyncio.run, close_cleanly(self._layout.folders[node], self._files, self.clock, is_locked=False)
+        )
+        others = [broker for broker in self.brokers if broker is not dead]
+        await asyncio.gather(*(broker.pause() for broker in others))
+        if self._is_stopping:
+            return
+        self._layout = self._layout.without(node)
+        self.brokers = others
+        dead.retire()
+        self._given_up[node] = (
+            f"node {node} could not be started {FAILED_STARTS_MAX} times in a row, and the other nodes of this machine "
+            "have its partitions; restart the machine to use all cores again"
+        )
+        await self._settle_again()
+        for broker in others:
+            broker.configure(self._broker_config(NodeId(broker.node_id)))
+            broker.resume()
+
+    async def _settle_again(self) -> None:
+        """Move the logs. Only a machine whose logs are all in their place may go on; else the next start continues."""
+        from millstream.broker.cluster.machine_folder import move_logs
+
+        backoff = Backoff()
+        for _ in range(_SETTLE_ATTEMPTS - 1):
+            try:
+                return await move_logs(self._layout, self._files, self.clock, self.service, sealing=self._sealing())
+            except (MillstreamError, OSError) as error:
+                _logger.error("logs could not be handed over; trying again", extra={"error": str(error)})
+                await backoff.pause()
+        try:
+            await move_logs(self._layout, self._files, self.clock, self.service, sealing=self._sealing())
+        except (MillstreamError, OSError) as error:
+            raise CommandFailed(f"logs could not be handed over: {error}", ExitCode.FAILED) from error
 
     def _sealing(self) -> Any:
         from millstream.broker.catalog.sealing import Sealing
@@ -230,6 +492,10 @@ class Machine:
             catalog.close()
 
     async def _stop(self) -> None:
+        self._is_stopping = True
+        if self._gateway is not None:
+            # Requests in progress are finished while the brokers still answer.
+            await self._gateway.stop()
         await asyncio.gather(*(broker.stop() for broker in self.brokers))
         await self._running.close()
         for broker in self.brokers:
@@ -241,9 +507,8 @@ class Machine:
         return [f"node {broker.node_id}" for broker in self.brokers if broker.exit_code != 0]
 
 
-def broker_config(config: Config, folder: str, number: int) -> Config:
-    """Return the settings of one broker process: the ports follow those of the first, which alone serves HTTP."""
-    is_first = number == 0
+def broker_config(config: Config, folder: str, number: int, *, runs_pipelines: bool) -> Config:
+    """Return the settings of one broker process: the ports follow those of the first, and none serves HTTP."""
     data = os.path.abspath(config.data)
     return config.replace(
         data=folder,
@@ -255,9 +520,9 @@ def broker_config(config: Config, folder: str, number: int) -> Config:
             dataclasses.replace(one, address=shifted(one.address, number), advertise=shifted(one.advertise, number))
             for one in config.listeners
         ),
-        http=config.http if is_first else "",
-        registry=config.registry if is_first else "",
-        pipelines_enabled=config.pipelines_enabled and is_first,
+        http="",
+        registry="",
+        pipelines_enabled=config.pipelines_enabled and runs_pipelines,
         pipelines_lake=config.pipelines_lake or f"{data}/lake",
         pipelines_folder=config.pipelines_folder or f"{data}/pipelines",
     )
@@ -335,20 +600,28 @@ async def _run_broker(share: dict[str, Any], config: Config, descriptor: int) ->
     if share["has_store"]:
         store = SocketStore(socket.socket(fileno=descriptor), SystemClock(), on_lost=_supervisor_lost)
     machine = MachineShare(
-        data=share["data"], nodes=tuple(map(NodeId, share["nodes"])), secret=share["secret"], store=store
+        data=share["data"],
+        nodes=tuple(map(NodeId, share["nodes"])),
+        http=share["http"],
+        internal=share["internal"],
+        secret=share["secret"],
+        store=store,
     )
     broker = Broker(config, children=CHILD_PROCESSES, machine=machine)
     hung_up = asyncio.get_running_loop().create_future()
-    watching = asyncio.create_task(_watch_input(hung_up))
+    watching = asyncio.create_task(_watch_input(broker, hung_up))
     await run_until_stopped(broker, hung_up, lambda: _announce(broker))
     watching.cancel()
 
 
-async def _watch_input(hung_up: asyncio.Future[None]) -> None:
-    """Wait for the end of the standard input: the supervisor wants this broker to stop."""
+async def _watch_input(broker: Broker, hung_up: asyncio.Future[None]) -> None:
+    """Answer questions until the end of the standard input: then the supervisor wants this broker to stop."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await reader.read()
+    while await reader.readline():
+        health = broker.health()
+        if health is not None:
+            _print_line(health)
     if not hung_up.done():
         hung_up.set_result(None)
 
@@ -359,13 +632,17 @@ def _supervisor_lost() -> None:
     os._exit(ExitCode.FAILED)
 
 
-def _announce(broker: Any) -> None:
-    line = {
-        "kafka": broker.kafka_address,
-        "http": broker.http_address,
-        "registry": broker.registry_address,
-        "listeners": broker.listener_addresses,
-    }
+def _announce(broker: Broker) -> None:
+    _print_line(
+        {
+            "kafka": broker.kafka_address,
+            "listeners": broker.listener_addresses,
+            "internal": broker.internal_address,
+        }
+    )
+
+
+def _print_line(line: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

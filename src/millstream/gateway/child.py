@@ -2,7 +2,8 @@
 
 The broker binds the listening socket, so it knows the address at once; the child inherits it. The child lives as long
 as its standard input is open: a socket whose other end only the broker holds, so the child ends with the broker even if
-that is killed. Connections that arrive while no child runs wait in the socket's backlog.
+that is killed. Connections that arrive while no child runs wait in the socket's backlog. On a machine with several
+broker processes, their supervisor is in the broker's place.
 
 Through that socket the broker reports its state, one JSON line each time: the reason why it is not ready while it
 starts (also while its loop is blocked by recovery), then its status whenever the child asks. Clients cannot load this
@@ -16,11 +17,12 @@ import json
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+from millstream.core.config import Config
 from millstream.protocol.wire.credentials import child_environment
 
 MODULE = "millstream.gateway.process"
@@ -69,16 +71,49 @@ class HttpChild(SupervisedChild):
         self._line: socket.socket | None = None
         self._starting: str | None = None
         self._status: Status | None = None
+        self._refresh: Callable[[], Awaitable[None]] | None = None
+        self._answering: asyncio.Task[None] | None = None
+
+    @classmethod
+    def configured(
+        cls, config: Config, listening: socket.socket, kafka_address: str, *, registry: socket.socket | None = None
+    ) -> Self:
+        """Return the gateway of a node or a machine with these settings."""
+        return cls(
+            listening,
+            kafka_address,
+            registry=registry,
+            hosts=[config.http, config.registry, config.advertise, *config.http_hosts.split(",")],
+            authenticates=config.auth if config.authorizes else None,
+            tls=config.http_tls,
+            console={
+                "read_only": config.console_read_only,
+                "session_s": config.console_session_ms // 1000,
+                "oidc_client_id": config.console_oidc_client_id,
+                "oidc_client_secret_file": config.console_oidc_secret_file,
+                "oidc_issuer": config.oauth_issuer,
+            },
+            log_level=config.log_level,
+            log_format=config.log_format,
+        )
+
+    def connect_to(self, kafka_address: str) -> None:
+        """Set where the gateway finds brokers; one that runs already is replaced."""
+        self._kafka_address = kafka_address
+        if self._process is not None:
+            self._is_dismissed = True
+            self._hang_up()
 
     def report_starting(self, starting: str) -> None:
         """Report why the broker is not ready yet."""
         self._starting = starting
         self._write()
 
-    def serve_status(self, status: Status) -> None:
-        """Report the broker's status from now on."""
+    def serve_status(self, status: Status, *, refresh: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Report the broker's status from now on; `refresh` is awaited before each answer."""
         self._starting = None
         self._status = status
+        self._refresh = refresh
         self._write()
 
     async def stop(self) -> None:
@@ -114,9 +149,16 @@ class HttpChild(SupervisedChild):
         """Answer the child's status request; an empty line means that it has gone."""
         with suppress(OSError):
             if line.recv(1024):
-                self._write()
+                if self._refresh is None:
+                    self._write()
+                elif self._answering is None or self._answering.done():
+                    self._answering = asyncio.create_task(self._answer_refreshed(self._refresh))
                 return
         asyncio.get_running_loop().remove_reader(line)
+
+    async def _answer_refreshed(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        await refresh()
+        self._write()
 
     def _write(self) -> None:
         if self._line is None:

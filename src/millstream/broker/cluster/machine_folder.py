@@ -78,6 +78,10 @@ class Layout:
         ids = [NodeId(first + number * ID_STEP) for number in range(cores)]
         return cls(data, {node: f"{data}/{NODE_PREFIX}{node}" for node in ids})
 
+    def without(self, node: NodeId) -> Layout:
+        """Return the layout that leaves one of the nodes out."""
+        return Layout(self.data, {one: folder for one, folder in self.folders.items() if one != node})
+
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         """Return the nodes, the first of the machine first."""
@@ -193,7 +197,7 @@ class FolderSettlement:
         present = layout.present(files)
         self._mine = {*present.values(), *layout.nodes}
         for folder in present:
-            await self._close_cleanly(folder)
+            await close_cleanly(folder, files, self._clock, is_locked=folder == layout.data)
         if not (await self._store.read(keys.CLUSTER_ID)).entries:
             await self._rebuild(present, catalog)
         await self._change_states(present)
@@ -208,26 +212,7 @@ class FolderSettlement:
         _logger.info("the logs of this machine are settled", extra={"nodes": ", ".join(map(str, layout.nodes))})
 
     def _open(self, folder: str) -> LogStore:
-        return LogStore.open(
-            Path(folder),
-            files=self._files,
-            clock=self._clock,
-            journal_bytes=_JOURNAL_BYTES,
-            producer_expiry_ms=_NEVER_MS,
-            is_locked=folder == self._layout.data,
-        )
-
-    async def _close_cleanly(self, folder: str) -> None:
-        """Recover the logs of a folder after an unclean stop, so that they consist of their files alone."""
-        store = self._open(folder)
-        try:
-            LastRun(self._files, folder, boot_id=read_boot_id(), stopped_clean=store.clean_start)
-            for topic_id, index in tuple(store.unrecovered):
-                store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())
-        finally:
-            await store.close()
-        if store.stop_failure is not None:
-            raise CorruptState(f"{folder}: {store.stop_failure}")
+        return _open_logs(folder, self._files, self._clock, is_locked=folder == self._layout.data)
 
     async def _rebuild(self, present: Mapping[str, NodeId], catalog: Catalog) -> None:
         """Derive the agreed states from the logs: the file with them is missing or new."""
@@ -362,6 +347,30 @@ def _handed_over(state: PartitionState, old: NodeId, new: NodeId) -> PartitionSt
     return changed.elected(NO_LEADER) if state.leader == old else changed
 
 
+def _open_logs(folder: str, files: Files, clock: Clock, *, is_locked: bool) -> LogStore:
+    return LogStore.open(
+        Path(folder),
+        files=files,
+        clock=clock,
+        journal_bytes=_JOURNAL_BYTES,
+        producer_expiry_ms=_NEVER_MS,
+        is_locked=is_locked,
+    )
+
+
+async def close_cleanly(folder: str, files: Files, clock: Clock, *, is_locked: bool) -> None:
+    """Recover the logs of a folder after an unclean stop, so that they consist of their files alone."""
+    store = _open_logs(folder, files, clock, is_locked=is_locked)
+    try:
+        LastRun(files, folder, boot_id=read_boot_id(), stopped_clean=store.clean_start)
+        for topic_id, index in tuple(store.unrecovered):
+            store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())
+    finally:
+        await store.close()
+    if store.stop_failure is not None:
+        raise CorruptState(f"{folder}: {store.stop_failure}")
+
+
 async def settle(
     layout: Layout, files: Files, clock: Clock, *, sealing: Sealing | None = None, is_locked: bool = False
 ) -> None:
@@ -371,7 +380,19 @@ async def settle(
     with ExitStack() as stack:
         if not is_locked:
             stack.callback(files.close, files.lock(f"{layout.data}/{LOCK_NAME}"))
-        replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")
-        catalog = stack.enter_context(closing(Catalog.open_folder(Path(layout.data), sealing=sealing)))
+        _mark(layout, files)
         service = stack.enter_context(closing(open_coordination(files, layout.data, clock)))
+        await move_logs(layout, files, clock, service, sealing=sealing)
+
+
+async def move_logs(
+    layout: Layout, files: Files, clock: Clock, service: EmbeddedService, *, sealing: Sealing | None = None
+) -> None:
+    """Bring a machine, none of whose nodes runs, to a layout; after an interruption, the next start continues."""
+    _mark(layout, files)
+    with closing(Catalog.open_folder(Path(layout.data), sealing=sealing)) as catalog:
         await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
+
+
+def _mark(layout: Layout, files: Files) -> None:
+    replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")

@@ -127,6 +127,10 @@ _PID_DIGITS_MAX = 32
 
 _COMMAND_BYTES_MAX = 200
 
+ORPHANS_S = 10.0
+"""How long a lock whose owner was killed is waited for: its children hold it until the kernel has ended them."""
+_ORPHANS_LOOK_S = 0.02
+
 
 class DiskFiles:
     """The real disk."""
@@ -200,12 +204,20 @@ class DiskFiles:
     def lock(self, path: str, /) -> int:
         """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _describe_holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
-            os.close(descriptor)
-            raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
+        deadline = time.monotonic() + ORPHANS_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                written = os.pread(descriptor, _PID_DIGITS_MAX, 0)
+                # Processes that inherited the lock from one that was killed are about to end.
+                if not _has_ended(written) or time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise DataFolderInUse(
+                        f"{_describe_holder(written)} holds {path}; stop it, or use another data folder"
+                    ) from None
+            time.sleep(_ORPHANS_LOOK_S)
         # Named in the error of the next process. A full disk has no room for it, and must not prevent a start.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
@@ -221,6 +233,21 @@ class DiskFiles:
         """Return a quarter of what the process may open: connections need descriptors too."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
+
+
+def _has_ended(written: bytes) -> bool:
+    """Whether the process that wrote its id into a lock file is gone, as far as can be seen from here."""
+    text = written.decode(errors="replace").strip()
+    if not text.isdigit() or not os.path.isdir("/proc/self"):
+        return False
+    try:
+        with open(f"/proc/{text}/cmdline", "rb") as file:
+            # A zombie has no command line.
+            return not file.read(1)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _describe_holder(written: bytes) -> str:

@@ -40,6 +40,9 @@ _TLS_REASONS: Final[Mapping[str, str]] = {
 UNKNOWN_PER_ADDRESS_MAX = 256
 """How many clients of one address may be without authentication, where they need it: in the handshake of TLS, in that
 of SASL, or held back after a failure. Their buffers of TLS take up to 256 KiB each."""
+ORPHAN_S: Final = 10.0
+"""How long a start after a kill retries an address that a process of the last run may still hold."""
+_TAKEN_LOOK_S: Final = 0.1
 ACCEPT_RETRY_S = 1.0
 """How long no connection is accepted after the system could not open one, for lack of file descriptors for example."""
 
@@ -340,6 +343,22 @@ def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.s
         listen(bound, flag=flag)
     bound.setblocking(False)
     return bound
+
+
+async def bind_patiently(host: str, port: int, *, flag: str, wait_s: float) -> socket.socket:
+    """Bind without listening; an address that is taken is tried again for `wait_s`.
+
+    The process that serves HTTP holds its address until it has noticed that its node or its machine was killed.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    while True:
+        try:
+            return bind(host, port, flag=flag, listening=False)
+        except AddressTaken:
+            if loop.time() >= deadline:
+                raise
+        await asyncio.sleep(_TAKEN_LOOK_S)
 
 
 def listen(bound: socket.socket, *, flag: str) -> None:

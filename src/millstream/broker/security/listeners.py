@@ -65,11 +65,12 @@ class _Bound:
 class Listeners:
     """Every address at which a node is reached over the Kafka protocol."""
 
-    def __init__(self, config: Config, *, secret: str | None = None) -> None:
+    def __init__(self, config: Config, *, secret: str | None = None, internal_address: str = "") -> None:
         """`secret` is what the nodes of a machine know each other by; without one, this node has none beside it."""
         self._config = config
         self._bound: list[_Bound] = []
         self._secret = secret or secrets.token_urlsafe(32)
+        self._internal_address = internal_address or _INTERNAL_ADDRESS
         self._passwords: Passwords | None = None
         self.knowledge: Knowledge | None = None
         """Who clients are, once they are accepted; None where nobody authenticates."""
@@ -146,7 +147,9 @@ class Listeners:
         """Take every address, so that they are known; clients are refused until `listen`."""
         listeners = list(self._config.all_listeners)
         if self._has_internal:
-            listeners.append(ListenerConfig(name=INTERNAL, address=_INTERNAL_ADDRESS, auth=AUTHENTICATION_REQUIRED))
+            listeners.append(
+                ListenerConfig(name=INTERNAL, address=self._internal_address, auth=AUTHENTICATION_REQUIRED)
+            )
         for config in listeners:
             tls = None
             if config.tls_cert:
