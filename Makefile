@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-ledger chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-grow chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-console bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions bench-upsert serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
@@ -133,8 +133,12 @@ chaos: $(DEV_STAMP) ## Kill workers and strike nodes while subscriptions deliver
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
 	@$(BIN)/python -m trials.chaos_http $(CHAOS_ARGS)
 
-chaos-cores: $(DEV_STAMP) ## Kill processes of a loaded machine 50 times, change its number of cores, check every message
-	@$(BIN)/python -m trials.chaos_cores $(CHAOS_CORES_ARGS)
+chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under each kind of load, change its number of cores, check every message (an hour)
+	@$(BIN)/python -m trials.chaos_cores $(CHAOS_ARGS)
+
+chaos-grow: $(DEV_STAMP) ## Turn a loaded machine into a cluster, replicate and move everything under kills, check every message (15 minutes)
+	@$(BIN)/python -m trials.chaos_grow $(CHAOS_ARGS)
+
 chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and cut, and let an audit account for every message (10 minutes)
 	@$(BIN)/python -m trials.chaos_ledger $(CHAOS_ARGS)
 
@@ -159,7 +163,7 @@ chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while th
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; prints every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication, transactions and machines from thousands of seeds; prints every seed that breaks a rule
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

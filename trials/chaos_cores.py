@@ -31,6 +31,8 @@ from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
 
 NODE_KINDS = {"kill": 6, "stop": 1}
+GROUPS = ("classic", "consumer")
+"""Not aiokafka, which never turns to its bootstrap addresses again when all the brokers that it knows are gone."""
 MINUTES_MAX = 60.0
 
 
@@ -85,9 +87,15 @@ def _messages(folder: Path, kills: int, seed: int) -> str:
 
 def _transactions(folder: Path, kills: int, seed: int) -> str:
     machine = TrialMachine(folder, seed=seed, settings=transaction_trial.SETTINGS)
-    # Every kill of a node counts, and those of programs do too: rounds go on until there were enough of both.
+    # Programs are killed too, and count.
     plan = transaction_trial.Plan(
-        kills=kills, seed=seed, node_kinds=NODE_KINDS, node_share=1.0, worker_faults=(0, 1), minutes_max=MINUTES_MAX
+        kills=kills,
+        seed=seed,
+        node_kinds=NODE_KINDS,
+        node_share=1.0,
+        worker_faults=(0, 1),
+        minutes_max=MINUTES_MAX,
+        groups=GROUPS,
     )
     with transaction_trial.TransactionTrial(folder, machine, plan, _shown(machine)) as running:
         try:

@@ -1,9 +1,9 @@
-"""`make simulate`: run the simulations of replication and of transactions for many seeds, on every core.
+"""`make simulate`: run the simulations of replication, transactions and machines for many seeds, on every core.
 
-python -m trials.simulate [replication|transactions] [--seeds N] [--first N] [--jobs N]
-python -m trials.simulate [replication|transactions] --seed N [--trace]
+python -m trials.simulate [replication|transactions|machine] [--seeds N] [--first N] [--jobs N]
+python -m trials.simulate [replication|transactions|machine] --seed N [--trace]
 
-Without a name both are run, with as many seeds each.
+Without a name all are run, with as many seeds each.
 
 A failing seed is printed with its trace. Numbers of a failed seed can be looked at again with `--seed N --trace`, which
 also shows what the nodes logged.
@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Final
 
+from millstream_testing.machine_simulation import simulate_machine
 from millstream_testing.simulation.world import Outcome, simulate
 from millstream_testing.transaction_simulation.world import simulate_transactions
 
 SIMULATIONS: Final[dict[str, Callable[..., Outcome]]] = {
     "replication": simulate,
     "transactions": simulate_transactions,
+    "machine": simulate_machine,
 }
 SEEDS = 5000
 CHUNK = 8

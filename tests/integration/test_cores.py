@@ -1,15 +1,16 @@
-"""A machine with several broker processes: any may die, and their number may change, without losing anything."""
+"""Several broker processes on one machine: they die, are handed over and change in number without losing anything."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream_testing.command import CommandLine
 from millstream_testing.waiting import wait_until
 
 DEADLINE_S = 60
@@ -46,6 +48,11 @@ def serving(data: Path, cores: int, *flags: str) -> Iterator[tuple[dict[str, Any
             process.wait(DEADLINE_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def create(kafka: str) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka})
+    admin.create_topics([NewTopic("t", PARTITIONS)])["t"].result(DEADLINE_S)
 
 
 def send(kafka: str, numbers: range) -> None:
@@ -75,44 +82,79 @@ def leaders(kafka: str) -> set[int]:
     return {one.leader for one in found.partitions.values()}
 
 
+def ready(machine: dict[str, Any]) -> bool:
+    return httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).status_code == 200
+
+
 def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with serving(data, 1) as (node, _):
-        admin = AdminClient({"bootstrap.servers": node["kafka"]})
-        admin.create_topics([NewTopic("t", PARTITIONS)])["t"].result(DEADLINE_S)
-        send(node["kafka"], range(100))
-        assert read(node["kafka"], "g", 100) == list(range(100))
-
-    with serving(data, 3) as (machine, supervisor):
-        assert [one["id"] for one in machine["nodes"]] == [1, 1001, 2001]
-        assert leaders(machine["kafka"]) == {1, 1001, 2001}
-        send(machine["kafka"], range(100, 200))
-        assert read(machine["kafka"], "g", 100) == list(range(100, 200))
+    with serving(data, 2) as (machine, supervisor):
+        assert [one["id"] for one in machine["nodes"]] == [1, 1001]
+        create(machine["kafka"])
+        assert leaders(machine["kafka"]) == {1, 1001}
+        send(machine["kafka"], range(100))
+        assert read(machine["kafka"], "g", 100) == list(range(100))
         metrics = httpx.get(f"http://{machine['http']}/metrics", timeout=DEADLINE_S).text
         assert all(f'node="{one["id"]}"' in metrics for one in machine["nodes"])
+        with pytest.raises(AssertionError, match="another data folder"), serving(data, 1):
+            pass
 
-        os.kill(machine["nodes"][1]["pid"], signal.SIGKILL)
-        send(machine["kafka"], range(200, 300))
-        wait_until(lambda: leaders(machine["kafka"]) == {1, 1001, 2001})
-        wait_until(lambda: httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).status_code == 200)
+        # HTTP goes on without the first broker.
+        os.kill(machine["nodes"][0]["pid"], signal.SIGKILL)
+        messages = f"http://{machine['http']}/v1/topics/t/messages"
+        published = httpx.post(messages, content=b"100", timeout=DEADLINE_S)
+        assert published.is_success, published.text
+        send(machine["kafka"], range(101, 200))
+        wait_until(lambda: leaders(machine["kafka"]) == {1, 1001})
+        wait_until(lambda: ready(machine))
+        doctor = CommandLine(machine["kafka"])("doctor")
+        assert doctor.code == 0, doctor.out
 
         processes = psutil.Process(supervisor.pid).children(recursive=True)
         supervisor.kill()
         supervisor.wait()
         wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
 
-    with serving(data, 2) as (machine, _):
-        assert leaders(machine["kafka"]) == {1, 1001}
-        assert read(machine["kafka"], "g", 100) == list(range(200, 300))
-    assert sorted(path.name for path in data.glob("node-*")) == ["node-1", "node-1001"]
-
     with serving(data, 1) as (node, _):
-        send(node["kafka"], range(300, 400))
-        assert read(node["kafka"], "other", 400) == list(range(400))
+        assert read(node["kafka"], "g", 100) == list(range(100, 200))
     assert not list(data.glob("node-*"))
 
 
-def test_a_second_supervisor_is_refused(tmp_path: Path) -> None:
+@pytest.mark.trial
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_others_get_the_logs_of_a_process_that_cannot_start(tmp_path: Path, number: int) -> None:
     data = tmp_path / "data"
-    with serving(data, 2), pytest.raises(AssertionError, match="another data folder"), serving(data, 1):
-        pass
+    with serving(data, 3) as (machine, _), ExitStack() as stack:
+        create(machine["kafka"])
+        send(machine["kafka"], range(100))
+        assert read(machine["kafka"], "g", 100) == list(range(100))
+        dead = machine["nodes"][number]
+        others = [one for one in machine["nodes"] if one is not dead]
+        os.kill(dead["pid"], signal.SIGKILL)
+        stack.enter_context(taken(dead["kafka"]))
+        wait_until(lambda: leaders(others[0]["kafka"]) == {one["id"] for one in others}, patience_s=2 * DEADLINE_S)
+        wait_until(lambda: ready(machine))
+        answer = httpx.get(f"http://{machine['http']}/readyz", timeout=DEADLINE_S).json()
+        assert f"node {dead['id']} could not be started" in str(answer["warnings"])
+        send(others[0]["kafka"], range(100, 200))
+        assert read(others[0]["kafka"], "g", 100) == list(range(100, 200))
+        assert not (data / f"node-{dead['id']}").exists()
+    with serving(data, 3) as (machine, _):
+        assert leaders(machine["kafka"]) == {1, 1001, 2001}
+        assert read(machine["kafka"], "other", 200) == list(range(200))
+
+
+@contextmanager
+def taken(address: str) -> Iterator[None]:
+    """Have a port that a process has just given up."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                taken.bind((host, int(port)))
+                break
+            time.sleep(0.001)
+        taken.listen()
+        yield

@@ -26,7 +26,7 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -163,6 +163,7 @@ class BrokerProcess(SupervisedChild):
                 "-m",
                 MODULE,
                 str(theirs.fileno()),
+                str(machine.lock),
                 stdin=PIPE,
                 stdout=PIPE,
                 pass_fds=[theirs.fileno(), machine.lock],
@@ -458,19 +459,20 @@ class Machine:
 
     async def _settle_again(self) -> None:
         """Move the logs. Only a machine whose logs are all in their place may go on; else the next start continues."""
+        from millstream.broker.catalog.catalog import Catalog
         from millstream.broker.cluster.machine_folder import move_logs
 
         backoff = Backoff()
-        for _ in range(_SETTLE_ATTEMPTS - 1):
+        for left in reversed(range(_SETTLE_ATTEMPTS)):
             try:
-                return await move_logs(self._layout, self._files, self.clock, self.service, sealing=self._sealing())
+                with closing(Catalog.open_folder(Path(self._data), sealing=self._sealing())) as catalog:
+                    return await move_logs(self._layout, self._files, self.clock, self.service, catalog)
             except (MillstreamError, OSError) as error:
+                if not left:
+                    raise CommandFailed(f"logs could not be handed over: {error}") from error
                 _logger.error("logs could not be handed over; trying again", extra={"error": str(error)})
                 await backoff.pause()
-        try:
-            await move_logs(self._layout, self._files, self.clock, self.service, sealing=self._sealing())
-        except (MillstreamError, OSError) as error:
-            raise CommandFailed(f"logs could not be handed over: {error}", ExitCode.FAILED) from error
+        return None
 
     def _sealing(self) -> Any:
         from millstream.broker.catalog.sealing import Sealing
@@ -566,6 +568,10 @@ def main() -> None:
     from millstream.core.log_format import set_up_logging
 
     _die_with_parent()
+    descriptor, lock = map(int, sys.argv[1:])
+    for inherited in (descriptor, lock):
+        # Else the processes of this broker would have them too: its end would be noticed only when theirs is.
+        os.set_inheritable(inherited, False)
     share = json.loads(sys.stdin.buffer.readline())
     if os.getppid() != share["supervisor"]:
         sys.exit(ExitCode.FAILED)
@@ -574,7 +580,7 @@ def main() -> None:
     config = config_of(share["config"])
     set_up_logging(config.log_level, config.log_format, node=config.node_id)
     sys.setswitchinterval(THREAD_SWITCH_S)
-    sys.exit(run_reporting(lambda: uvloop.run(_run_broker(share, config, int(sys.argv[1])))))
+    sys.exit(run_reporting(lambda: uvloop.run(_run_broker(share, config, descriptor))))
 
 
 def config_of(values: dict[str, Any]) -> Config:

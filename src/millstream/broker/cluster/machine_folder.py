@@ -195,7 +195,6 @@ class FolderSettlement:
         """Settle: states first, then logs."""
         layout, files = self._layout, self._files
         present = layout.present(files)
-        self._mine = {*present.values(), *layout.nodes}
         for folder in present:
             await close_cleanly(folder, files, self._clock, is_locked=folder == layout.data)
         if not (await self._store.read(keys.CLUSTER_ID)).entries:
@@ -243,6 +242,10 @@ class FolderSettlement:
             parse_partition(entry.key.removeprefix(keys.PARTITIONS)): (PartitionState.from_json(entry.value), entry)
             for entry in found
         }
+        # Every node that a state names is one of this machine, which shares its stores with no other; it may be one
+        # that never ran, because a start with more processes was interrupted.
+        named = (node for state, _ in states.values() for node in state.replicas)
+        self._mine = {*present.values(), *self._layout.nodes, *named}
         here = {key: self._node_of(key, state) for key, (state, _) in states.items()}
         current = {key: node for key, node in here.items() if node is not None}
         placed = spread(current, self._layout.nodes)
@@ -319,6 +322,9 @@ class FolderSettlement:
     def _remove_emptied(self, folder: str) -> None:
         """Remove what a node left in a folder that no node has any more."""
         files = self._files
+        for name in files.names(f"{folder}/{PARTITIONS_NAME}"):
+            # Of a topic whose last log was moved when this was interrupted.
+            files.remove_directory(f"{folder}/{PARTITIONS_NAME}/{name}")
         for name in (JOURNAL_NAME, PARTITIONS_NAME):
             if files.exists(f"{folder}/{name}"):
                 files.remove_directory(f"{folder}/{name}")
@@ -380,19 +386,18 @@ async def settle(
     with ExitStack() as stack:
         if not is_locked:
             stack.callback(files.close, files.lock(f"{layout.data}/{LOCK_NAME}"))
-        _mark(layout, files)
+        mark(layout, files)
         service = stack.enter_context(closing(open_coordination(files, layout.data, clock)))
-        await move_logs(layout, files, clock, service, sealing=sealing)
+        catalog = stack.enter_context(closing(Catalog.open_folder(Path(layout.data), sealing=sealing)))
+        await move_logs(layout, files, clock, service, catalog)
 
 
-async def move_logs(
-    layout: Layout, files: Files, clock: Clock, service: EmbeddedService, *, sealing: Sealing | None = None
-) -> None:
+async def move_logs(layout: Layout, files: Files, clock: Clock, service: EmbeddedService, catalog: Catalog) -> None:
     """Bring a machine, none of whose nodes runs, to a layout; after an interruption, the next start continues."""
-    _mark(layout, files)
-    with closing(Catalog.open_folder(Path(layout.data), sealing=sealing)) as catalog:
-        await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
+    mark(layout, files)
+    await FolderSettlement(layout, files, clock, EmbeddedStore(service, clock)).run(catalog)
 
 
-def _mark(layout: Layout, files: Files) -> None:
+def mark(layout: Layout, files: Files) -> None:
+    """Note in the folder that logs are being moved, before the stores in it are opened."""
     replace_file(files, layout.data, MARK_NAME, b"logs are moved between the folders of nodes\n")

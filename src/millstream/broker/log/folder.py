@@ -134,7 +134,8 @@ class DataFolder:
         topic = new.rpartition("/")[0]
         if not self._files.exists(topic):
             self._files.make_directory(topic)
-            self._files.sync_directory(to.partitions)
+        # Also if it exists: a process that was killed may have made it and not synced it.
+        self._files.sync_directory(to.partitions)
         self._files.rename(old, new)
         self._files.sync_directory(topic)
         topic = old.rpartition("/")[0]

@@ -1,0 +1,420 @@
+"""A machine grows into a cluster and moves through it, under load and kills; every message is judged.
+
+Idempotent producers write to a topic, a group reads and commits, and workers accept what a subscription that delivers
+exactly once hands them. Meanwhile:
+
+1. the machine, with two broker processes, is killed and started again;
+2. it is adopted by a cluster; the command is killed at random moments until it has been through (nothing runs then);
+3. three nodes join, and every topic, internal ones included, gets three replicas;
+4. the leaders of the first machine are drained from it, and it is removed; then the rest is balanced.
+
+While plans are applied, nodes are killed, the controller among them. At the end everything is read from the start: no
+message may be lost, doubled or out of order, the group must have read all of it and kept its commits, each message must
+have been accepted exactly once, and replicas must be the same byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from uuid import UUID
+
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.cli.local_process import is_free
+from millstream.core.errors import MillstreamError
+from millstream.core.subscription import DELIVERY, EXACTLY_ONCE, LEASE, START
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine, Outcome
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.replica_bytes import differing_replicas
+from millstream_testing.server import Server
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Reader, TrialFailed
+
+TOPIC = "trial"
+PARTITIONS = 4
+QUEUE = "queue"
+GROUP = "group"
+CORES = 2
+NODES = (1, 1001, 2, 3, 4)
+"""The machine that grows has two of them."""
+JOINED = (2, 3, 4)
+SETTINGS: dict[str, object] = {
+    "lease-ms": 2000,
+    "replica-lag-ms": 3000,
+    "leader-balance-ms": 2000,
+    "group-initial-delay-ms": 100,
+}
+BUSY = ("backlog", "leased", "parked", "blocked", "rejecting")
+WAIT_S = 300.0
+_LOOK_S = 0.3
+_PORTS = range(20_000, 30_000)
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How hard the trial is."""
+
+    adoption_kills: int = 8
+    kills_per_step: int = 3
+    """How many nodes are killed while a plan is applied."""
+    messages_per_s: int = 200
+    producers: int = 2
+    workers: int = 2
+    seed: int = field(default_factory=lambda: random.randrange(2**32))
+
+
+class Worker(threading.Thread):
+    """Accepts what a subscription hands out, and remembers what was answered."""
+
+    def __init__(self, name: str, brokers: str, stopping: threading.Event) -> None:
+        super().__init__(name=name, daemon=True)
+        self._brokers = brokers
+        self._stopping = stopping
+        self.accepted: Counter[tuple[int, int]] = Counter()
+        """How often the acceptance of each message, by partition and offset, was confirmed."""
+
+    def run(self) -> None:
+        """Work until the trial ends."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                async with Client.connect(self._brokers, client_id=self.name, timeout_s=15.0) as client:
+                    await self._work(SubscriptionClient(client))
+            except (MillstreamError, OSError, TimeoutError):
+                await asyncio.sleep(_LOOK_S)
+
+    async def _work(self, subscriptions: SubscriptionClient) -> None:
+        while not self._stopping.is_set():
+            messages = await subscriptions.receive(QUEUE, self.name, max_records=50, wait_ms=500)
+            if not messages:
+                continue
+            answers = await subscriptions.settle(QUEUE, self.name, messages, Verb.ACCEPT)
+            self.accepted.update(
+                (message.partition, int(message.record.offset))
+                for message, error in zip(messages, answers, strict=True)
+                if error is None
+            )
+
+
+class GrowTrial:
+    """One trial. Everything that it starts ends with it."""
+
+    def __init__(self, folder: Path, plan: Plan, print_line: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._print_line = print_line
+        self._random = random.Random(plan.seed)
+        self._stack = ExitStack()
+        self._notes = Notes()
+        self._working = threading.Event()
+        """Set when workers are to end."""
+        self._loads: list[Load] = []
+        self._readers: list[Reader] = []
+        self._workers: list[Worker] = []
+        self._machine = self._server(1, {"cores": CORES})
+        self._nodes: dict[int, Server] = {1: self._machine}
+        self._brokers = ""
+        self._auditor: Auditor
+        self.kills = 0
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._etcd = self._stack.enter_context(EtcdServer())
+        self._postgres = self._stack.enter_context(PostgresServer())
+        self._stores = {
+            "etcd": self._etcd.url,
+            "catalog": self._postgres.new_database(),
+            "cluster": uuid.uuid4().hex,
+        }
+        # Every node is a machine of its own here.
+        self._nodes |= {node: self._server(node, {**self._stores, "rack": f"machine-{node}"}) for node in JOINED}
+        for server in self._nodes.values():
+            self._stack.callback(server.kill)
+        self._brokers = ",".join(server.kafka for server in self._nodes.values())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._notes.stopping.set()
+        self._working.set()
+        for thread in [*self._loads, *self._readers, *self._workers]:
+            thread.join(15.0)
+        self._stack.close()
+
+    def run(self) -> list[str]:
+        """Grow, and return what is wrong."""
+        self._machine.start()
+        self._start_clients()
+        self._kill_under_load(self._machine)
+        self._adopt()
+        self._grow()
+        return self._judge()
+
+    def log_tails(self) -> str:
+        """The end of every node's log."""
+        return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self._nodes.items())
+
+    def _server(self, node: int, settings: dict[str, object]) -> Server:
+        server = Server(self._folder / f"node-{node}", settings={"node-id": node, **SETTINGS, **settings})
+        # Ports that no one else is given: those of a machine's processes follow each other.
+        base = next(
+            base
+            for base in self._random.sample(_PORTS, len(_PORTS))
+            if all(is_free("127.0.0.1", base + number) for number in range(CORES))
+        )
+        server.kafka = f"127.0.0.1:{base}"
+        return server
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    def _start_clients(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self._machine.kafka, "log_level": 0})
+        admin.create_topics([NewTopic(TOPIC, PARTITIONS)])[TOPIC].result(SETTLE_S_MAX)
+        asyncio.run(self._subscribe())
+        topics = {TOPIC: PARTITIONS}
+        address: dict[str, Any] = {"bootstrap.servers": self._brokers}
+        for number in range(self._plan.producers):
+            settings = address | {"enable.idempotence": True, "message.timeout.ms": 600_000, "linger.ms": 3 * number}
+            self._loads.append(
+                Load(
+                    f"producer-{number}",
+                    self._notes,
+                    settings,
+                    topics,
+                    seed=self._plan.seed,
+                    messages_per_s=self._plan.messages_per_s,
+                    steady=True,
+                    message_bytes_max=300,
+                )
+            )
+        patient = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
+        self._readers = [Reader(f"{GROUP}/{number}", self._notes, patient, topics) for number in range(2)]
+        self._workers = [
+            Worker(f"worker-{number}", self._brokers, self._working) for number in range(self._plan.workers)
+        ]
+        self._auditor = Auditor("audit", self._notes, self._brokers, topics)
+        for thread in [*self._loads, *self._readers, *self._workers]:
+            thread.start()
+        self._notes.loading.set()
+        self._await_load("the start")
+
+    async def _subscribe(self) -> None:
+        async with Client.connect(self._machine.kafka, client_id="trial", timeout_s=30.0) as client:
+            settings = {DELIVERY: EXACTLY_ONCE, START: "earliest", LEASE: "5000"}
+            await SubscriptionClient(client).create(QUEUE, [TOPIC], settings)
+
+    def _await_load(self, after: str) -> None:
+        recovery = self._notes.recovers()
+        self._notes.wait(
+            lambda: len(recovery.first) == PARTITIONS, f"{after}: not every partition acknowledged a message", WAIT_S
+        )
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _kill_under_load(self, server: Server) -> None:
+        time.sleep(self._random.uniform(0.3, 1.5))
+        server.kill()
+        self.kills += 1
+        server.start()
+        self._await_load("a kill")
+        self._print_line(f"node {server.settings['node-id']} killed and started again")
+
+    def _adopt(self) -> None:
+        """Have the cluster adopt the machine, with a command that dies again and again."""
+        self._machine.stop()
+        flags = [part for name, value in self._stores.items() for part in (f"--{name}", value)]
+        command = [sys.executable, "-m", "millstream.cli.main", "cluster", "adopt", "--data", str(self._machine.data)]
+        lasts_s = 3.0
+        killed = 0
+        while True:
+            began = time.monotonic()
+            adopting = subprocess.Popen(
+                [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+            )
+            patience_s = self._random.uniform(0.0, lasts_s) if killed < self._plan.adoption_kills else WAIT_S
+            try:
+                said, _ = adopting.communicate(timeout=patience_s)
+            except subprocess.TimeoutExpired:
+                adopting.send_signal(signal.SIGKILL)
+                adopting.communicate()
+                killed += 1
+                # Moments near the end are as likely as those near the start.
+                lasts_s = max(lasts_s, 1.2 * (time.monotonic() - began))
+                continue
+            if adopting.returncode:
+                raise TrialFailed(f"the adoption failed: {said}")
+            break
+        self.kills += killed
+        self._print_line(f"adopted, {killed} times killed")
+        self._machine.settings |= {**self._stores, "rack": "machine-1"}
+        self._machine.start()
+        self._await_load("the adoption")
+
+    def _grow(self) -> None:
+        for node in JOINED:
+            self._nodes[node].start()
+        wanted = {*JOINED, 1, 1001}
+        self._wait(lambda: _missing(self._status(), wanted), "the nodes joined")
+        self._apply("replicate", self._command("topic", "replicate", "*", "--to", 3, "--throttle", 50_000_000))
+        self._check_copies(lambda replicas: len(replicas) == 3)
+        for node in (1001, 1):
+            self._apply(f"drain {node}", self._plan_and_apply("drain", node))
+        for node in (1001, 1):
+            self._apply(f"remove {node}", self._plan_and_apply("remove", node))
+        self._check_copies(lambda replicas: not replicas & {1, 1001})
+        self._machine.stop()
+        del self._nodes[1]
+        self._await_load("the machine left")
+        planned = self._command("cluster", "plan", "balance", "--json").document
+        if planned["moves"]:
+            self._apply("balance", self._command("cluster", "apply", planned["plan"]))
+
+    def _plan_and_apply(self, kind: str, node: int) -> Outcome:
+        planned = self._command("cluster", "plan", kind, node, "--json")
+        if planned.code:
+            raise TrialFailed(f"{kind} {node}: {planned.err}")
+        return self._command("cluster", "apply", planned.document["plan"], "--throttle", 50_000_000)
+
+    def _apply(self, what: str, applied: Outcome) -> None:
+        """Kill nodes while a plan is carried out, and wait until it is done."""
+        if applied.code:
+            raise TrialFailed(f"{what}: {applied.err or applied.out}")
+        began = time.monotonic()
+        for _ in range(self._plan.kills_per_step):
+            time.sleep(self._random.uniform(0.0, 1.5))
+            node = self._random.choice([*self._nodes, self._controller()])
+            victim = self._nodes.get(node) or self._machine
+            victim.kill()
+            self.kills += 1
+            time.sleep(self._random.choice((0.0, 3.0)))
+            victim.start()
+        self._wait(lambda: _unfinished(self._shown()), what)
+        self._await_load(what)
+        self._print_line(f"{what}: done after {time.monotonic() - began:.1f} s; {self.kills} kills so far")
+
+    def _command(self, *arguments: object) -> Outcome:
+        return CommandLine(self._brokers)(*arguments)
+
+    def _status(self) -> dict[str, Any]:
+        found = self._command("cluster", "status", "--json")
+        # Exit code 1 says that something is lacking.
+        document: dict[str, Any] = found.document if found.out else {}
+        return document
+
+    def _shown(self) -> dict[str, Any]:
+        found = self._command("cluster", "plan", "show", "--json")
+        document: dict[str, Any] = found.document if found.out else {}
+        return document
+
+    def _controller(self) -> int:
+        return int(self._status().get("controller") or 1)
+
+    def _check_copies(self, is_right: Callable[[set[int]], bool]) -> None:
+        metadata = AdminClient({"bootstrap.servers": self._brokers, "log_level": 0}).list_topics(timeout=SETTLE_S_MAX)
+        wrong = [
+            f"{name}-{index} on {one.replicas}"
+            for name, topic in metadata.topics.items()
+            for index, one in topic.partitions.items()
+            if not is_right(set(one.replicas))
+        ]
+        if wrong:
+            raise TrialFailed(f"wrong replicas: {wrong[:5]}")
+
+    def _wait(self, lacking: Callable[[], str], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while left := lacking():
+            if self._notes.failure is not None:
+                raise TrialFailed(f"{what}: {self._notes.failure}")
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{what}: after {WAIT_S:g} s, {left}")
+            time.sleep(_LOOK_S)
+
+    # -- what is found -----------------------------------------------------------------------------------------
+
+    def _judge(self) -> list[str]:
+        self._notes.loading.clear()
+        for load in self._loads:
+            load.settle()
+        self._auditor.read()
+        final = Auditor("final", self._notes, self._brokers, {TOPIC: PARTITIONS})
+        final.read()
+        ends = {index: end for (_, index), end in final.position.items()}
+        self._notes.wait(lambda: self._group_positions() == ends, "the group did not read everything")
+        self._wait(self._queued, "the queue ran empty")
+        report = self._notes.check(complete=[self._auditor.name, final.name, GROUP])
+        self._print_line(str(report))
+        findings = [] if report.ok else [str(report)]
+        findings += self._unaccepted(ends)
+        identity = self._topic_id()
+        self._wait(self._troubled, "the replicas are in sync")
+        self._notes.stopping.set()
+        self._working.set()
+        folders = {node: server.data for node, server in self._nodes.items()}
+        for server in self._nodes.values():
+            server.stop()
+        return findings + [f"differing replicas: {one}" for one in differing_replicas(folders, [identity], PARTITIONS)]
+
+    def _group_positions(self) -> dict[int, int]:
+        with self._notes.lock:
+            return self._notes.history.next_offsets(GROUP, TOPIC)
+
+    def _queued(self) -> str:
+        async def ask() -> Sequence[dict[str, Any]]:
+            async with Client.connect(self._brokers, client_id="trial", timeout_s=30.0) as client:
+                return await SubscriptionClient(client).describe([QUEUE])
+
+        try:
+            (found,) = asyncio.run(ask())
+        except (MillstreamError, OSError, TimeoutError) as error:
+            return repr(error)
+        if len(found["queues"]) < PARTITIONS:
+            return f"only {len(found['queues'])} queues"
+        return "; ".join(str(queue) for queue in found["queues"] if any(queue[name] for name in BUSY))
+
+    def _unaccepted(self, ends: dict[int, int]) -> list[str]:
+        """Compare what workers were told with what the topic has; acceptances whose answers were lost are not known."""
+        accepted = sum((worker.accepted for worker in self._workers), Counter[tuple[int, int]]())
+        twice = [place for place, times in accepted.items() if times > 1]
+        beyond = [place for place in accepted if place[1] >= ends[place[0]]]
+        total = sum(ends.values())
+        self._print_line(f"{len(accepted)} of {total} messages were accepted with an answer")
+        found = [f"accepted twice: {twice[:5]}"] if twice else []
+        return found + ([f"accepted, but not in the topic: {beyond[:5]}"] if beyond else [])
+
+    def _topic_id(self) -> UUID:
+        async def ask() -> UUID:
+            async with Client.connect(self._brokers, client_id="trial", timeout_s=30.0) as client:
+                return (await client.metadata([TOPIC])).topics[TOPIC].topic_id
+
+        return asyncio.run(ask())
+
+    def _troubled(self) -> str:
+        status = self._status()
+        return str(status.get("troubled") or "") if status else "no answer"
+
+
+def _missing(status: dict[str, Any], wanted: set[int]) -> str:
+    live = {node["id"] for node in status.get("nodes", []) if node["state"] == "ready"}
+    return "" if wanted <= live else f"{sorted(wanted - live)} are missing"
+
+
+def _unfinished(shown: dict[str, Any]) -> str:
+    return "" if shown.get("state") == "done" else str({name: shown.get(name) for name in ("state", "moved", "left")})
