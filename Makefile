@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-ledger chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-grow chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-cores bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-grow chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-console bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions bench-upsert serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
@@ -98,6 +98,9 @@ bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-r
 	@$(BIN)/python -m benchmarks.spark_landing $(filter --quick,$(BENCH_ARGS))
 	@$(BIN)/python -m benchmarks.spark_topics $(BENCH_ARGS)
 
+bench-cores: $(DEV_STAMP) ## Measure throughput and CPU per GB and per message with 1, 2 and 4 broker processes (three minutes)
+	@$(BIN)/python -m benchmarks.cores $(BENCH_ARGS)
+
 bench-commits: $(DEV_STAMP) ## Measure OffsetCommit and OffsetFetch against Produce on a busy broker (half a minute)
 	@$(BIN)/python -m benchmarks.commits $(BENCH_ARGS)
 
@@ -163,7 +166,7 @@ chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while th
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication, transactions and machines from thousands of seeds; prints every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication, transactions, machines and plans from thousands of seeds; prints every seed that breaks a rule
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from millstream_testing.command import CommandLine
+from millstream_testing.security import ADMIN, MALLORY, Certificates, declare_security
 from millstream_testing.waiting import wait_until
 
 DEADLINE_S = 60
@@ -30,7 +32,7 @@ PARTITIONS = 6
 
 @contextmanager
 def serving(data: Path, cores: int, *flags: str) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes]]]:
-    addresses = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    addresses = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0", "--group-initial-delay-ms", "0")
     command = [sys.executable, "-m", "millstream.cli.main", "serve", "--data", str(data), *addresses, "--json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
     with (data.parent / "log").open("ab") as log:
@@ -142,6 +144,52 @@ def test_the_others_get_the_logs_of_a_process_that_cannot_start(tmp_path: Path, 
     with serving(data, 3) as (machine, _):
         assert leaders(machine["kafka"]) == {1, 1001, 2001}
         assert read(machine["kafka"], "other", 200) == list(range(200))
+
+
+@pytest.mark.trial
+def test_a_locked_machine_serves_everyone_at_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = Certificates(tmp_path / "certs")
+    declare_security(tmp_path / "data", dict((ADMIN, MALLORY)))
+    flags = ["--auth", "required", "--tls-cert", str(certificates.node), "--tls-key", str(certificates.node_key)]
+    with serving(tmp_path / "data", 2, *flags, "--super-users", "admin") as (machine, _):
+        for name, value in zip(("USER", "PASSWORD", "TLS_CA"), (*ADMIN, str(certificates.ca)), strict=True):
+            monkeypatch.setenv(f"MILLSTREAM_{name}", value)
+        millstream = CommandLine(machine["kafka"])
+        assert millstream("topic", "create", "t", "--partitions", PARTITIONS).code == 0
+        producer = Producer(
+            {
+                "bootstrap.servers": machine["kafka"],
+                "security.protocol": "SASL_SSL",
+                "sasl.mechanism": "SCRAM-SHA-256",
+                "sasl.username": ADMIN[0],
+                "sasl.password": ADMIN[1],
+                "ssl.ca.location": str(certificates.ca),
+            }
+        )
+        for partition in range(PARTITIONS):
+            producer.produce("t", b"x", partition=partition)
+        assert producer.flush(DEADLINE_S) == 0
+        clients = millstream("client", "list", "--all", "--json").document["clients"]
+        assert {one["node"] for one in clients if one["client_id"] == "rdkafka"} == {1, 1001}
+
+        http = httpx.Client(
+            base_url=f"https://{machine['http']}",
+            verify=ssl.create_default_context(cafile=str(certificates.ca)),
+            timeout=DEADLINE_S,
+        )
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/metrics", auth=MALLORY).status_code == 403
+        metrics = http.get("/metrics", auth=ADMIN).text
+        assert all(f'node="{one["id"]}"' in metrics for one in machine["nodes"])
+        # The gateway reaches the other broker, and then the one that is back at its address.
+        os.kill(machine["nodes"][0]["pid"], signal.SIGKILL)
+        for number in range(20):
+            sent = http.post("/v1/topics/t/messages", content=b"%d" % number, auth=ADMIN)
+            assert sent.is_success, sent.text
+        wait_until(lambda: http.get("/readyz").status_code == 200)
+        assert http.post("/v1/topics/t/messages", content=b"x", auth=MALLORY).status_code == 403
+        doctor = millstream("doctor")
+        assert doctor.code == 0, doctor.out
 
 
 @contextmanager

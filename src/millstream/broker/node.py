@@ -148,6 +148,8 @@ class MachineShare:
     """Where this node listens for its own processes and the other nodes, if it is to be where it was; else empty."""
     secret: str
     """By which the nodes of the machine and their processes know each other, where clients authenticate."""
+    assertion_seed: str
+    """Of the key with which its nodes say who a caller is; their gateway does not know it."""
     store: CoordinationStore | None
     """The coordination store of the machine; None in a cluster, which has one for all."""
 
@@ -198,7 +200,13 @@ class Broker:
         self._listeners = (
             Listeners(config)
             if machine is None
-            else Listeners(config, secret=machine.secret, internal_address=machine.internal)
+            else Listeners(
+                config,
+                secret=machine.secret,
+                internal_address=machine.internal,
+                assertion_seed=machine.assertion_seed,
+                machine=machine.nodes,
+            )
         )
         self._sealing = Sealing(None)
         self._gateway_sockets: GatewaySockets | None = None

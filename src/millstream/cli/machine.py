@@ -248,6 +248,7 @@ class Machine:
         self._data = os.path.abspath(config.data)
         self._layout = Layout.of(self._data, config.node_id, config.core_count)
         self._secret = secrets.token_urlsafe(32)
+        self._assertion_seed = secrets.token_hex(32)
         self._stack = AsyncExitStack()
         self._running = TaskSupervisor()
         self.failed = self._running.failed
@@ -291,6 +292,7 @@ class Machine:
             "data": self._data,
             "nodes": list(self._layout.nodes),
             "secret": self._secret,
+            "assertion_seed": self._assertion_seed,
             "has_store": self.service is not None,
         }
 
@@ -611,6 +613,7 @@ async def _run_broker(share: dict[str, Any], config: Config, descriptor: int) ->
         http=share["http"],
         internal=share["internal"],
         secret=share["secret"],
+        assertion_seed=share["assertion_seed"],
         store=store,
     )
     broker = Broker(config, children=CHILD_PROCESSES, machine=machine)

@@ -7,16 +7,17 @@ under another boot id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.plans import Plans
 from millstream.broker.cluster.store import Entry
 from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.kafka.follower_fetch import FollowerFetch
@@ -42,6 +43,8 @@ JOURNAL_BYTES = 64 * 1024
 PRODUCE_TIMEOUT_S = 2.0
 FETCH_BYTES = 2000
 STOP_S = 20.0
+
+T = TypeVar("T")
 
 
 class Around(Protocol):
@@ -301,6 +304,12 @@ class SimulatedNode:
         topic = topics.by_id(topic_id)
         if topic is not None:
             await topics.alter(topic.name, {name: value}, timeout_s=PRODUCE_TIMEOUT_S)
+
+    async def plan(self, work: Callable[[Plans], Awaitable[T]]) -> T:
+        """Do something with the plans of the cluster, as an operator asks."""
+        if self._run is None:
+            raise BrokerUnreachable(f"{self.name} starts")
+        return await work(self._run.cluster.plans)
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
         """Who leads a partition, as far as this node knows."""

@@ -232,6 +232,8 @@ class Rules:
             if not state.has_leader or set(state.in_sync) != set(state.replicas):
                 return f"{committed.name}: {_describe(state)}"
             for node in nodes:
+                if node.node_id not in state.replicas:
+                    continue
                 partition = node.replicas().get(key)
                 if partition is None or not node.is_running:
                     return f"{committed.name}: node {node.node_id} is not there"

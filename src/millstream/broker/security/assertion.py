@@ -1,7 +1,8 @@
 """Assertions: a node's signed word on who a caller is, with which a gateway acts for that caller on every node.
 
 Each node signs with a key that exists only in its memory, another one with each start. The public part is in the node's
-registration, so every node verifies the assertions of every other, and a gateway, which has neither, can make none.
+registration, so every node verifies the assertions of every other, and a gateway, which has neither, can make none. The
+broker processes of a machine have one key, which lasts as long as their supervisor.
 
 An assertion refers to the password or the API token that was shown, and says nothing about rights. The node that
 receives it finds the scope of the token, or the password, in the catalog as it knows it, so a change or deletion holds
@@ -75,6 +76,8 @@ class Assertions:
         self._cluster_id = cluster_id
         self._node_id = node_id
         self._key = key
+        self.machine: frozenset[NodeId] = frozenset({node_id})
+        """The nodes that sign with the same key."""
         self.public_key_of: Callable[[NodeId], str] = lambda _node: ""
         """Finds the public key in the registration of another node; empty if there is none."""
 
@@ -154,7 +157,7 @@ class Assertions:
         return replace(who, credential=stored, user=proof.name)
 
     def _public_key(self, node_id: NodeId) -> Ed25519PublicKey:
-        if node_id == self._node_id:
+        if node_id in self.machine:
             return self._key.public_key()
         try:
             return Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key_of(node_id)))

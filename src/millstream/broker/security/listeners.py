@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -65,12 +65,25 @@ class _Bound:
 class Listeners:
     """Every address at which a node is reached over the Kafka protocol."""
 
-    def __init__(self, config: Config, *, secret: str | None = None, internal_address: str = "") -> None:
-        """`secret` is what the nodes of a machine know each other by; without one, this node has none beside it."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        secret: str | None = None,
+        internal_address: str = "",
+        assertion_seed: str = "",
+        machine: Collection[NodeId] = (),
+    ) -> None:
+        """`secret` is what the nodes of a machine know each other by; without one, this node has none beside it.
+
+        The nodes of a `machine` sign assertions with one key, made from a seed that only they know.
+        """
         self._config = config
         self._bound: list[_Bound] = []
         self._secret = secret or secrets.token_urlsafe(32)
         self._internal_address = internal_address or _INTERNAL_ADDRESS
+        self._assertion_seed = assertion_seed
+        self._machine = frozenset({NodeId(config.node_id), *machine})
         self._passwords: Passwords | None = None
         self.knowledge: Knowledge | None = None
         """Who clients are, once they are accepted; None where nobody authenticates."""
@@ -213,6 +226,8 @@ class Listeners:
     def _assertion_key(self) -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+        if self._assertion_seed:
+            return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self._assertion_seed))
         return Ed25519PrivateKey.generate()
 
     @property
@@ -294,6 +309,7 @@ class Listeners:
             supervise("keys of tokens", tokens.run())
         self._passwords = passwords = Passwords(state)
         assertions = Assertions(state, membership.cluster_id, NodeId(config.node_id), self._assertion_key)
+        assertions.machine = self._machine
         assertions.public_key_of = lambda node: "" if (found := membership.node(node)) is None else found.assertion_key
         return Knowledge(
             state=state,

@@ -1,0 +1,118 @@
+"""`make bench-cores`: throughput with 1, 2 and more broker processes, and what each GB and each request costs.
+
+    python -m benchmarks.cores [--seconds S] [--rounds N] [--cores 1,2]
+
+Machines with different numbers of processes run side by side, one is loaded at a time, and the rounds are interleaved,
+so that ratios of one run compare even where others use the machine too. The load is librdkafka's: four producers on 16
+partitions, with messages of 1 KiB (CPU per GB) and of 100 bytes (CPU per message). On six or more cores the clients are
+pinned to the last two, and the servers to the rest. With fewer, both share the cores, and throughput says
+little about more processes: the numbers that count are the ratios of CPU, which must not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import psutil
+from benchmarks.cases import OS, Case
+from benchmarks.machine import facts
+from benchmarks.processes import tree_of
+from benchmarks.target import Numbers, Target
+from benchmarks.throughput import produce
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream.cli.local_process import is_free
+from millstream_testing.server import Server
+
+PARTITIONS: Final = 16
+PINNED_MIN: Final = 6
+"""From so many cores on, clients and servers have some each."""
+CASES: Final = {
+    "1 KiB messages": Case(flush=OS, partitions=PARTITIONS, producers=4),
+    "100 B messages": Case(flush=OS, partitions=PARTITIONS, producers=4, size_bytes=100),
+}
+SHOWN: Final = ("MB/s", "messages/s", "CPU s/GB", "CPU s/M messages")
+_PORTS: Final = range(20_000, 30_000)
+_ADMIN_S: Final = 60.0
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cores", default="", help="numbers of processes; the default is 1, 2 and, with six cores, 4")
+    arguments = parser.parse_args()
+    count = os.cpu_count() or 1
+    is_pinned = count >= PINNED_MIN
+    sizes = [int(size) for size in arguments.cores.split(",")] if arguments.cores else [1, 2] + [4] * is_pinned
+    print(facts())
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ports = _free_ports(max(sizes))
+        servers = {size: stack.enter_context(_server(Path(folder), size, next(ports))) for size in sizes}
+        if is_pinned:
+            psutil.Process().cpu_affinity([count - 2, count - 1])
+            for server in servers.values():
+                for pid in tree_of(server.pid):
+                    psutil.Process(pid).cpu_affinity(list(range(count - 2)))
+        for name, case in CASES.items():
+            topics = {size: _topic(server, f"{case.size_bytes}-bytes") for size, server in servers.items()}
+            found: dict[int, list[Numbers]] = {size: [] for size in sizes}
+            for _ in range(arguments.rounds):
+                for size in sizes:
+                    found[size].append(_measured(topics[size], case, arguments.seconds))
+            _print(name, found)
+    return 0
+
+
+def _free_ports(size: int) -> Iterator[int]:
+    for base in _PORTS[::size]:
+        if all(is_free("127.0.0.1", base + number) for number in range(size)):
+            yield base
+
+
+def _server(folder: Path, cores: int, port: int) -> Server:
+    server = Server(folder / f"cores-{cores}", settings={"cores": cores})
+    server.kafka = f"127.0.0.1:{port}"
+    return server
+
+
+def _topic(server: Server, name: str) -> Target:
+    admin = AdminClient({"bootstrap.servers": server.kafka})
+    topic = NewTopic(name, PARTITIONS, config={"flush": OS, "retention.bytes": str(64 * 1024 * 1024)})
+    admin.create_topics([topic])[name].result(_ADMIN_S)
+    return Target(server=server, topic=name, partitions=PARTITIONS)
+
+
+def _measured(target: Target, case: Case, seconds: float) -> Numbers:
+    _, numbers = produce(target, case, seconds)
+    numbers["CPU s/GB"] = numbers["user CPU s/GB"] + numbers["system CPU s/GB"]
+    numbers["CPU s/M messages"] = numbers["user CPU s/M messages"] + numbers["system CPU s/M messages"]
+    return numbers
+
+
+def _print(name: str, found: dict[int, list[Numbers]]) -> None:
+    base = min(found)
+    print(f"\n{name}: medians of {len(found[base])} interleaved rounds; in parentheses, of the ratios of each round")
+    for size, rounds in found.items():
+        parts = []
+        for number in SHOWN:
+            middle = statistics.median(one[number] for one in rounds)
+            ratio = statistics.median(
+                one[number] / other[number] for one, other in zip(rounds, found[base], strict=True)
+            )
+            parts.append(f"{number} {middle:,.2f} ({ratio:.2f})")
+        print(f"{size} {'process' if size == 1 else 'processes'}: {', '.join(parts)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Plans under faults, from seeds: four nodes, and an operator who drains, balances, cancels and undrains meanwhile.
+
+The world is that of `simulation/world.py`, with one node more than partitions have replicas, so that they can move. All
+its rules hold at every step of a move. In the end, plans have come to their end, and a node that was drained leads
+nothing and has no replica that it could have given away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.plans import PlanHeader, Plans
+from millstream.core.cluster_plan import (
+    THROTTLE_BYTES,
+    ClusterLoad,
+    NodeLoad,
+    PartitionLoad,
+    Plan,
+    plan_balance,
+    plan_drain,
+    plan_remove,
+)
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NodeId
+from millstream_testing.simulation.network import LinkDown
+from millstream_testing.simulation.plan import Plan as Shape
+from millstream_testing.simulation.world import FINISH_S, NotWell, Outcome, World, run_world
+
+NODES: Final = 4
+ROUNDS: Final = (4, 10)
+ASK_S: Final = 40.0
+WAIT_S: Final = 30.0
+
+
+def simulate_plans(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) -> Outcome:
+    """Run one seed, with some kinds of faults only if they are named."""
+    return run_world(seed, lambda: PlanWorld(replace(Shape.draw(seed, faults), nodes=NODES)), tracing=tracing)
+
+
+class PlanWorld(World):
+    """A cluster with an operator."""
+
+    _drained: set[NodeId]
+
+    async def break_and_heal(self) -> None:
+        """Let faults happen while the operator works, and then let all of it come to its end."""
+        self._drained = set()
+        operating = asyncio.ensure_future(self._operate())
+        await super().break_and_heal()
+        await operating
+        await self.until("the plan has ended", self._unfinished, FINISH_S)
+        await self.until("drained nodes are empty", self._undrained, FINISH_S)
+
+    # -- the operator -----------------------------------------------------------------------------------------
+
+    async def _operate(self) -> None:
+        chance = self.plan.chance("operator")
+        for _ in range(chance.randint(*ROUNDS)):
+            await asyncio.sleep(chance.uniform(0.0, 2.0))
+            node = NodeId(chance.randint(1, NODES))
+            kind = chance.choice(("drain", "drain", "remove", "balance", "undrain"))
+            if kind == "undrain":
+                await self._undrain(node)
+                continue
+            plan_id = await self._apply(kind, node)
+            if plan_id is None:
+                continue
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.expovariate(20.0))
+                cancelled = await self._ask("cancel", partial(_cancel, plan_id=plan_id))
+                if cancelled is not None and cancelled.drains is not None:
+                    self._drained.discard(cancelled.drains)
+            with suppress(NotWell):
+                await self.until("the plan has ended", self._unfinished, WAIT_S)
+
+    async def _apply(self, kind: str, node: NodeId) -> str | None:
+        load = self._load()
+        try:
+            computed = plan_balance(load) if kind == "balance" else _VACATE[kind](load, node)
+        except MillstreamError as error:
+            self.record("operator", f"no plan to {kind} {node}: {error}")
+            return None
+        proposed = await self._ask(f"propose to {kind} {node}", partial(_propose, plan=computed))
+        if proposed is None:
+            return None
+        applied = await self._ask("apply", lambda plans: plans.apply(proposed.plan_id))
+        if applied is None:
+            return None
+        if applied.drains is not None:
+            self._drained.add(applied.drains)
+        return applied.plan_id
+
+    async def _undrain(self, node: NodeId) -> None:
+        async def undrain(plans: Plans) -> PlanHeader | None:
+            await plans.undrain(node)
+            return plans.current
+
+        if await self._ask(f"undrain {node}", undrain) is not None:
+            self._drained.discard(node)
+
+    async def _ask(self, what: str, work: Callable[[Plans], Awaitable[PlanHeader | None]]) -> PlanHeader | None:
+        """Ask any node; None if it refused or there was no answer, and then it may have been done or not."""
+        node = self._steering.choice(self.nodes)
+        try:
+            answer = await self.network.call(node.name, lambda: node.plan(work), timeout_s=ASK_S)
+        except (MillstreamError, LinkDown) as error:
+            self.record("operator", f"{what}: {error}")
+            # What was drained and what not is what the store says.
+            self._drained = self._drained_by_store()
+            return None
+        self.record("operator", f"{what}: {'' if answer is None else answer.state}")
+        return answer
+
+    def _load(self) -> ClusterLoad:
+        """What an operator sees: it may be out of date when the plan is applied."""
+        nodes = {
+            one.node_id: NodeLoad(node_id=one.node_id, is_live=one.is_running, is_drained=one.node_id in self._drained)
+            for one in self.nodes
+        }
+        names = {topic.topic_id: topic.name for topic in self.plan.topics}
+        partitions = [
+            PartitionLoad(
+                topic=names[key[0]],
+                topic_id=key[0],
+                index=key[1],
+                replicas=state.replicas,
+                in_sync=state.in_sync,
+                size_bytes=self.rules.of(key).end,
+            )
+            for key, state in self.rules.states.items()
+        ]
+        return ClusterLoad(nodes=nodes, partitions=partitions)
+
+    # -- what has to hold -------------------------------------------------------------------------------------
+
+    def _drained_by_store(self) -> set[NodeId]:
+        return {NodeId(int(key.removeprefix(keys.DRAINED))) for key in self.service.read(keys.DRAINED).entries}
+
+    def _unfinished(self) -> str | None:
+        entry = self.service.read(keys.PLAN).entries.get(keys.PLAN)
+        header = None if entry is None else PlanHeader.from_json(entry.value)
+        if header is not None and header.is_open:
+            return f"plan {header.plan_id} is {header.state}"
+        moving = self.service.read(keys.REASSIGNMENTS).entries
+        return f"{list(moving)} are moving" if moving else None
+
+    def _undrained(self) -> str | None:
+        drained = self._drained_by_store()
+        for key, state in self.rules.states.items():
+            if state.leader in drained and any(node not in drained for node in state.in_sync):
+                return f"{key[1]} is led by {state.leader}, which is drained"
+        return None
+
+
+_VACATE: Final = {"drain": plan_drain, "remove": plan_remove}
+
+
+async def _cancel(plans: Plans, *, plan_id: str) -> PlanHeader:
+    return await plans.cancel(plan_id)
+
+
+async def _propose(plans: Plans, *, plan: Plan) -> PlanHeader:
+    return await plans.propose(plan.kind, plan.subject, plan.moves, THROTTLE_BYTES)
