@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -91,6 +96,15 @@ def test_a_lock_has_one_holder(layer: tuple[Files, str]) -> None:
         files.lock(f"{root}/lock")
     files.close(held)
     files.close(files.lock(f"{root}/lock"))
+
+
+def test_a_lock_is_awaited_while_only_children_of_its_owner_are_left(tmp_path: Path) -> None:
+    owner = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / "lock").write_bytes(owner.stdout)
+    inherited = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(inherited, fcntl.LOCK_EX)
+    threading.Timer(0.2, os.close, [inherited]).start()
+    os.close(DiskFiles().lock(str(tmp_path / "lock")))
 
 
 def test_there_is_room(layer: tuple[Files, str]) -> None:
