@@ -65,6 +65,7 @@ LATE_S: Final = 3.0
 _PR_SET_PDEATHSIG: Final = 1
 _LINE_BYTES_MAX: Final = 1024 * 1024
 _LAST_LINES_S: Final = 1.0
+_LOOK_S: Final = 0.05
 _SETTLE_ATTEMPTS: Final = 5
 
 
@@ -83,6 +84,8 @@ class BrokerProcess(SupervisedChild):
         self._listening: asyncio.Task[None] | None = None
         self._may_run = asyncio.Event()
         self._may_run.set()
+        self._held = asyncio.Event()
+        """Set while no process runs and none is started."""
         self._asked: asyncio.Future[None] | None = None
         self._is_ready = False
         self._failed_starts = 0
@@ -112,16 +115,21 @@ class BrokerProcess(SupervisedChild):
     async def pause(self) -> None:
         """Stop the process in order, and start no other until `resume`."""
         self._may_run.clear()
-        process = self._process
-        if process is None:
-            return
-        self._is_dismissed = True
-        self._hang_up()
-        try:
-            await asyncio.wait_for(process.wait(), self.stop_s)
-        except TimeoutError:
-            self._kill(process)
-            await process.wait()
+        held = asyncio.ensure_future(self._held.wait())
+        while not held.done():
+            process = self._process
+            if process is None:
+                # It is being started, or will be soon.
+                await asyncio.wait([held], timeout=_LOOK_S)
+                continue
+            self._is_dismissed = True
+            self._hang_up()
+            ending = asyncio.ensure_future(process.wait())
+            await asyncio.wait([ending], timeout=self.stop_s)
+            if not ending.done():
+                self._kill(process)
+            await ending
+            await asyncio.wait([held], timeout=_LOOK_S)
 
     def resume(self) -> None:
         """Start the process again."""
@@ -151,7 +159,9 @@ class BrokerProcess(SupervisedChild):
         if self._failed_starts >= FAILED_STARTS_MAX:
             self._failed_starts = 0
             await self._machine.hand_over(self)
+        self._held.set()
         await self._may_run.wait()
+        self._held.clear()
 
     async def _spawn(self) -> Process:
         machine = self._machine
