@@ -20,6 +20,7 @@ from benchmarks.target import Target
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream_testing.fork_server import ForkedProcess
 from millstream_testing.server import Server
 
 ONE, THREE = "one node", "three nodes"
@@ -46,7 +47,7 @@ class ClusterUp(Server):
         settings = [part for name, value in self.settings.items() for part in ("--set", f"{name}={value}")]
         return [sys.executable, "-m", "millstream.cli.main", "cluster", "up", *flags, *ports, *settings]
 
-    def _first_line(self, process: subprocess.Popen[bytes]) -> bytes:
+    def _first_line(self, process: subprocess.Popen[bytes] | ForkedProcess) -> bytes:
         """What a single node would say: the addresses of all nodes as one."""
         nodes = json.loads(super()._first_line(process))["nodes"]
         return json.dumps({key: ",".join(node[key] for node in nodes) for key in ("kafka", "http")}).encode()
