@@ -2,7 +2,9 @@
 
 A handler that fails for everything, as when a service it needs is down, would exhaust the attempts of all messages
 within moments. Its circuit breaker then opens: waiting messages are returned for other workers, without counting as
-delivered, and one message at a time is tried after pauses that double, until one succeeds.
+delivered, and after pauses that double a few messages are tried, each of them another one, until one succeeds. A try
+that fails does not count as delivered either, but delays its message, so that messages which are themselves to blame do
+not hide others that would succeed. Only when nothing has succeeded for a day do tries count, so that all of them end.
 """
 
 from __future__ import annotations
@@ -38,15 +40,16 @@ _GIVE_BACK_S: Final = 5.0
 
 _REASON_LENGTH_MAX: Final = 1000
 
-FAILURES_MAX: Final = 10
-"""How many failures in a row open the circuit breaker, if they concern several messages: one alone may be to blame."""
-FAILED_MESSAGES_MIN: Final = 3
+FAILED_MESSAGES_MAX: Final = 10
+"""How many different messages in a row may fail before the circuit breaker opens: a few may be to blame themselves."""
 REST_S_MIN: Final = 1.0
-REST_S_MAX: Final = 60.0
-PROBES_MAX: Final = 5
-"""How often one message is tried without counting as delivered, before another one gets its turn."""
-PARKED_S: Final = 60.0
-"""How long a message that was tried this often is delayed."""
+REST_S_MAX: Final = 30.0
+TRIES_MAX: Final = 10
+"""How many messages are tried after a pause: one after the first, one more after each, and at most this many."""
+DELAY_S_MAX: Final = 1800.0
+"""A message that was tried is delayed by as long as nothing has succeeded, and at most this long."""
+OUTAGE_S_MAX: Final = 24 * 3600.0
+"""How long tries do not count as delivered."""
 
 LOGGED_EVERY_S: Final = 60.0
 """How often a failure is logged with its traceback; others of the same kind are counted."""
@@ -61,16 +64,22 @@ class Breaker:
         self._throttle = throttle
         """Limits the number of messages that wait for the handler; None removes the limit."""
         self.is_open = False
-        self.failures = 0
+        self._opened_at = 0.0
         self._failed: set[tuple[object, int]] = set()
+        """The messages that failed since the last success."""
         self._probe: Message | None = None
-        self._probed: tuple[object, int] | None = None
-        self._probes = 0
-        """How often that message was tried in a row."""
         self._may_probe = False
+        self._rests = 0
+        self._tries_left = 0
+        """How many more messages are tried before the next pause."""
         self._rest_s = REST_S_MIN
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def has_failures(self) -> bool:
+        """Return whether the handler has failed since it last succeeded."""
+        return bool(self._failed)
 
     async def turn(self) -> None:
         """Wait until the handler may have a message."""
@@ -87,7 +96,6 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Note that the handler has decided on a message."""
-        self.failures = 0
         self._failed.clear()
         if self.is_open:
             _logger.info("the handler of %r works again", self._name)
@@ -95,36 +103,41 @@ class Breaker:
 
     def failed(self, message: Message) -> tuple[int, int | None]:
         """Note a failure; return how to settle the message, and the delay of its redelivery."""
-        place = (message._lease.where, message.offset)
         if self.is_open:
-            if message is not self._probe:
-                return Verb.RETURN, 0
+            return self._try_failed() if message is self._probe else (Verb.RETURN, 0)
+        self._failed.add((message._lease.where, message.offset))
+        if len(self._failed) >= FAILED_MESSAGES_MAX:
+            self._open()
+        return Verb.RELEASE, None
+
+    def _open(self) -> None:
+        self.is_open, self._opened_at = True, monotonic()
+        self._throttle(0)
+        _logger.warning(
+            "the handler of %r fails for every message, %d in a row: waiting messages are returned; one is tried "
+            "after %g s, then more after longer pauses",
+            self._name,
+            len(self._failed),
+            self._rest_s,
+        )
+        self._rest()
+
+    def _try_failed(self) -> tuple[int, int]:
+        outage_s = monotonic() - self._opened_at
+        self._tries_left -= 1
+        if self._tries_left > 0:
+            self._try_one()
+        else:
             self._rest_s = min(2 * self._rest_s, REST_S_MAX)
             self._rest()
-            self._probes = self._probes + 1 if place == self._probed else 1
-            self._probed = place
-            # The message may be to blame after all.
-            return (Verb.RETURN, 0) if self._probes < PROBES_MAX else (Verb.RELEASE, int(PARKED_S * 1000))
-        self.failures += 1
-        if len(self._failed) < FAILED_MESSAGES_MIN:
-            self._failed.add(place)
-        if self.failures >= FAILURES_MAX and len(self._failed) >= FAILED_MESSAGES_MIN:
-            self.is_open = True
-            self._throttle(0)
-            _logger.warning(
-                "the handler of %r fails for every message, %d in a row: waiting messages are returned; one is tried "
-                "after %g s, then after longer pauses",
-                self._name,
-                self.failures,
-                self._rest_s,
-            )
-            self._rest()
-        return Verb.RELEASE, None
+        delay_s = min(max(outage_s, REST_S_MIN), DELAY_S_MAX)
+        return Verb.RETURN if outage_s < OUTAGE_S_MAX else Verb.RELEASE, int(delay_s * 1000)
 
     def close(self) -> None:
         """Close the breaker."""
         self.is_open = False
         self._probe = None
+        self._rests = 0
         self._rest_s = REST_S_MIN
         if self._timer is not None:
             self._timer.cancel()
@@ -132,9 +145,14 @@ class Breaker:
         self._changed.set()
 
     def _rest(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._try_again)
+        self._timer = asyncio.get_running_loop().call_later(self._rest_s, self._end_rest)
 
-    def _try_again(self) -> None:
+    def _end_rest(self) -> None:
+        self._rests += 1
+        self._tries_left = min(self._rests, TRIES_MAX)
+        self._try_one()
+
+    def _try_one(self) -> None:
         self._may_probe = True
         self._throttle(1)
         self._changed.set()
@@ -333,7 +351,7 @@ class Subscriber:
                 self._failed(message, error)
             else:
                 accept(message)
-                if breaker.failures:
+                if breaker.has_failures:
                     breaker.succeeded()
             if cancelling() and not await self._should_continue():
                 return

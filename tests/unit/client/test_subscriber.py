@@ -281,27 +281,63 @@ async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(m
     assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 3 + [Verb.ACCEPT] * 17
 
 
-async def test_a_message_that_was_tried_often_leaves_its_place_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_that_was_tried_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad messages at the front of a queue do not hide the good ones behind them."""
     monkeypatch.setattr(module, "REST_S_MIN", 0.001)
     monkeypatch.setattr(module, "REST_S_MAX", 0.001)
-    source, tries = Given(20), 0
+    bad, source = 60, Given(80)
 
     async def handle(message: Message) -> None:
-        nonlocal tries
-        if message.offset == 10:
-            tries += 1
-            if tries < module.PROBES_MAX:
-                # Nobody else takes it, so it comes again.
-                source.messages.insert(0, message)
-        if message.offset <= 10:
+        if message.offset < bad:
             raise ValueError("this cannot be read")
 
     subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
     await subscriber.start()
     await source.all_reported()
     await subscriber.drain()
-    assert source.settled[10][:2] == (Verb.RELEASE, 60_000)
-    assert verbs(source)[11:] == [Verb.ACCEPT] * 9
+    assert verbs(source) == [Verb.RELEASE] * 10 + [Verb.RETURN] * 50 + [Verb.ACCEPT] * 20
+    delays = [source.settled[offset][1] or 0 for offset in range(10, bad)]
+    assert delays == sorted(delays)
+    assert delays[0] >= 1
+    # One is tried after the first pause, and one more after each.
+    assert source.limits.count(1) == 51
+
+
+async def test_messages_end_when_nothing_has_succeeded_for_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST_S_MIN", 0.001)
+    monkeypatch.setattr(module, "REST_S_MAX", 0.001)
+    monkeypatch.setattr(module, "OUTAGE_S_MAX", 0.0)
+    source = Given(20)
+
+    async def handle(message: Message) -> None:
+        raise ValueError("this cannot be read")
+
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    await source.all_reported()
+    await subscriber.drain()
+    assert verbs(source) == [Verb.RELEASE] * 20
+    assert all(source.settled[offset][1] for offset in range(10, 20))
+
+
+async def test_few_messages_that_fail_use_their_attempts() -> None:
+    """They may be to blame themselves, so they end as their subscription says."""
+    source, again = Given(module.FAILED_MESSAGES_MAX - 1), 3
+    all_of_them = list(source.messages)
+
+    async def handle(message: Message) -> None:
+        nonlocal again
+        if not source.messages and again:
+            again -= 1
+            source.settled.clear()
+            source.messages += all_of_them
+        raise ValueError("this cannot be read")
+
+    subscriber = Subscriber(source, handle, concurrency=1, forget=forget)
+    await subscriber.start()
+    await source.all_reported()
+    await subscriber.drain()
+    assert (again, verbs(source)) == (0, [Verb.RELEASE] * len(all_of_them))
 
 
 async def test_what_fails_beside_others_while_nothing_succeeds_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
