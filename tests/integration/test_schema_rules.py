@@ -18,6 +18,12 @@ from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from millstream.core.errors import InvalidBatch
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscription_messages import (
+    APPEND_LETTER_KEY,
+    AppendLetterAnswer,
+    AppendLetterRequest,
+)
 from millstream.protocol.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -27,6 +33,7 @@ from millstream_testing.server import Server
 ORDER = '{"type":"record","name":"Order","fields":[{"name":"id","type":"long"},{"name":"note","type":"string"}]}'
 PAID = '{"type":"object","properties":{"id":{"type":"integer"}},"required":["id"],"title":"Paid"}'
 INVALID_RECORD = 87
+CLUSTER_AUTHORIZATION_FAILED = 31
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +66,17 @@ def avro(registry: Any, topic: str, *ids: int) -> list[bytes]:
 
 
 def send(
-    server: Server, topic: str, records: Sequence[NewRecord | bytes | None], *, compression: int = COMPRESSION_NONE
+    server: Server,
+    topic: str,
+    records: Sequence[NewRecord | bytes | None],
+    *,
+    compression: int = COMPRESSION_NONE,
+    client_id: str = "test",
 ) -> int:
     rows = [one if isinstance(one, NewRecord) else NewRecord(b"k", one, (), 1) for one in records]
 
     async def produce() -> int:
-        async with Client.connect(server.kafka, client_id="test", timeout_s=30) as client:
+        async with Client.connect(server.kafka, client_id=client_id, timeout_s=30) as client:
             return (await client.produce(topic, 0, encode_batch(rows, compression=compression))).base_offset
 
     return asyncio.run(produce())
@@ -95,6 +107,23 @@ def test_records_without_an_id_of_the_subject_are_refused_and_nothing_is_stored(
     assert "does not start with a schema id" in wrong[1][1]
     # Nothing of it was appended, and a tombstone needs no schema.
     assert send(server, topic, [None], compression=compression) == count
+
+
+def test_only_nodes_write_what_does_not_conform(server: Server, millstream: CommandLine, topic: str) -> None:
+    """Letters are exempt from the rule of a dead letter topic; what a client calls itself does not make it a node."""
+    rule(millstream, topic, validate="id")
+    assert refused(server, topic, [b"plain text"], client_id="dead-letters")
+
+    async def pretend(node_id: int, secret: str) -> AppendLetterAnswer:
+        batch = bytes(encode_batch([NewRecord(b"k", b"plain text", (), 1)]))
+        body = encode(AppendLetterRequest(topic, 0, batch, node_id, secret))
+        async with Client.connect(server.kafka, client_id="dead-letters", timeout_s=30) as client:
+            return decode(await client.private(None, APPEND_LETTER_KEY, body), AppendLetterAnswer)
+
+    for node_id, secret in ((1, ""), (1, "guess"), (7, "")):
+        answer = asyncio.run(pretend(node_id, secret))
+        assert (answer.error, answer.offset) == (CLUSTER_AUTHORIZATION_FAILED, -1)
+    assert send(server, topic, [None]) == 0
 
 
 def test_content_has_to_decode_and_to_satisfy_the_schema(

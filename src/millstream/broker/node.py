@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from random import SystemRandom
+from secrets import token_urlsafe
 from typing import TYPE_CHECKING, Any, Protocol
 
 from millstream.broker.catalog.catalog import Catalog
@@ -639,6 +640,7 @@ class Broker:
             machine=None if self._machine is None else self._machine.nodes[0],
             endpoints=self._listeners.endpoints(),
             assertion_key=self._listeners.assertion_key,
+            secret=token_urlsafe(),
         )
 
     def health(self) -> Mapping[str, Any] | None:

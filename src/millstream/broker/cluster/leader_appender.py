@@ -10,8 +10,6 @@ from millstream.core.errors import NotLeader, UnknownTopic
 from millstream.core.ids import Offset
 from millstream.protocol.wire.client import Client
 
-DEAD_LETTERS: Final = "dead-letters"
-"""The client id under which nodes write dead letters to each other."""
 _TIMEOUT_S: Final = 30.0
 
 
@@ -40,4 +38,8 @@ class LeaderAppender:
             pass
         if self._client is None:
             self._client = Client.connect(self._addresses(), client_id=self._client_id, timeout_s=_TIMEOUT_S)
-        return Offset((await self._client.produce(topic, index, batch)).base_offset)
+        return await self._send(self._client, topic, index, batch)
+
+    async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
+        """Have the leader of the partition append a batch."""
+        return Offset((await client.produce(topic, index, batch)).base_offset)

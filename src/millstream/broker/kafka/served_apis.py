@@ -124,6 +124,7 @@ from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
 from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
 from millstream.broker.kafka.apis.subscription_apis import (
+    AppendLetter,
     DeliveryState,
     LedgerMark,
     MessageTracing,
@@ -368,6 +369,7 @@ class ServedApis:
         yield SubscriptionSeek(service)
         yield SubscriptionRevive(service)
         yield SubscriptionForget(service)
+        yield AppendLetter(self._parts.topics, self._parts.membership)
         yield DeliveryState(service)
         yield MessageTracing(service)
         yield LedgerMark(service)

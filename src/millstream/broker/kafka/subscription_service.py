@@ -345,7 +345,7 @@ class SubscriptionService:
                 store=self._store,
                 clock=self.clock,
                 random=self._random,
-                appender=DeadLetterAppender(self.topics, self._membership.addresses),
+                appender=DeadLetterAppender(self.topics, self._membership),
                 next_producer_id=self._producer_ids.next,
                 filter_cache=FilterCache(FilterWorker()),
                 forget=self.states.forget,

@@ -315,7 +315,7 @@ CHANGES_NOTHING: Final = frozenset(
         *("NodeSums", "RightsList", "SchemaSubject", "ShareGroupDescribe", "SubscriptionList", "TokenList"),
         *("TopicList",),
         # They change data and progress, not what is declared.
-        *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "CompleteBatch"),
+        *("AbortBatch", "AbortTransaction", "AddOffsetsToTxn", "AddPartitionsToTxn", "AppendLetter", "CompleteBatch"),
         *("ConsumerGroupHeartbeat", "EndTxn", "Heartbeat", "InitProducerId", "JoinGroup", "LeaveGroup"),
         *(
             "MirrorCut",

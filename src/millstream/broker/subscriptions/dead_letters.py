@@ -19,7 +19,8 @@ from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
 
-from millstream.broker.cluster.leader_appender import DEAD_LETTERS, LeaderAppender
+from millstream.broker.cluster.leader_appender import LeaderAppender
+from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
@@ -36,9 +37,17 @@ from millstream.core.errors import (
     TopicExists,
     UnknownTopic,
 )
-from millstream.core.ids import Offset, OffsetRange, ProducerId
+from millstream.core.ids import NodeId, Offset, OffsetRange, ProducerId
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscription_messages import (
+    APPEND_LETTER_KEY,
+    AppendLetterAnswer,
+    AppendLetterRequest,
+)
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
 
 _KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
 
@@ -52,10 +61,25 @@ _TOPIC_SETTINGS: Final = {
 
 
 class DeadLetterAppender(LeaderAppender):
-    """Appends letters to dead letter topics, which it creates."""
+    """Appends letters to dead letter topics, which it creates.
 
-    def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
-        super().__init__(topics, addresses, client_id=DEAD_LETTERS)
+    Letters are exempt from schema rules, so leaders on other nodes take them by a request of nodes, not by a Produce.
+    """
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        super().__init__(topics, membership.addresses, client_id="dead-letters")
+        self._me = membership.me
+
+    async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
+        body = encode(AppendLetterRequest(topic, index, bytes(batch), self._me.node_id, self._me.secret))
+
+        async def attempt(leader: NodeId) -> Offset:
+            answer = decode(await client.private(leader, APPEND_LETTER_KEY, body), AppendLetterAnswer)
+            if answer.error:
+                raise error_from_code(answer.error, answer.message, about=f"dead letter to {topic}-{index}")
+            return Offset(answer.offset)
+
+        return await client.call_leader(topic, index, attempt, create=True)
 
     async def partitions(self, topic: str) -> int:
         """Return the number of partitions of a topic, which is created if it does not exist."""

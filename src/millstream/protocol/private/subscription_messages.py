@@ -21,6 +21,7 @@ LIST_KEY: Final = 32035
 SEEK_KEY: Final = 32036
 FORGET_KEY: Final = 32037
 REVIVE_KEY: Final = 32040
+APPEND_LETTER_KEY: Final = 32043
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True):
@@ -210,3 +211,21 @@ class ReviveMessagesResponse(Response, frozen=True, kw_only=True):
     """The messages that the log no longer has."""
 
     missing: Sequence[int] = ()
+
+
+class AppendLetterRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A batch with a dead letter for a partition, from a node that shows its secret."""
+
+    topic: str
+    partition: int
+    batch: bytes
+    node_id: int
+    secret: str
+
+
+class AppendLetterAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The offset of the letter."""
+
+    error: int
+    message: str | None
+    offset: int = -1

@@ -13,8 +13,8 @@ A batch that starts a transaction on a partition is appended once the coordinato
 Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 
 A batch is stored as a whole or not at all. If some of its records are invalid, the response names them. Records of a
-topic with a schema rule are checked first (`SchemaRules`), except dead letters of this cluster's nodes; where that
-needs a child process, the connection waits.
+topic with a schema rule are checked first (`SchemaRules`), whoever sends them; where that needs a child process, the
+connection waits.
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
 adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
@@ -31,7 +31,6 @@ from typing import cast
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.cluster.leader_appender import DEAD_LETTERS
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code, log_fenced
@@ -176,12 +175,7 @@ class Produce:
             opening = Opening(self._topics, request, header.version)
         heavy = [portion for portion in request.portions if self._is_heavy(portion)]
         ruled: list[Portion] = []
-        # Where nothing is authenticated, a node is known by what it calls itself.
-        if (
-            self._rules
-            and self._topics.with_schema_rules
-            and (client.rights is not None or client.client_id != DEAD_LETTERS)
-        ):
+        if self._rules and self._topics.with_schema_rules:
             ruled = [portion for portion in request.portions if self._is_doubtful(portion)]
         if opening or heavy or ruled:
             request.keep_records()
@@ -248,7 +242,7 @@ class Produce:
 
     def _is_doubtful(self, portion: Portion) -> bool:
         """Whether the topic has a schema rule and it takes more than a look to see that the records conform."""
-        if self._rules is None or portion.records is None or portion.is_of_node:
+        if self._rules is None or portion.records is None:
             return False
         try:
             partition = self._partition(portion)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 import msgspec
 
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, owner_of
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
@@ -19,8 +22,16 @@ from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
-from millstream.core.errors import InvalidRequest, InvalidSubscription, NotLeader, OffsetOutOfRange, UnknownTopic
-from millstream.core.ids import Offset
+from millstream.core.errors import (
+    ClusterNotAuthorized,
+    InvalidRequest,
+    InvalidSubscription,
+    InvalidTopicName,
+    NotLeader,
+    OffsetOutOfRange,
+    UnknownTopic,
+)
+from millstream.core.ids import NodeId, Offset
 from millstream.core.subscription import OWN_PREFIX, READ_COMMITTED, Subscription, check_subscription
 from millstream.protocol.private.delivery_state import (
     DELIVERY_STATE_KEY,
@@ -38,6 +49,7 @@ from millstream.protocol.private.message import Response
 from millstream.protocol.private.message_trace import MESSAGE_TRACE_KEY, MessageTrace, MessageTraceRequest
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
+    APPEND_LETTER_KEY,
     CREATE_KEY,
     DELETE_KEY,
     FORGET_KEY,
@@ -45,6 +57,8 @@ from millstream.protocol.private.subscription_messages import (
     REVIVE_KEY,
     SEEK_KEY,
     AlterSubscriptionRequest,
+    AppendLetterAnswer,
+    AppendLetterRequest,
     CreateSubscriptionRequest,
     CreateSubscriptionResponse,
     DeleteSubscriptionRequest,
@@ -446,6 +460,38 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
                 lambda key: key.subscription_id == subscription.subscription_id and key.topic_id == topic.topic_id
             )
         return Response()
+
+
+class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterAnswer]):
+    """Appends a dead letter of another node.
+
+        [topic, partition, one record batch of an idempotent producer, node id, its secret]
+        answer, when all replicas have it: [error, message, offset]
+
+    A letter is exempt from the schema rule of its topic, since the message that it holds may not conform to it. So the
+    sender has to be a node also where nobody authenticates: it shows the secret of its registration, which other nodes
+    read in the coordination store. Any other sender gets CLUSTER_AUTHORIZATION_FAILED.
+    """
+
+    key = APPEND_LETTER_KEY
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def needs(self, request: AppendLetterRequest) -> Sequence[Need]:
+        """CLUSTER_ACTION on the cluster, which nodes have."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: AppendLetterRequest) -> AppendLetterAnswer:
+        node = self._membership.node(NodeId(request.node_id))
+        if node is None or not node.secret or not compare_digest(node.secret.encode(), request.secret.encode()):
+            raise ClusterNotAuthorized("only nodes of this cluster may write dead letters to each other")
+        partition = self._topics.partition(request.topic, request.partition)
+        if partition.topic.is_internal:
+            raise InvalidTopicName(f"topic {request.topic!r} is internal; it cannot hold dead letters")
+        appended = await partition.append(bytearray(request.batch))
+        return AppendLetterAnswer(0, None, appended.base_offset)
 
 
 class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer]):
