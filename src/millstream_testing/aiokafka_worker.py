@@ -84,6 +84,7 @@ class AiokafkaWorker(Worker):
 
     async def _within(self, name: str, done: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(done, self.task.stuck_s)
+            async with asyncio.timeout(self.task.stuck_s):
+                return await done
         except TimeoutError as error:
             raise Stuck(f"{name} was not done within {self.task.stuck_s:g} s") from error

@@ -87,11 +87,11 @@ def metric(server: Server, name: str) -> float:
 
 def test_the_last_value_of_each_key_stays_and_deletions_go(eager: Server, topic: str) -> None:
     create(eager, topic)
-    pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(5000)]
+    pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(500)]
     assert send(eager, topic, [*pairs, (b"k7", None)]) == []
     wait_until(lambda: len(content(eager, topic)) == 50)
     kept = content(eager, topic)
-    assert kept[-1] == (5000, b"k7", None)
+    assert kept[-1] == (500, b"k7", None)
     assert {key: value for _, key, value in kept} == dict(pairs) | {b"k7": None}
     assert send(eager, topic, [(b"k8", b"last")]) == []
     wait_until(lambda: b"k7" not in {key for _, key, _ in content(eager, topic)})
@@ -100,7 +100,7 @@ def test_the_last_value_of_each_key_stays_and_deletions_go(eager: Server, topic:
     eager.start()
     wait_until(lambda: len(content(eager, topic)) == 49)
     assert {key: value for _, key, value in content(eager, topic)} == wanted
-    assert [offset for offset, *_ in content(eager, topic)][-1] == 5001
+    assert [offset for offset, *_ in content(eager, topic)][-1] == 501
 
 
 def test_records_without_a_key_are_refused(eager: Server, topic: str) -> None:
@@ -154,16 +154,17 @@ def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Se
     wanted: dict[bytes, bytes] = {}
     for round_ in range(2):
         pairs: list[tuple[bytes | None, bytes | None]] = [
-            (b"key-%d" % (n % 200), b"%d-%d" % (round_, n) + bytes(500)) for n in range(3000)
+            (b"key-%d" % (n % 50), b"%d-%d" % (round_, n) + bytes(500)) for n in range(500)
         ]
         assert send(server, topic, pairs) == []
         wanted |= {key: value for key, value in pairs if key is not None and value is not None}
-        folder = server.data / "partitions"
-        wait_until(lambda folder=folder: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))  # type: ignore[misc]
-        server.kill()
-        server.start()
+        if round_ == 0:
+            folder = server.data / "partitions"
+            wait_until(lambda: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))
+            server.kill()
+            server.start()
         assert {key: value for _, key, value in content(server, topic)} == wanted
-    wait_until(lambda: len(content(server, topic)) == 200)
+    wait_until(lambda: len(content(server, topic)) == 50)
     assert {key: value for _, key, value in content(server, topic)} == wanted
     # Its passes may all have been before the last kill, which their counters do not survive.
     assert metric(server, "millstream_log_failed_partitions") == 0
@@ -171,4 +172,4 @@ def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Se
 
 def _compacted(folder: Path) -> bool:
     """Whether a pass was so quick that it has been missed."""
-    return sum(path.stat().st_size for path in folder.rglob("*.log")) < 1_000_000
+    return sum(path.stat().st_size for path in folder.rglob("*.log")) < 100_000

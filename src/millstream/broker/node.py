@@ -47,7 +47,7 @@ from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
-from millstream.core.tasks import TaskSupervisor
+from millstream.core.tasks import TaskSupervisor, within
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
@@ -611,7 +611,7 @@ class Broker:
         self._gateway_sockets.listen()
         self._begin_gateway(self._gateway)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._gateway.spawned(), _SPAWN_S_MAX)
+            await within(_SPAWN_S_MAX, self._gateway.spawned())
 
     def _has_much_to_recover(self) -> bool:
         """Whether opening the logs may take long enough for users to ask why."""

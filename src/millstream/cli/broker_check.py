@@ -24,6 +24,7 @@ from millstream.core.errors import (
     NotAuthorized,
     RequestTimedOut,
 )
+from millstream.core.tasks import within
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
@@ -316,7 +317,7 @@ async def _http(status: dict[str, Any]) -> Finding:
     if not url:
         return ok("http", "a broker inside a program, without a gateway")
     try:
-        answer = await asyncio.wait_for(_get(url, "/readyz"), _HTTP_S)
+        answer = await within(_HTTP_S, _get(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
         advice = "the broker restarts its gateway by itself; its log says why it ended"
         return problem("http", f"the gateway at {url} does not answer: {str(error) or 'no answer in time'}", advice)

@@ -9,6 +9,8 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from millstream.core.tasks import within
+
 if TYPE_CHECKING:
     from random import Random
 
@@ -58,4 +60,4 @@ class Backoff:
     async def pause_unless(self, event: asyncio.Event) -> None:
         """Pause, but no longer than until the event is set."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), self.take_s())
+            await within(self.take_s(), event.wait())

@@ -13,6 +13,7 @@ from asyncio.subprocess import Process
 from contextlib import suppress
 
 from millstream.core.backoff import Backoff
+from millstream.core.tasks import within
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class SupervisedChild(ABC):
             return
         self._hang_up()
         try:
-            await asyncio.wait_for(process.wait(), self.stop_s)
+            await within(self.stop_s, process.wait())
         except TimeoutError:
             _logger.warning("%s did not stop in time and was killed", self.name, extra={"pid": process.pid})
             self._kill(process)

@@ -1,4 +1,4 @@
-"""Concurrent work: groups of which the first failure ends the others, and supervised background tasks.
+"""Concurrent work: limits in time, groups of which the first failure ends the others, supervised background tasks.
 
 A task group of Python 3.11 that ends because of an error forgets a cancellation that arrives meanwhile, so that the
 one who stops its task waits forever. Here the cancellation wins.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -95,6 +95,15 @@ async def keep_running(name: str, run: Callable[[], Coroutine[Any, Any, None]], 
         except Exception:
             _logger.exception("%s failed; restarting it", name)
         await asyncio.sleep(pause_s)
+
+
+async def within(seconds: float | None, work: Awaitable[_Result]) -> _Result:
+    """Await work for a time, and raise `TimeoutError` after it; None means no limit.
+
+    `asyncio.wait_for` of Python 3.11 forgets a cancellation that arrives together with the result; this does not.
+    """
+    async with asyncio.timeout(seconds):
+        return await work
 
 
 async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -12,6 +12,7 @@ import pytest
 
 from millstream.broker.log.cleaner import CleaningCancelled, CompactionPass, DamagedSource, SourceSegment
 from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker
+from millstream.broker.log.compaction import Compactor
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
@@ -26,11 +27,11 @@ SETTINGS = TopicSettings(
 )
 
 
-def opened(folder: Path) -> LogStore:
+def opened(folder: Path, clock: ManualClock | None = None) -> LogStore:
     return LogStore.open(
         folder,
         files=DiskFiles(),
-        clock=ManualClock(),
+        clock=clock or ManualClock(),
         journal_bytes=100_000,
         producer_expiry_ms=3_600_000,
         retention_check_ms=20,
@@ -80,6 +81,22 @@ async def test_a_running_store_compacts_by_itself(tmp_path: Path) -> None:
     store = opened(tmp_path / "data")
     assert store.clean_start
     assert [record.offset for record in read(open_log(store))] == list(range(990, 1000))
+    store.close_now()
+
+
+def test_a_segment_that_became_old_enough_during_a_pass_is_not_forgotten(tmp_path: Path) -> None:
+    """The round has begun before, and no append or timer would begin the next one."""
+    clock = ManualClock()
+    store = opened(tmp_path / "data", clock)
+    log = open_log(store)
+    compactor = Compactor(DiskFiles(), clock)
+    fill(log, 10)
+    compactor.begin_round([log])
+    assert compactor.due_in_s(log) == SETTINGS.segment_ms / 1000
+    clock.advance_ms(SETTINGS.segment_ms + 1)
+    assert compactor.due_in_s(log) == 0
+    compactor.begin_round([log])
+    assert [segment.sealed for segment in log.segments] == [True, False]
     store.close_now()
 
 

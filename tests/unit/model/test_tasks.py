@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from millstream.core.tasks import TaskSupervisor, gather_or_cancel, keep_running, run_until_first
+from millstream.core.tasks import TaskSupervisor, gather_or_cancel, keep_running, run_until_first, within
+
+HANG_S = 60.0
 
 
 async def _given(value: int) -> int:
@@ -118,3 +121,42 @@ async def test_work_that_ends_or_fails_is_restarted() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert runs == 3
+
+
+# -- limits in time ----------------------------------------------------------------------------------------------
+
+
+async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten() -> None:
+    event, rounds = asyncio.Event(), 0
+
+    async def wait_again_and_again() -> None:
+        nonlocal rounds
+        while rounds < 3:
+            with suppress(TimeoutError):
+                await within(HANG_S, event.wait())
+            rounds += 1
+
+    task = asyncio.ensure_future(wait_again_and_again())
+    await asyncio.sleep(0)
+    event.set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rounds == 0
+
+
+async def test_work_that_takes_too_long_is_cancelled() -> None:
+    is_cancelled = False
+
+    async def work() -> None:
+        nonlocal is_cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+
+    with pytest.raises(TimeoutError):
+        await within(0.001, work())
+    assert is_cancelled
+    assert await within(None, asyncio.sleep(0, "done")) == "done"

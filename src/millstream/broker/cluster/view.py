@@ -32,6 +32,7 @@ from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.tasks import within
 from millstream.core.topic import Topic
 
 _logger = logging.getLogger(__name__)
@@ -158,9 +159,7 @@ class ClusterView:
 
         self.listen(look)
         try:
-            # `wait_for` of Python 3.11 forgets a cancellation that comes together with the result.
-            async with asyncio.timeout(timeout_s):
-                await seen
+            await within(timeout_s, seen)
         except TimeoutError:
             raise RequestTimedOut(f"{what}: not agreed on in the cluster within {timeout_s:g} s") from None
         finally:

@@ -125,13 +125,20 @@ def dirty_ratio(log: Log, now_ms: int) -> float:
 
 
 def next_due_ms(log: Log, now_ms: int) -> int | None:
-    """Return when time alone may make a pass due: a segment is sealed, or old enough; None if nothing waits."""
+    """Return when time alone may make a pass due: a segment is sealed, or old enough; None if nothing waits.
+
+    An active segment that became old enough while others were compacted is due now; one that could not be sealed,
+    because the disk failed, waits for the next check of retention.
+    """
     if log.closed or log.health.broken or log.is_replaying or not log.segments:
         return None
     settings, times = log.settings, []
     active = log.segments[-1]
-    if active.size:
-        times.append(active.first_append_ms + min(settings.segment_ms, settings.max_compaction_lag_ms))
+    if active.size and log.health.failure is None:
+        sealed_ms = active.first_append_ms + min(settings.segment_ms, settings.max_compaction_lag_ms)
+        if sealed_ms <= now_ms:
+            return now_ms
+        times.append(sealed_ms)
     oldest = next((segment for segment in log.segments[:-1] if segment.next_offset > log.cleaned_offset), None)
     if oldest is not None:
         times.append(max(oldest.max_timestamp_ms, oldest.last_append_ms) + settings.min_compaction_lag_ms)

@@ -294,7 +294,7 @@ class Log:
         """Apply changed settings of the topic."""
         self.settings = settings
         self.allows_fast_append = _allows_fast_append(settings)
-        if self._is_dirty:
+        if self._is_dirty or settings.compacts:
             self.maintenance.note_dirty(self)
 
     # -- append ---------------------------------------------------------------------------------------------

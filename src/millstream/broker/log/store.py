@@ -41,6 +41,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import PartitionIndex
 from millstream.core.metric import Histogram, Metric, Sample, counter, gauge
+from millstream.core.tasks import within
 from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -711,7 +712,7 @@ class LogStore:
 
     async def _is_closing_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._scrub_wake.wait(), seconds)
+            await within(seconds, self._scrub_wake.wait())
         return self._closing
 
     async def repair_range(self, repair_range: RangeRepair) -> None:

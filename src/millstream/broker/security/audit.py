@@ -27,7 +27,7 @@ from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, TopicExists
 from millstream.core.metric import Metric, counter, gauge
-from millstream.core.tasks import Supervise
+from millstream.core.tasks import Supervise, within
 from millstream.core.topic import AUDIT
 from millstream.protocol.records.record import NewRecord, encode_batch
 
@@ -319,7 +319,7 @@ class AuditLog:
     async def _run(self) -> None:
         while not self._is_closing:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._trail.changed.wait(), self._trail.next_due_s())
+                await within(self._trail.next_due_s(), self._trail.changed.wait())
             try:
                 await self._write()
                 self._backoff.reset()

@@ -31,6 +31,7 @@ from millstream.broker.subscriptions.filter_worker_message import (
 )
 from millstream.core.backoff import delay_after
 from millstream.core.errors import CorruptBatch, FilterUnavailable
+from millstream.core.tasks import within
 from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate_few
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
@@ -171,7 +172,7 @@ class FilterWorker:
             return
         pause_s = delay_after(self._failures - 1, first_s=self._backoff_min_s, max_s=BACKOFF_MAX_S)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), pause_s)
+            await within(pause_s, self._stopping.wait())
 
     async def _ask_child(self, request: bytes) -> Answer:
         try:

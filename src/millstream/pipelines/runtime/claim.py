@@ -30,6 +30,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
+from millstream.core.tasks import within
 from millstream.pipelines.source.link import Link
 from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.wire.error_codes import error_from_code
@@ -104,9 +105,9 @@ class Claim:
         if self.is_held:
             self._is_held = False
             with suppress(MillstreamError, TimeoutError):
-                self._link.call(asyncio.wait_for(self._leave(), LEAVE_S))
+                self._link.call(within(LEAVE_S, self._leave()))
                 if self._is_declared:
-                    self._link.call(asyncio.wait_for(self._forget(), LEAVE_S))
+                    self._link.call(within(LEAVE_S, self._forget()))
 
     # -- on the loop ----------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from millstream.core.backoff import delay_after
 from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
+from millstream.core.tasks import within
 from millstream.pipelines.runtime.driver_messages import Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
@@ -648,7 +649,7 @@ class _Job:
                 if task is not tasks[1]:
                     task.cancel()
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), STOP_S)
+                await within(STOP_S, asyncio.gather(*tasks, return_exceptions=True))
         return watching.outcome(code)
 
     async def keep(self, run: JobRun) -> bool:
@@ -827,7 +828,7 @@ async def _copy(process: Process, log: _Log) -> None:
 
 async def _wait_or_kill(process: Process) -> int:
     try:
-        return await asyncio.wait_for(process.wait(), STOP_S)
+        return await within(STOP_S, process.wait())
     except TimeoutError:
         await asyncio.to_thread(_kill_session, process.pid)
         with suppress(ProcessLookupError):

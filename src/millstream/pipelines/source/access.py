@@ -7,7 +7,6 @@ driver signs in by does not leave its machine: pickling it is an error.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SCRAM_MECHANISMS
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError, NotAuthorized
+from millstream.core.tasks import within
 from millstream.protocol.wire.credentials import NO_CREDENTIALS, PLAIN, Credentials, client_tls, node_tls
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class TokenFiles:
         self._closed.set()
         for token_id, _, _ in self._made.values():
             with suppress(MillstreamError, TimeoutError):
-                self.link.call(asyncio.wait_for(revoke_token(self.link.client, token_id), _REVOKE_S))
+                self.link.call(within(_REVOKE_S, revoke_token(self.link.client, token_id)))
 
     def _create(self, owner: str) -> None:
         made = self.link.call(create_token(self.link.client, owner=owner, lasts_ms=TOKEN_MS))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.ids import NodeId
+from millstream.core.tasks import within
 from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
@@ -89,7 +90,7 @@ class BrokerStatusPipe:
             with suppress(OSError):
                 self._line.send(QUESTION)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), HEALTH_S)
+            await within(HEALTH_S, self._answered.wait())
         return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
 
 
