@@ -152,6 +152,7 @@ def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Se
     server = start_server(retention_check_ms=100)
     create(server, topic)
     wanted: dict[bytes, bytes] = {}
+    folder = server.data / "partitions"
     for round_ in range(2):
         pairs: list[tuple[bytes | None, bytes | None]] = [
             (b"key-%d" % (n % 50), b"%d-%d" % (round_, n) + bytes(500)) for n in range(500)
@@ -159,7 +160,6 @@ def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Se
         assert send(server, topic, pairs) == []
         wanted |= {key: value for key, value in pairs if key is not None and value is not None}
         if round_ == 0:
-            folder = server.data / "partitions"
             wait_until(lambda: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))
             server.kill()
             server.start()
