@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from millstream_testing.command import CommandLine, call_command
 from millstream_testing.server import Server
@@ -57,6 +60,12 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     assert f"{lost[0]}; continuing at {end_of_first}" in shown.err
     assert f"--to {end_of_first}" in shown.err
     assert "not everything could be shown" in shown.err
+    # The console passes over it, too, from a position on and from the end.
+    for query in ("from=start", ""):
+        page = httpx.get(f"http://{server.http}/console/topics/harmed/messages?{query}", timeout=60).text
+        offsets = {int(found) for found in re.findall(r"/topics/harmed/messages/0/(\d+)", page)}
+        assert offsets == {*range(end_of_first, start_of_active), 9}, page
+        assert lost[0].partition(": ")[2] in page
     one = millstream("message", "show", "harmed", 0, 0)
     assert (one.code, lost[0] in one.err) == (3, True)
     assert server.stop() == 0

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import pytest
 
-from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
-from millstream.broker.cluster.store import Event, Put
+from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.store import Delete, Event, Put
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 T = TypeVar("T")
 
@@ -98,3 +99,53 @@ async def test_health_follows_what_is_heard() -> None:
     store.cut = ""
     assert (await store.read("a")).entries["a"].value == "1"
     assert heard == [(False, clock.now_ms() - 10), (True, None)]
+
+
+# -- the file ----------------------------------------------------------------------------------------------------
+
+
+async def test_starting_again_and_again_on_a_full_disk_leaves_room_for_deletions() -> None:
+    files = MemoryFiles(1)
+    files.make_directory("/data")
+    revisions: list[int] = []
+
+    def start() -> EmbeddedService:
+        return EmbeddedService(ManualClock(), file=CoordinationFile(files, "/data"))
+
+    service = start()
+    service.change([Put("topics/t", "x" * 1000)], (), None)
+    files.capacity_bytes = 0
+    for _ in range(1000):
+        lease = service.grant(60)
+        for number in range(3):
+            service.change([Put(f"nodes/{number}", "y" * 1000, leased=True)], (), lease)
+            revisions.append(service.revision)
+        service.close()
+        service = start()
+        assert list(service.read("").entries) == ["topics/t"]
+    assert revisions == sorted(set(revisions)), "no revision is given out twice"
+    service.change([Delete("topics/t")], (), None)
+    service.close()
+    assert not start().read("").entries
+
+
+async def test_a_key_may_pass_from_a_session_to_the_file_and_back() -> None:
+    files = MemoryFiles(1)
+    files.make_directory("/data")
+
+    def start() -> EmbeddedService:
+        return EmbeddedService(ManualClock(), file=CoordinationFile(files, "/data"))
+
+    service = start()
+    lease = service.grant(60)
+    service.change([Put("a", "1", leased=True), Put("b", "1")], (), lease)
+    service.change([Put("a", "2"), Put("b", "2", leased=True)], (), lease)
+    service.close()
+    service = start()
+    assert {key: entry.value for key, entry in service.read("").entries.items()} == {"a": "2"}
+    lease = service.grant(60)
+    service.change([Put("c", "1", leased=True), Put("a", "3", leased=True)], (), lease)
+    service.revoke(lease)
+    assert not service.read("").entries
+    service.close()
+    assert not start().read("").entries

@@ -78,3 +78,18 @@ def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> 
     assert run(files).was_admitted
     run(files).begin("second")
     assert run(files).was_admitted
+
+
+def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles) -> None:
+    run(files).begin("first")
+    files.capacity_bytes = 0
+    # The machine went down: what that may have cost is recorded by a run that registers nowhere.
+    assert run(files, "b").is_unclean("first")
+    again = run(files, "b")
+    assert again.is_unclean("first")
+    for number in range(100):
+        again.begin(f"incarnation {number}")
+    again.note_admitted()
+    last = run(files, "b")
+    assert (last.was_admitted, last.ran_as("incarnation 99"), last.is_unclean("incarnation 99")) == (True, True, False)
+    assert last.is_unclean("first")

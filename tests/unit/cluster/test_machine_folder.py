@@ -56,7 +56,13 @@ async def test_sessions_end_with_the_process_and_revisions_go_on() -> None:
     revision = service.revision
     files.kill()
     again = opened(files)
-    assert (list(again.read("").entries), again.revision > revision) == (["kept"], True)
+    assert (list(again.read("").entries), again.revision >= revision) == (["kept"], True)
+    again.change([Put("nodes/1", "x", leased=True)], [], again.grant(float("inf")))
+    given = again.revision
+    assert given > revision
+    files.kill()
+    # Nothing but the key of a session was changed at that revision, and it is not given out again.
+    assert opened(files).revision >= given
 
 
 def test_a_torn_record_is_ignored_and_a_damaged_one_is_not() -> None:

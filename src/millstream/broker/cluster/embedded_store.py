@@ -1,7 +1,8 @@
 """The coordination store of one machine: the service, the file that makes it durable, and each node's access to it.
 
-A change is in the file, synced, before anyone sees it. Keys of sessions are in it too, so that no revision is given out
-twice, and are removed when the file is opened: sessions end with the process that held them.
+A change is in the file, synced, before anyone sees it. Keys of sessions are not in it, since sessions end with the
+process that held them: a node that starts again and again on a full disk uses next to none of the space that is left.
+So that no revision is given out twice, the file says how far revisions may have come.
 
 Everything that would cross a network goes through `_ask` and `_deliver`; a store with faults overrides these two.
 """
@@ -45,6 +46,9 @@ REWRITE_BYTES_MIN = 1024 * 1024
 RESERVE_BYTES = 64 * 1024
 """Space is reserved ahead, so that a full disk can still record deletions, which make room again."""
 
+REVISIONS_AHEAD = 1 << 20
+"""How many revisions may be given out to changes of sessions' keys before the file is written for them."""
+
 _MAGIC = b"MSco"
 _HEADER = struct.Struct(">4sII")
 
@@ -54,18 +58,19 @@ class _StoredEntry(msgspec.Struct, frozen=True, array_like=True):
     value: str
     revision: int
     created: int
-    leased: bool
 
 
 class _StoredChange(msgspec.Struct, frozen=True, array_like=True):
     key: str
     value: str | None
     """None deletes the key."""
-    leased: bool
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """The changes of one revision, or with `entries` everything that there was at it."""
+    """The changes of one revision, or with `entries` everything that there was at it.
+
+    Without any, it only says that no higher revision has been given out.
+    """
 
     revision: int
     changes: list[_StoredChange]
@@ -73,7 +78,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoordinationFile:
-    """Every change of the store, in one file that is rewritten when most of it is out of date.
+    """Every change of the store but those of sessions' keys, in one file, rewritten when most of it is out of date.
 
     A record that a crash has torn is the last one, was never answered, and is ignored. A record that is bad and not the
     last was damaged on disk: `CorruptState`.
@@ -88,8 +93,10 @@ class CoordinationFile:
         self._broken = False
         self.entries: dict[str, Entry] = {}
         """As they were stored last; the service owns them once the file is open."""
-        self.leased: set[str] = set()
+        self._leased: set[str] = set()
+        """The keys of sessions, which only this process knows."""
         self.revision = 1
+        """No higher one has been given out."""
         self.is_new = not files.exists(self._path)
         self._descriptor = files.open(self._path, create=True)
         try:
@@ -109,17 +116,27 @@ class CoordinationFile:
 
         Raise `OSError` if that failed: then it is not certain what a crash would leave.
         """
-        stored = [_StoredChange(*change) for change in changes]
-        try:
-            if self._broken or self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
-                self._rewrite()
-            self._write(_encode(_Record(revision, stored)))
-        except OSError:
-            # The bytes of a failed sync cannot be trusted, so the next change goes into another file.
-            self._broken = True
-            raise
-        self._note_leased(stored)
-        self.revision = revision
+        stored = [
+            _StoredChange(key, None if leased else value)
+            for key, value, leased in changes
+            if (value is not None and not leased) or self._is_in_file(key)
+        ]
+        if stored or revision > self.revision:
+            record = _Record(revision if stored else revision + REVISIONS_AHEAD, stored)
+            try:
+                if self._broken or self._end > REWRITE_BYTES_MIN + 2 * self._live_bytes:
+                    self._rewrite()
+                self._write(_encode(record))
+            except OSError:
+                # The bytes of a failed sync cannot be trusted, so the next change goes into another file.
+                self._broken = True
+                raise
+            self.revision = max(self.revision, record.revision)
+        self._leased.difference_update(key for key, _, _ in changes)
+        self._leased.update(key for key, _, leased in changes if leased)
+
+    def _is_in_file(self, key: str) -> bool:
+        return key in self.entries and key not in self._leased
 
     def _write(self, record: bytes) -> None:
         end = self._end + len(record)
@@ -134,7 +151,7 @@ class CoordinationFile:
         self._end = end
 
     def _rewrite(self) -> None:
-        entries = [_StoredEntry(*entry, entry.key in self.leased) for entry in self.entries.values()]
+        entries = [_StoredEntry(*entry) for entry in self.entries.values() if entry.key not in self._leased]
         content = _encode(_Record(self.revision, [], entries))
         replace_file(self._files, self._folder, FILE_NAME, content)
         old, self._descriptor = self._descriptor, self._files.open(self._path)
@@ -142,18 +159,13 @@ class CoordinationFile:
         self._end = self._reserved = self._live_bytes = len(content)
         self._broken = False
 
-    def _note_leased(self, changes: Sequence[_StoredChange]) -> None:
-        self.leased.difference_update(change.key for change in changes)
-        self.leased.update(change.key for change in changes if change.leased)
-
     def _apply(self, changes: Sequence[_StoredChange], revision: int) -> None:
-        for key, value, _ in map(msgspec.structs.astuple, changes):
+        for key, value in map(msgspec.structs.astuple, changes):
             known = self.entries.get(key)
             if value is None:
                 self.entries.pop(key, None)
             else:
                 self.entries[key] = Entry(key, value, revision, revision if known is None else known.created)
-        self._note_leased(changes)
 
     def _read(self) -> None:
         size = self._files.size(self._descriptor)
@@ -162,10 +174,9 @@ class CoordinationFile:
             found, self._end = record
             if found.entries is not None:
                 self.entries = {one.key: Entry(one.key, one.value, one.revision, one.created) for one in found.entries}
-                self.leased = {one.key for one in found.entries if one.leased}
                 self._live_bytes = self._end
             self._apply(found.changes, found.revision)
-            self.revision = found.revision
+            self.revision = max(self.revision, found.revision)
         self._check_tail(bytes(content[self._end :]))
         self._reserved = size
 
@@ -234,7 +245,6 @@ class EmbeddedService:
         self.revision = 1
         if file is not None:
             self._entries, self.revision = file.entries, file.revision
-            self._carry_out(tuple(map(Delete, sorted(file.leased))), None)
 
     def close(self) -> None:
         """End all leases, without a trace in the file, and close it."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.log.files import Files
+from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.state import read_whole, replace_file
 
 _logger = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ _logger = logging.getLogger(__name__)
 FILE_NAME: Final = "last-run"
 UNKNOWN_NODE: Final = -1
 _KEPT: Final = 16
+_FILE_BYTES: Final = 4096
+"""Enough for all that is kept, so that a full disk can store a change in the space that the file has."""
 """Several, because a node may register more than once before it is admitted."""
 
 
@@ -65,7 +67,7 @@ def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
     if found is None:
         found = _Content(boot_id="", incarnations=[])
     found.node_id, found.cluster, found.cluster_id = owner.node_id, owner.cluster, owner.cluster_id
-    replace_file(files, folder, FILE_NAME, msgspec.json.encode(found))
+    replace_file(files, folder, FILE_NAME, _encode(found))
 
 
 class LastRun:
@@ -115,7 +117,8 @@ class LastRun:
     def begin(self, incarnation: str) -> None:
         """Record, durably, under which incarnation the node is about to register.
 
-        A full disk does not keep it from registering: the next run then misses the incarnation, and counts as unclean.
+        A disk that fails does not keep it from registering: the next run then misses the incarnation, and counts as
+        unclean.
         """
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
         self._whole = [*self._whole, incarnation][-_KEPT:]
@@ -140,7 +143,34 @@ class LastRun:
             cluster=self._owner.cluster,
             cluster_id=self._owner.cluster_id,
         )
-        replace_file(self._files, self._folder, FILE_NAME, msgspec.json.encode(content))
+        encoded = _encode(content)
+        try:
+            replace_file(self._files, self._folder, FILE_NAME, encoded)
+        except OSError:
+            # A full disk has no room for another file. A torn one counts as unclean, so it is safe to overwrite.
+            if not self._overwrite(encoded):
+                raise
+
+    def _overwrite(self, content: bytes) -> bool:
+        """Write into the space that the file has; return False if it is of another size, or missing."""
+        path = f"{self._folder}/{FILE_NAME}"
+        if not self._files.exists(path):
+            return False
+        descriptor = self._files.open(path)
+        try:
+            size = self._files.size(descriptor)
+            if len(content) != size:
+                return False
+            write_fully(self._files, descriptor, content, 0)
+            self._files.sync(descriptor)
+            return True
+        finally:
+            self._files.close(descriptor)
+
+
+def _encode(content: _Content) -> bytes:
+    """Encode what is stored, always in the same size."""
+    return msgspec.json.encode(content).ljust(_FILE_BYTES)
 
 
 def _read(files: Files, folder: str) -> _Content | None:

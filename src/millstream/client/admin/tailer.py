@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from millstream.core.errors import BatchRejected, BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
 from millstream.core.ids import NodeId, Offset, PartitionIndex
@@ -17,6 +17,9 @@ from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+
+if TYPE_CHECKING:
+    from millstream.client.admin.node_status import DamagedOffsets
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
@@ -230,28 +233,39 @@ class Tailer:
 
     async def _step_over(self) -> bool:
         """Skip what the broker's disk lost, and note it; return False if the broker knows of no damage there."""
-        from millstream.client.admin.node_status import find_damage
-        from millstream.client.admin.topics import find_topic
-
-        found = await find_topic(self._client, self._topic)
-        lost = await find_damage(self._client, found, [where.partition for where in self._positions]) or ()
-        moved = False
-        for one in lost:
-            where = TopicPartition(one.topic, PartitionIndex(one.partition))
-            if one.first <= self._positions[where] < one.next_offset:
-                self._positions[where] = Offset(one.next_offset)
-                self.lost.append(str(one))
-                self._note(f"{one}; continuing at {one.next_offset}. To do: {one.advice}.")
-                moved = True
-        return moved
+        passed = await step_over_damage(self._client, self._topic, self._positions)
+        for one in passed:
+            self.lost.append(str(one))
+            self._note(f"{one}; continuing at {one.next_offset}. To do: {one.advice}.")
+        return bool(passed)
 
     async def _start_over(self) -> None:
         """Continue after retention has overtaken a slow reader."""
         from millstream.client.admin.topics import offset_bounds
 
         bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])
+        has_moved = False
         for where, at in self._positions.items():
             start, end = bounds[where.partition]
             if not start <= at <= end:
                 self._note(f"{where}: offset {at} no longer exists; continuing at {start}.")
                 self._positions[where] = Offset(start)
+                has_moved = True
+        if not has_moved:
+            # The nodes disagree, as while a leader is elected.
+            await asyncio.sleep(_RETRY_S)
+
+
+async def step_over_damage(client: Client, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
+    """Move positions past what the brokers' disks lost; return what was passed over, nothing if no damage is known."""
+    from millstream.client.admin.node_status import find_damage
+    from millstream.client.admin.topics import find_topic
+
+    found = await find_topic(client, topic)
+    passed: list[DamagedOffsets] = []
+    for one in await find_damage(client, found, [where.partition for where in positions]) or ():
+        where = TopicPartition(one.topic, PartitionIndex(one.partition))
+        if one.first <= positions[where] < one.next_offset:
+            positions[where] = Offset(one.next_offset)
+            passed.append(one)
+    return passed

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.client.admin.tailer import Fetched
+from millstream.client.admin.tailer import Fetched, step_over_damage
 from millstream.core.errors import CorruptBatch, OffsetOutOfRange
 from millstream.core.ids import Offset, OffsetRange, PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -123,9 +123,25 @@ class Searches:
         while open_places:
             try:
                 answers = await services.reading.fetch_many(open_places, fetch)
-            except (OffsetOutOfRange, CorruptBatch) as error:
+            except OffsetOutOfRange as error:
                 progress.skip(str(error))
                 return
+            except CorruptBatch as error:
+                before = dict(open_places)
+                passed = await step_over_damage(services.reading, topic.name, open_places)
+                if not passed:
+                    progress.skip(str(error))
+                    return
+                for one in passed:
+                    progress.skip(str(one))
+                for where, start in before.items():
+                    end = ranges[where.partition].end
+                    reached = min(open_places[where], end)
+                    progress.read += reached - start
+                    at[where.partition] = reached
+                    if reached >= end:
+                        del open_places[where]
+                continue
             has_moved = False
             for where, answer in answers.items():
                 start, end = open_places[where], ranges[where.partition].end
