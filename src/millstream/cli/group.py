@@ -19,7 +19,7 @@ from millstream.cli.options import (
 )
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
 from millstream.client.admin.groups import group_document, total_lag
-from millstream.client.admin.position import HELP, parse_position
+from millstream.client.admin.position import POSITION_HELP, parse_position
 
 if TYPE_CHECKING:
     from millstream.client.admin.groups import Group, Progress
@@ -80,7 +80,10 @@ def describe(
 def reset(
     name: Name,
     to: Annotated[
-        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue reading: {HELP}.", show_default=False)
+        str,
+        typer.Option(
+            "--to", metavar="POSITION", help=f"Where to continue reading: {POSITION_HELP}.", show_default=False
+        ),
     ],
     topic: Annotated[
         list[str] | None,

@@ -13,7 +13,7 @@ from millstream.cli.connection import ask
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
-from millstream.client.admin.position import HELP, parse_position
+from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.core.errors import InvalidRequest
 from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
 
@@ -206,7 +206,9 @@ def check(
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option("--since", metavar="POSITION", help=f"Which messages: from {HELP}. Default: all that are stored."),
+        typer.Option(
+            "--since", metavar="POSITION", help=f"Which messages: from {POSITION_HELP}. Default: all that are stored."
+        ),
     ] = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,

@@ -43,7 +43,7 @@ from millstream.cli.output import (
     print_settings,
     print_table,
 )
-from millstream.client.admin.position import HELP
+from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
 from millstream.core.errors import InvalidSetting, MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
@@ -584,7 +584,7 @@ def delete(
 def seek(
     name: Name,
     to: Annotated[
-        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue: {HELP}.", show_default=False)
+        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue: {POSITION_HELP}.", show_default=False)
     ],
     topic: Annotated[
         str | None,

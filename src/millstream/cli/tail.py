@@ -15,7 +15,7 @@ from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
-from millstream.client.admin.position import HELP, Kind, Position, parse_position
+from millstream.client.admin.position import POSITION_HELP, Kind, Position, parse_position
 from millstream.core.errors import UnknownTopic
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def tail(
         typer.Option(
             "--from",
             metavar="POSITION",
-            help=f"Where to start: {HELP}. Default: the last messages.",
+            help=f"Where to start: {POSITION_HELP}. Default: the last messages.",
             show_default=False,
         ),
     ] = None,

@@ -195,3 +195,11 @@ def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
     stores = ["--etcd", "http://127.0.0.1:1", "--catalog", "postgresql://nobody@127.0.0.1:1/none"]
     reported = call_command(["cluster", "rebuild", *stores, "--from", str(garbage)])
     assert (reported.code != 0, str(garbage) in reported.err, "cluster inventory" in reported.err) == (True, True, True)
+
+
+def test_the_help_of_every_command_says_what_it_does() -> None:
+    """Not what a constant of the same name says that its module happens to import."""
+    listed = call_command(["--help"]).out.partition("Commands:")[2]
+    summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert len(summaries) > 10
+    assert [one for one in summaries if not one[0].isupper()] == []

@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 
+from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.budget import Budget
@@ -30,7 +31,7 @@ from millstream.core.errors import (
     StorageFailure,
     UnknownSubscription,
 )
-from millstream.core.ids import Offset, PartitionIndex, ProducerId
+from millstream.core.ids import NodeId, Offset, PartitionIndex, ProducerId
 from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
 from millstream.core.topic import Topic
 from millstream.core.verb import Verb
@@ -124,6 +125,7 @@ class Node:
         self.topics = KnownTopics()
         self.declared = Declared()
         self.forgotten: list[Callable[[QueueKey], bool]] = []
+        membership = Membership("cluster", Node(node_id=NodeId(1), host="", port=0))
         self.engine = Engine(
             Dependencies(
                 topics=cast("Topics", self.topics),
@@ -131,7 +133,7 @@ class Node:
                 store=self.bench.store,
                 clock=self.bench.clock,
                 random=Random(1),
-                appender=DeadLetterAppender(cast("Topics", self.topics), lambda: ""),
+                appender=DeadLetterAppender(cast("Topics", self.topics), membership),
                 next_producer_id=_no_id,
                 filter_cache=FilterCache(FilterWorker()),
                 forget=self._forget,

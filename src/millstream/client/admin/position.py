@@ -14,7 +14,9 @@ EARLIEST_TIMESTAMP = -2
 LATEST_TIMESTAMP = -1
 """The two timestamps with a special meaning in offset lookups."""
 
-HELP = "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it has no time zone) or an age (90s, 15m, 2h, 7d)"
+POSITION_HELP = (
+    "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it has no time zone) or an age (90s, 15m, 2h, 7d)"
+)
 
 _NAMES = {"start": "start", "earliest": "start", "beginning": "start", "end": "end", "latest": "end"}
 _AGO = re.compile(r"(\d+)\s*(ms|s|m|h|d|w)\Z")
@@ -68,4 +70,4 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     try:
         return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
     except (ValueError, OverflowError):
-        raise InvalidRequest(f"{text!r} is not a position; give {HELP}") from None
+        raise InvalidRequest(f"{text!r} is not a position; give {POSITION_HELP}") from None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.position import HELP, parse_position
+from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.client.admin.tailer import Fetched, Tailer
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
@@ -53,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
     """Where to start; `Last-Event-ID` takes precedence."""
 
-    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to start: {HELP}.")] = "end"
+    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to start: {POSITION_HELP}.")] = "end"
     decode: DecodeValues = None
 
 
