@@ -43,7 +43,7 @@ from millstream.core.config import Config, ListenerConfig
 from millstream.core.errors import ClusterMismatch, InvalidSetting, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
-from millstream.core.tasks import TaskSupervisor
+from millstream.core.tasks import TaskSupervisor, within
 from millstream.gateway.child import HttpChild
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 from millstream.protocol.wire.node_status import QUESTION
@@ -387,7 +387,7 @@ class Machine:
         self._report_late()
         if self._gateway is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._gateway.spawned(), LATE_S)
+                await within(LATE_S, self._gateway.spawned())
 
     def _run_gateway(self, gateway: HttpChild) -> None:
         if self._gateway_runs:

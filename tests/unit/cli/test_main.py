@@ -199,7 +199,7 @@ def test_a_file_that_is_no_inventory_is_named(tmp_path: Path) -> None:
 
 def test_the_help_of_every_command_says_what_it_does() -> None:
     """Not what a constant of the same name says that its module happens to import."""
-    listed = call_command(["--help"]).out.partition("Commands:")[2]
+    listed = call_command(["--help"]).out.partition("Commands:\n")[2].partition("\n\n")[0]
     summaries = [line.split(maxsplit=1)[1] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
     assert len(summaries) > 10
     assert [one for one in summaries if not one[0].isupper()] == []

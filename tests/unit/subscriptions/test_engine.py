@@ -11,7 +11,8 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.membership import Node as ClusterMember
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.budget import Budget
@@ -125,7 +126,7 @@ class Node:
         self.topics = KnownTopics()
         self.declared = Declared()
         self.forgotten: list[Callable[[QueueKey], bool]] = []
-        membership = Membership("cluster", Node(node_id=NodeId(1), host="", port=0))
+        membership = Membership("cluster", ClusterMember(node_id=NodeId(1), host="", port=0))
         self.engine = Engine(
             Dependencies(
                 topics=cast("Topics", self.topics),
