@@ -13,7 +13,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security import audit
 from millstream.broker.security.audit import Activity, Actor, AuditTrail, Change
-from millstream.broker.security.changes import record_changes
+from millstream.broker.security.changes import DELETE, UPDATE, record_changes, single_change
 from millstream.broker.security.rights import Rights
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Operation, ResourceType
@@ -138,7 +138,8 @@ async def test_a_client_that_leaves_cannot_hide_what_it_changed(catalog: Catalog
         return Response()
 
     request = DeleteSubscriptionRequest("billing")
-    asking = asyncio.ensure_future(record_changes("SubscriptionDelete", request, rights, answer()))
+    deletion = single_change("subscription", DELETE)
+    asking = asyncio.ensure_future(record_changes("SubscriptionDelete", deletion, request, rights, answer()))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -157,5 +158,6 @@ async def test_nothing_is_recorded_of_a_request_that_only_validates(catalog: Cat
         return Response()
 
     request = AlterSubscriptionRequest("billing", {}, None, True)
-    await record_changes("SubscriptionAlter", request, Rights(state, "User:admin", "::1"), answer())
+    changes = single_change("subscription", UPDATE)
+    await record_changes("SubscriptionAlter", changes, request, Rights(state, "User:admin", "::1"), answer())
     assert len(state.audit) == 0

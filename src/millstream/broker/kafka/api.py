@@ -22,7 +22,7 @@ from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.reply import Buffers, start
-from millstream.broker.security.changes import record_changes
+from millstream.broker.security.changes import Changes, record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import MillstreamError
@@ -154,6 +154,8 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     key: ClassVar[int]
     versions: ClassVar[tuple[int, int]]
     """The oldest and the newest version served."""
+    changes: ClassVar[Changes | None]
+    """What a request changes of what is declared, for the audit log; None if it changes nothing."""
     waits_for_others: ClassVar[bool] = False
     """Whether the response waits for other clients, so that it is abandoned when this client leaves."""
 
@@ -189,7 +191,8 @@ class Api(ABC, Generic[RequestT, ResponseT]):
                 from millstream.broker.security.guards import guard_of
 
                 work = guard_of(self.key)(self, upgraded, client, client.rights)
-                response = await record_changes(type(self).__name__, upgraded, client.rights, work)
+                cls = type(self)
+                response = await record_changes(cls.__name__, cls.changes, upgraded, client.rights, work)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
@@ -204,6 +207,8 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
     request_type: ClassVar[type]
     response_type: ClassVar[type]
     """Both are the type arguments of a subclass. A response can be built from an error alone."""
+    changes: ClassVar[Changes | None]
+    """What a request changes of what is declared, for the audit log; None if it changes nothing."""
     waits_for_others: ClassVar[bool] = False
     """Whether the answer waits for other clients, so that it is abandoned when the client leaves."""
 
@@ -249,7 +254,8 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
             else:
                 check_needs(await self.needs(request), client.rights)
                 work = self.handle_from(client, request)
-                response = await record_changes(type(self).__name__, request, client.rights, work)
+                cls = type(self)
+                response = await record_changes(cls.__name__, cls.changes, request, client.rights, work)
                 response = self.redact(response, client.rights)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)

@@ -35,6 +35,7 @@ class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
 
     key = 25
     versions = (0, 4)
+    changes = None
 
     def __init__(self, transactions: TransactionCoordinator, groups: GroupCoordinator) -> None:
         self._transactions = transactions

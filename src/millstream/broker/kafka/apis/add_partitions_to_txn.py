@@ -57,6 +57,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
 
     key = 24
     versions = (0, 5)
+    changes = None
 
     def __init__(self, transactions: TransactionCoordinator, topics: Topics) -> None:
         self._transactions = transactions

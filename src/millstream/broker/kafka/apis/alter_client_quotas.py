@@ -10,6 +10,7 @@ Version notes: 1 is flexible.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from kio.schema.alter_client_quotas.v1 import request as asked
 from kio.schema.alter_client_quotas.v1.request import AlterClientQuotasRequest
@@ -19,6 +20,8 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import TIMED_OUT, UPDATE, Users, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.quota import ANONYMOUS, DEFAULT, USER, QuotaEntity
 
@@ -57,6 +60,16 @@ class AlterClientQuotas(Api[AlterClientQuotasRequest, AlterClientQuotasResponse]
                 f"there is no user {user!r}: without authentication every client is the user {ANONYMOUS}; "
                 "set the quota for that user, for the default user, or by client id"
             )
+
+    @staticmethod
+    def changes(
+        request: AlterClientQuotasRequest, response: AlterClientQuotasResponse, _users: Users
+    ) -> Iterator[Change]:
+        for entry, result in zip(request.entries, response.entries, strict=True):
+            if result.error_code in (0, TIMED_OUT):
+                name = ", ".join(f"{one.entity_type} {one.entity_name or '(default)'}" for one in entry.entity)
+                data = {one.key: None if one.remove else float(one.value) for one in entry.ops}
+                yield change_of(result, UPDATE, "quota", name, data)
 
 
 def _parts(entry: asked.EntryData) -> list[tuple[str, str | None]]:

@@ -21,6 +21,7 @@ from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE
 from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.security.changes import settings_changed
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.topic import check_topic_name
 
@@ -30,6 +31,7 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
 
     key = 33
     versions = (0, 2)
+    changes = staticmethod(settings_changed)
 
     def __init__(self, topics: Topics) -> None:
         self._topics = topics

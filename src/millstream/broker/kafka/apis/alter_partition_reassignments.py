@@ -9,6 +9,8 @@ Version notes: 1 adds whether the number of replicas may change; if not, another
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kio.schema.alter_partition_reassignments.v1.request import (
     AlterPartitionReassignmentsRequest,
     ReassignablePartition,
@@ -25,6 +27,8 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import check_replicas, topic_named
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import UPDATE, Users, change_of, done
 from millstream.core.errors import InvalidReplication, MillstreamError
 from millstream.core.ids import NodeId
 
@@ -80,3 +84,18 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
             if not may_change and len(target) != topic.replication:
                 raise InvalidReplication(f"topic {name!r} has {topic.replication} replicas, and that may not change")
         await self._topics.reassign(topic, wanted.partition_index, target)
+
+    @staticmethod
+    def changes(
+        request: AlterPartitionReassignmentsRequest, response: AlterPartitionReassignmentsResponse, _users: Users
+    ) -> Iterator[Change]:
+        done = {
+            (topic.name, one.partition_index): one for topic in response.responses for one in done(topic.partitions)
+        }
+        for topic in request.topics:
+            for partition in topic.partitions:
+                result = done.get((topic.name, partition.partition_index))
+                if result is not None:
+                    replicas = None if partition.replicas is None else [int(node) for node in partition.replicas]
+                    name = f"{topic.name}-{partition.partition_index}"
+                    yield change_of(result, UPDATE, "partition", name, {"replicas": replicas})

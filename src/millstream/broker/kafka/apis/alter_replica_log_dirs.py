@@ -26,6 +26,7 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
 
     key = 34
     versions = (1, 2)
+    changes = None
 
     def __init__(self, topics: Topics, *, folder: str) -> None:
         self._topics = topics

@@ -23,6 +23,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.share_offsets import ShareOffsets
+from millstream.broker.security.changes import offsets_changed
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.topic import Topic
 
@@ -32,6 +33,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
 
     key = 91
     versions = (0, 0)
+    changes = staticmethod(offsets_changed)
 
     def __init__(self, groups: GroupCoordinator, offsets: ShareOffsets, topics: Topics) -> None:
         self._groups = groups

@@ -7,6 +7,7 @@ is named twice for one mechanism fails. Connections that were opened with a dele
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 from kio.schema.alter_user_scram_credentials.v0.request import (
@@ -21,6 +22,8 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users, change_of, done
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SCRAM_MECHANISMS, ScramCredential, derive
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -86,6 +89,21 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
             return ErrorCode.unacceptable_credential, str(error)
         puts.append(credential)
         return _DONE
+
+    @staticmethod
+    def changes(
+        request: AlterUserScramCredentialsRequest, response: AlterUserScramCredentialsResponse, users: Users
+    ) -> Iterator[Change]:
+        known = {user for user, _mechanism in users}
+        put = {one.name for one in request.upsertions}
+        for result in done(response.results):
+            if result.user in put:
+                activity = UPDATE if result.user in known else CREATE
+            else:
+                gone = {one.mechanism for one in request.deletions if one.name == result.user}
+                held = sum(user == result.user for user, _mechanism in users)
+                activity = DELETE if len(gone) >= held else UPDATE
+            yield change_of(result, activity, "user", result.user)
 
 
 def _unknown(user: str) -> Refusal:

@@ -51,6 +51,7 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     """Authenticates callers of gateways."""
 
     key = AUTHENTICATE_KEY
+    changes = None
 
     def __init__(self, knowledge: Knowledge | None, *, requires: bool) -> None:
         self._knowledge = knowledge

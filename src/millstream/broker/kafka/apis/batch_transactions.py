@@ -44,6 +44,7 @@ class PrepareTransaction(_TransactionApi[BatchMember, Response]):
     """
 
     key = PREPARE_KEY
+    changes = None
 
     async def needs(self, request: BatchMember) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]
@@ -68,6 +69,7 @@ class CompleteBatch(_TransactionApi[CompleteBatchRequest, CompleteBatchResponse]
     """
 
     key = COMPLETE_BATCH_KEY
+    changes = None
 
     async def needs(self, request: CompleteBatchRequest) -> Sequence[Need]:
         ids = (request.query, *(member.transactional_id for member in request.members))
@@ -92,6 +94,7 @@ class AbortBatch(_TransactionApi[AbortBatchRequest, AbortBatchResponse]):
     """
 
     key = ABORT_BATCH_KEY
+    changes = None
 
     async def needs(self, request: AbortBatchRequest) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.query)]
@@ -110,6 +113,7 @@ class LastBatch(_TransactionApi[LastBatchRequest, LastBatchResponse]):
     """
 
     key = LAST_BATCH_KEY
+    changes = None
 
     async def needs(self, request: LastBatchRequest) -> Sequence[Need]:
         return [(Operation.DESCRIBE, ResourceType.TRANSACTIONAL_ID, request.query)]
@@ -128,6 +132,7 @@ class AbortTransaction(_TransactionApi[AbortTransactionRequest, AbortTransaction
     """
 
     key = ABORT_KEY
+    changes = None
 
     async def needs(self, request: AbortTransactionRequest) -> Sequence[Need]:
         return [(Operation.WRITE, ResourceType.TRANSACTIONAL_ID, request.transactional_id)]

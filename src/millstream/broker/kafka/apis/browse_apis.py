@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
 from millstream.broker.kafka.apis.node_status import NodeStatus
+from millstream.broker.security.audit import Activity, Change
+from millstream.broker.security.changes import Users
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.topic import Topic
@@ -36,6 +38,7 @@ from millstream.protocol.private.browse_messages import (
 )
 from millstream.protocol.private.message import Nothing
 
+_FILTER_CHARACTERS_MAX: Final = 1000
 _TURN: Final = 250
 """Topics that are worked on before others get their turn of the loop."""
 
@@ -54,6 +57,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     """
 
     key = TOPICS_KEY
+    changes = None
 
     def __init__(self, topics: Topics) -> None:
         self._topics = topics
@@ -146,6 +150,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
     """
 
     key = SUMS_KEY
+    changes = None
 
     def __init__(self, topics: Topics, membership: Membership, status: NodeStatus) -> None:
         self._topics = topics
@@ -211,6 +216,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
     """
 
     key = RIGHTS_KEY
+    changes = None
 
     async def needs(self, request: ListRightsRequest) -> Sequence[Need]:
         """Nothing: everyone may know their own rights."""
@@ -242,8 +248,18 @@ class NoteReading(PrivateApi[NoteReadingRequest, NoteReadingResponse]):
         return [(Operation.READ, ResourceType.TOPIC, request.topic)]
 
     async def handle(self, request: NoteReadingRequest) -> NoteReadingResponse:
-        """Do nothing more: what was asked for is recorded by the table of changes."""
+        """Return: `changes` records the request."""
         return NoteReadingResponse()
+
+    @staticmethod
+    def changes(request: NoteReadingRequest, response: NoteReadingResponse, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            data: dict[str, Any] = {"how": request.how}
+            if request.offset >= 0:
+                data |= {"partition": request.partition, "offset": request.offset}
+            if request.filter:
+                data["filter"] = request.filter[:_FILTER_CHARACTERS_MAX]
+            yield Change(activity=Activity.READ, kind="messages", name=request.topic, data=data)
 
 
 def _checked(request: ListRightsRequest) -> list[Need]:

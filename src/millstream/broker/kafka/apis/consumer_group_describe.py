@@ -40,6 +40,7 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
 
     key = 69
     versions = (0, 1)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

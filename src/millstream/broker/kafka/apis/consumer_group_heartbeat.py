@@ -49,6 +49,7 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
 
     key = 68
     versions = (0, 1)
+    changes = None
     starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:

@@ -8,12 +8,16 @@ Version notes: 2 is flexible, 3 adds resources of the type user.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kio.schema.create_acls.v3.request import AclCreation, CreateAclsRequest
 from kio.schema.create_acls.v3.response import AclCreationResult, CreateAclsResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import CREATE, TIMED_OUT, Users, acl_change
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -44,6 +48,12 @@ class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):
 
     def failure(self, error: MillstreamError, request: CreateAclsRequest) -> CreateAclsResponse:
         return _response([(error_code(error), error_message(error))] * len(request.creations))
+
+    @staticmethod
+    def changes(request: CreateAclsRequest, response: CreateAclsResponse, _users: Users) -> Iterator[Change]:
+        for creation, result in zip(request.creations, response.results, strict=True):
+            if result.error_code in (0, TIMED_OUT):
+                yield acl_change(CREATE, creation, creation.resource_pattern_type, result)
 
 
 def _read(creation: AclCreation) -> Acl:

@@ -8,6 +8,7 @@ Version notes: 2 is flexible, 3 is the same.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from kio.schema.create_partitions.v3.request import CreatePartitionsRequest, CreatePartitionsTopic
 from kio.schema.create_partitions.v3.response import CreatePartitionsResponse, CreatePartitionsTopicResult
@@ -19,6 +20,8 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import check_replicas, request_timeout_s, topic_named
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import UPDATE, Users, change_of, done
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -88,3 +91,11 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
             index: tuple(NodeId(node) for node in assigned.broker_ids)
             for index, assigned in enumerate(wanted.assignments, topic.partitions)
         }
+
+    @staticmethod
+    def changes(
+        request: CreatePartitionsRequest, response: CreatePartitionsResponse, _users: Users
+    ) -> Iterator[Change]:
+        counts = {topic.name: int(topic.count) for topic in request.topics}
+        for topic in done(response.results):
+            yield change_of(topic, UPDATE, "topic", topic.name, {"partitions": counts[topic.name]})

@@ -12,6 +12,7 @@ its id.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 from kio.schema.create_topics.v7.request import CreatableTopic, CreateTopicsRequest
@@ -26,6 +27,8 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import topic_settings
 from millstream.broker.kafka.topic_lookup import check_assignments, request_timeout_s
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import CREATE, Users, change_of, done
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -124,6 +127,13 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                 for view in topic_settings(self._topics, topic)
             ),
         )
+
+    @staticmethod
+    def changes(request: CreateTopicsRequest, response: CreateTopicsResponse, _users: Users) -> Iterator[Change]:
+        asked = {topic.name: topic for topic in request.topics}
+        for topic in done(response.topics):
+            settings = {config.name: config.value for config in asked[topic.name].configs}
+            yield change_of(topic, CREATE, "topic", topic.name, settings)
 
 
 def _refused(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:

@@ -7,6 +7,8 @@ Version notes: 2 is flexible, 3 adds resources of the type user.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kio.schema.delete_acls.v3.request import DeleteAclsFilter, DeleteAclsRequest
 from kio.schema.delete_acls.v3.response import DeleteAclsFilterResult, DeleteAclsMatchingAcl, DeleteAclsResponse
 from kio.schema.errors import ErrorCode
@@ -15,6 +17,8 @@ from kio.static.primitive import i8
 from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 from millstream.broker.kafka.apis.describe_acls import read_filter
 from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import DELETE, Users, acl_change, done
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl
 from millstream.core.errors import MillstreamError
@@ -45,6 +49,12 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
         return DeleteAclsFilterResult(
             error_code=ErrorCode.none, error_message=None, matching_acls=tuple(map(_matching_acl, sorted(gone)))
         )
+
+    @staticmethod
+    def changes(_request: DeleteAclsRequest, response: DeleteAclsResponse, _users: Users) -> Iterator[Change]:
+        for found in done(response.filter_results):
+            for acl in done(found.matching_acls):
+                yield acl_change(DELETE, acl, acl.pattern_type, acl)
 
 
 def _matching_acl(acl: Acl) -> DeleteAclsMatchingAcl:

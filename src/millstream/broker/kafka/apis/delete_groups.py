@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 
 from kio.schema.delete_groups.v2.request import DeleteGroupsRequest
@@ -19,6 +20,8 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import DELETE, Users, change_of, done
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownSubscription
 
 _logger = logging.getLogger(__name__)
@@ -63,3 +66,8 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
         except MillstreamError as error:
             return error_code(error)
         return ErrorCode.none
+
+    @staticmethod
+    def changes(_request: DeleteGroupsRequest, response: DeleteGroupsResponse, _users: Users) -> Iterator[Change]:
+        for group in done(response.results):
+            yield change_of(group, DELETE, "group", group.group_id)

@@ -8,6 +8,7 @@ Version notes: 2 is flexible.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest
@@ -22,6 +23,8 @@ from kio.static.primitive import i64
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import DELETE, Users, change_of, done
 from millstream.core.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation
 from millstream.core.ids import NO_EPOCH, Offset
 
@@ -77,3 +80,10 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
         if before > partition.log_start:
             partition.delete_before(before)
         return partition.log_start
+
+    @staticmethod
+    def changes(_request: DeleteRecordsRequest, response: DeleteRecordsResponse, _users: Users) -> Iterator[Change]:
+        for topic in response.topics:
+            for one in done(topic.partitions):
+                data = {"log start offset": int(one.low_watermark)}
+                yield change_of(one, DELETE, "records", f"{topic.name}-{one.partition_index}", data)

@@ -10,6 +10,7 @@ Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 from kio.schema.delete_topics.v6.request import DeleteTopicsRequest, DeleteTopicState
@@ -22,6 +23,8 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.topic_lookup import request_timeout_s, topic_named, topic_with_id
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import DELETE, Users, change_of, done
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import Topic
 
@@ -84,3 +87,8 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         if wanted.name is None:
             raise InvalidRequest("a topic to delete has neither a name nor an id")
         return topic_named(self._topics, wanted.name)
+
+    @staticmethod
+    def changes(_request: DeleteTopicsRequest, response: DeleteTopicsResponse, _users: Users) -> Iterator[Change]:
+        for topic in done(response.responses):
+            yield change_of(topic, DELETE, "topic", topic.name or str(topic.topic_id))

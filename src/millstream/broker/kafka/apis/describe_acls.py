@@ -28,6 +28,7 @@ class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
 
     key = 29
     versions = (1, 3)
+    changes = None
 
     def __init__(self, security: SecurityState | None) -> None:
         self._security = security

@@ -42,6 +42,7 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
 
     key = 48
     versions = (0, 1)
+    changes = None
 
     def __init__(self, quotas: ClientQuotas) -> None:
         self._quotas = quotas

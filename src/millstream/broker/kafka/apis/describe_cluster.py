@@ -26,6 +26,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
 
     key = 60
     versions = (0, 2)
+    changes = None
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership

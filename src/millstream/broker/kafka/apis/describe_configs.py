@@ -53,6 +53,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
 
     key = 32
     versions = (1, 4)
+    changes = None
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsRespons
 
     key = 15
     versions = (0, 6)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

@@ -32,6 +32,7 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
 
     key = 35
     versions = (1, 5)
+    changes = None
 
     def __init__(self, topics: Topics, *, folder: str) -> None:
         self._topics = topics

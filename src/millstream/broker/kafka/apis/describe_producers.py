@@ -46,6 +46,7 @@ class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]
 
     key = 61
     versions = (0, 0)
+    changes = None
 
     def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
         self._topics = topics

@@ -39,6 +39,7 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
 
     key = 90
     versions = (0, 1)
+    changes = None
 
     def __init__(self, offsets: ShareOffsets, topics: Topics) -> None:
         self._offsets = offsets

@@ -43,6 +43,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
 
     key = 75
     versions = (0, 0)
+    changes = None
 
     def __init__(self, topics: Topics, membership: Membership) -> None:
         self._topics = topics

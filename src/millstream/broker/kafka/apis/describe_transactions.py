@@ -34,6 +34,7 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
 
     key = 65
     versions = (0, 0)
+    changes = None
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions

@@ -28,6 +28,7 @@ class DescribeUserScramCredentials(Api[DescribeUserScramCredentialsRequest, Desc
 
     key = 50
     versions = (0, 0)
+    changes = None
 
     def __init__(self, security: SecurityState) -> None:
         self._security = security

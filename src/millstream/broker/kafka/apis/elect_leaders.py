@@ -12,7 +12,7 @@ flexible.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kio.schema.elect_leaders.v2.request import ElectLeadersRequest
@@ -25,6 +25,8 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import UPDATE, Users, change_of, done
 from millstream.core.errors import MillstreamError
 
 _PREFERRED, _UNCLEAN = 0, 1
@@ -72,6 +74,12 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
         except MillstreamError as error:
             return PartitionResult(partition_id=index, error_code=error_code(error), error_message=error_message(error))
         return PartitionResult(partition_id=index, error_code=ErrorCode.none, error_message=None)
+
+    @staticmethod
+    def changes(_request: ElectLeadersRequest, response: ElectLeadersResponse, _users: Users) -> Iterator[Change]:
+        for topic in response.replica_election_results:
+            for one in done(topic.partition_result):
+                yield change_of(one, UPDATE, "partition", f"{topic.topic}-{one.partition_id}")
 
 
 def _response(code: ErrorCode, results: Iterable[ReplicaElectionResult]) -> ElectLeadersResponse:

@@ -38,6 +38,7 @@ class EndTxn(Api[Call, EndTxnResponse]):
 
     key = 26
     versions = (0, 5)
+    changes = None
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions

@@ -47,6 +47,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
 
     key = 10
     versions = (0, 6)
+    changes = None
 
     def __init__(self, groups: Placement, transactions: Placement, membership: Membership) -> None:
         self._placements = {_GROUP: groups, _TRANSACTION: transactions}

@@ -22,6 +22,7 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
 
     key = 12
     versions = (0, 4)
+    changes = None
     starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:

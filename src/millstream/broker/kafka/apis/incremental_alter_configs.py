@@ -43,6 +43,7 @@ from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.subscription_service import letter_needs
 from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.security.changes import settings_changed
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
@@ -62,6 +63,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
 
     key = 44
     versions = (0, 1)
+    changes = staticmethod(settings_changed)
 
     def __init__(self, topics: Topics, groups: DeclaredGroups, subscriptions: Subscriptions | None = None) -> None:
         self._topics = topics

@@ -41,6 +41,7 @@ class InitProducerId(Api[Call, InitProducerIdResponse]):
 
     key = 22
     versions = (0, 5)
+    changes = None
 
     def __init__(self, producer_ids: ProducerIds, transactions: TransactionCoordinator) -> None:
         self._producer_ids = producer_ids

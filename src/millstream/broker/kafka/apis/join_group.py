@@ -32,6 +32,7 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
 
     key = 11
     versions = (0, 9)
+    changes = None
     waits_for_others = True
 
     def __init__(self, groups: GroupCoordinator) -> None:

@@ -29,6 +29,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
 
     key = 13
     versions = (0, 5)
+    changes = None
     starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator) -> None:

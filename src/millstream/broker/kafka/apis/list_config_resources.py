@@ -34,6 +34,7 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
 
     key = 74
     versions = (0, 1)
+    changes = None
 
     def __init__(
         self,

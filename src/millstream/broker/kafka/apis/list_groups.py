@@ -22,6 +22,7 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
 
     key = 16
     versions = (0, 5)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

@@ -75,6 +75,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
 
     key = 2
     versions = (1, 11)
+    changes = None
 
     def __init__(self, topics: Topics) -> None:
         self._topics = topics

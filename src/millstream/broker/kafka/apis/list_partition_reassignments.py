@@ -26,6 +26,7 @@ class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPart
 
     key = 46
     versions = (0, 0)
+    changes = None
 
     def __init__(self, topics: Topics) -> None:
         self._topics = topics

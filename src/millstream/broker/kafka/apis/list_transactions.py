@@ -30,6 +30,7 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
 
     key = 66
     versions = (0, 2)
+    changes = None
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions

@@ -55,6 +55,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
 
     key = 3
     versions = (0, 13)
+    changes = None
 
     def __init__(self, topics: Topics, membership: Membership) -> None:
         self._topics = topics

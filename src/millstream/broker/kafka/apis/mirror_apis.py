@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.failover import adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidMirror
 from millstream.protocol.private.message import Response
@@ -69,6 +70,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
     """
 
     key = CREATE_KEY
+    changes = single_change("mirror", CREATE)
 
     async def handle(self, request: NewMirror) -> Response:
         await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
@@ -86,6 +88,7 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
     """
 
     key = ALTER_KEY
+    changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: MirrorChanges) -> Response:
         if request.settings:
@@ -104,6 +107,7 @@ class MirrorDelete(_MirrorApi[MirrorName, Response]):
     """
 
     key = DELETE_KEY
+    changes = single_change("mirror", DELETE)
 
     async def handle(self, request: MirrorName) -> Response:
         copies = self._mirrors.copied_topics(request.name)
@@ -130,6 +134,7 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
     """
 
     key = LIST_KEY
+    changes = None
     operation = Operation.DESCRIBE
 
     async def handle(self, request: MirrorNames) -> MirrorDescriptions:
@@ -149,6 +154,7 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     """
 
     key = FAILOVER_KEY
+    changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: FailoverRequest) -> FailoverResponse:
         return await fail_over(self._mirrors, request)
@@ -161,6 +167,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
     """
 
     key = CUT_KEY
+    changes = None
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: CutRequest) -> CutResponse:
@@ -175,6 +182,7 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     """
 
     key = EXPOSE_KEY
+    changes = None
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: ExposeRequest) -> ExposeResponse:
@@ -193,6 +201,7 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     """
 
     key = OFFER_KEY
+    changes = None
     operation = Operation.DESCRIBE
 
     async def handle(self, request: OfferRequest) -> OfferResponse:
@@ -208,6 +217,7 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """
 
     key = BARRIER_KEY
+    changes = None
     operation = Operation.DESCRIBE
 
     async def handle(self, request: BarrierRequest) -> BarrierResponse:
@@ -223,6 +233,7 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """
 
     key = HOLD_KEY
+    changes = None
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: HoldRequest) -> HoldResponse:
@@ -242,6 +253,7 @@ class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):
     """
 
     key = REVERSE_KEY
+    changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
         return await reverse(self._mirrors, request)
@@ -258,6 +270,7 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
     """
 
     key = SWITCH_KEY
+    changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
         service = self._mirrors
@@ -279,6 +292,7 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
     """
 
     key = ADOPT_KEY
+    changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: AdoptRequest) -> AdoptResponse:
         return await adopt(self._mirrors, request)

@@ -18,6 +18,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
+from millstream.broker.security.changes import offsets_changed
 from millstream.core.errors import MillstreamError
 
 
@@ -26,6 +27,7 @@ class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
 
     key = 47
     versions = (0, 0)
+    changes = staticmethod(offsets_changed)
 
     def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
         self._groups = groups

@@ -81,6 +81,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
 
     key = 9
     versions = (1, 10)
+    changes = None
     starts_at_once = True
 
     def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:

@@ -30,6 +30,7 @@ class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpoch
 
     key = 23
     versions = (2, 4)
+    changes = None
 
     def __init__(self, topics: Topics) -> None:
         self._topics = topics

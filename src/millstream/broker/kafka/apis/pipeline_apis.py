@@ -14,6 +14,7 @@ from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
@@ -95,6 +96,7 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     """
 
     key = CREATE_KEY
+    changes = single_change("pipeline", CREATE)
 
     def __init__(
         self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice, *, has_jobs: bool = True
@@ -139,6 +141,7 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
     """
 
     key = ALTER_KEY
+    changes = single_change("pipeline", UPDATE)
 
     async def handle(self, request: PipelineChanges, owner: Owner | None = None) -> AlterPipelineResponse:
         notes: list[str] = []
@@ -175,6 +178,7 @@ class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """
 
     key = DELETE_KEY
+    changes = single_change("pipeline", DELETE)
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
@@ -204,6 +208,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     """
 
     key = LIST_KEY
+    changes = None
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
@@ -256,6 +261,7 @@ class PipelineLanded(PrivateApi[Landed, Response]):
     """
 
     key = LANDED_KEY
+    changes = None
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
@@ -283,6 +289,7 @@ class RuleChange(_PipelineChange[RuleChanges, RuleChangeResponse]):
     """
 
     key = RULES_KEY
+    changes = single_change("pipeline", UPDATE)
 
     async def handle(self, request: RuleChanges, owner: Owner | None = None) -> RuleChangeResponse:
         rules = [rule.rule() for rule in request.put]
@@ -319,6 +326,7 @@ class PipelineRuns(_JobRequest[JobRuns, JobRunsResponse]):
     """
 
     key = RUNS_KEY
+    changes = None
 
     async def needs(self, request: JobRuns) -> Sequence[Need]:
         """DESCRIBE on the pipeline's group, as for listing it."""
@@ -340,6 +348,7 @@ class PipelineRunLog(_JobRequest[RunLogRequest, RunLogResponse]):
     """
 
     key = RUN_LOG_KEY
+    changes = None
 
     async def needs(self, request: RunLogRequest) -> Sequence[Need]:
         """READ on the pipeline's group: what a job prints may be the messages that it reads."""
@@ -365,6 +374,7 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
     """
 
     key = REQUEST_RUN_KEY
+    changes = single_change("pipeline", UPDATE)
 
     async def needs(self, request: JobName) -> Sequence[Need]:
         """ALTER on the cluster: whoever asks becomes the owner of what runs."""
@@ -387,6 +397,7 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
     """
 
     key = CANCEL_RUN_KEY
+    changes = single_change("pipeline", UPDATE)
 
     async def needs(self, request: JobName) -> Sequence[Need]:
         """ALTER on the cluster, as for stopping it."""

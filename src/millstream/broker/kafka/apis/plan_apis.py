@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from millstream.broker.cluster.plans import PlanHeader, Plans
 from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.security.audit import Activity, Change
+from millstream.broker.security.changes import CREATE, UPDATE, Changes, Users
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import NodeId
@@ -28,6 +30,15 @@ from millstream.protocol.private.plan_messages import (
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+
+
+def _plan_changed(activity: Activity) -> Changes:
+    def changes(_request: Any, response: PlanResponse, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            data = {"kind": response.kind, "subject": response.subject, "state": response.state}
+            yield Change(activity=activity, kind="plan", name=response.plan_id, data=data)
+
+    return changes
 
 
 class _PlanApi(PrivateApi[RequestT, ResponseT], ABC):
@@ -59,6 +70,7 @@ class PlanPropose(_PlanApi[ProposePlanRequest, PlanResponse]):
     """
 
     key = PROPOSE_KEY
+    changes = _plan_changed(CREATE)
 
     async def handle(self, request: ProposePlanRequest) -> PlanResponse:
         """Check the moves against the cluster, and store them."""
@@ -75,6 +87,7 @@ class PlanApply(_PlanApi[ApplyPlanRequest, PlanResponse]):
     """
 
     key = APPLY_KEY
+    changes = _plan_changed(UPDATE)
 
     async def handle(self, request: ApplyPlanRequest) -> PlanResponse:
         """Begin."""
@@ -88,6 +101,7 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
     """
 
     key = CANCEL_KEY
+    changes = _plan_changed(UPDATE)
 
     async def handle(self, request: CancelPlanRequest) -> PlanResponse:
         """Begin to stop it."""
@@ -103,6 +117,7 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
     """
 
     key = DESCRIBE_KEY
+    changes = None
     operation = Operation.DESCRIBE
 
     async def handle(self, request: Nothing) -> PlanResponse:
@@ -126,6 +141,11 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
         """Remove the mark."""
         await self.plans.undrain(NodeId(request.node))
         return Response()
+
+    @staticmethod
+    def changes(request: UndrainRequest, response: Response, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            yield Change(activity=UPDATE, kind="node", name=str(request.node), data={"drained": False})
 
 
 def _described(header: PlanHeader, moves: Sequence[PlannedMove] = (), drained: Sequence[int] = ()) -> PlanResponse:

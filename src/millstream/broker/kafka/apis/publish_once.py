@@ -49,6 +49,7 @@ class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     """Stores messages that are not there yet."""
 
     key = PUBLISH_ONCE_KEY
+    changes = None
 
     def __init__(self, topics: Topics, quota: QuotaMeter, rules: SchemaRules | None = None) -> None:
         self._topics = topics

@@ -41,6 +41,7 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     """
 
     key = LOAD_KEY
+    changes = None
 
     async def handle(self, request: LoadQueue) -> QueueLoaded:
         stored = await self._states.load(request.key, Epoch(request.leader_epoch))
@@ -58,6 +59,7 @@ class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
     """
 
     key = WRITE_KEY
+    changes = None
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
         writes = [write.read() for write in request.writes]

@@ -27,6 +27,7 @@ class SaslAuthenticate(Api[SaslAuthenticateRequest, SaslAuthenticateResponse]):
 
     key = 36
     versions = (0, 2)
+    changes = None
 
     async def handle(self, request: SaslAuthenticateRequest, client: ClientInfo) -> SaslAuthenticateResponse:
         session = client.session

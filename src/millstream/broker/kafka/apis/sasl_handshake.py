@@ -23,6 +23,7 @@ class SaslHandshake(Api[Versioned[SaslHandshakeRequest], SaslHandshakeResponse])
 
     key = 17
     versions = (0, 1)
+    changes = None
 
     async def handle(self, request: Versioned[SaslHandshakeRequest], client: ClientInfo) -> SaslHandshakeResponse:
         session = client.session

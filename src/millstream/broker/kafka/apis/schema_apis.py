@@ -15,6 +15,7 @@ import msgspec
 
 from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import SchemaRegistryError
@@ -152,6 +153,7 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
     """
 
     key = REGISTER_KEY
+    changes = single_change("schema", CREATE, name="subject")
     request_type = RegisterSchema
     response_type = SchemaResponse
 
@@ -177,6 +179,7 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
     """
 
     key = LOOKUP_KEY
+    changes = None
     request_type = LookupSchema
     response_type = SchemaResponse
 
@@ -202,6 +205,7 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     """
 
     key = CHECK_KEY
+    changes = None
     request_type = CheckSchema
     response_type = CheckResponse
 
@@ -233,6 +237,7 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
     """
 
     key = GET_KEY
+    changes = None
     request_type = GetSchema
     response_type = SchemaResponse
 
@@ -278,6 +283,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
     """
 
     key = LIST_KEY
+    changes = None
     request_type = ListSubjects
     response_type = SubjectsResponse
 
@@ -348,6 +354,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
     """
 
     key = SUBJECT_KEY
+    changes = None
     request_type = GetSubject
     response_type = SubjectResponse
 
@@ -392,6 +399,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
     """
 
     key = DELETE_KEY
+    changes = single_change("schema", DELETE, name="subject")
     request_type = DeleteSubject
     response_type = DeletedResponse
 
@@ -420,6 +428,7 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
     """
 
     key = SETTINGS_KEY
+    changes = None
     request_type = GetSettings
     response_type = SettingsResponse
 
@@ -447,6 +456,7 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
     """
 
     key = CONFIGURE_KEY
+    changes = single_change("schema settings", UPDATE, name="subject")
     request_type = Configure
     response_type = SettingsResponse
 

@@ -12,9 +12,11 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from millstream.broker.kafka.api import Need, PrivateApi
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import UPDATE, Users
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.protocol.private.secret_messages import SECRETS_KEY, ListedSecret, SecretsRequest, SecretsResponse
@@ -41,3 +43,9 @@ class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
             for one in await self._secrets.list()
         ]
         return SecretsResponse(newest=self._secrets.newest_key_id(), resealed=resealed, secrets=listed)
+
+    @staticmethod
+    def changes(request: SecretsRequest, response: SecretsResponse, _users: Users) -> Iterator[Change]:
+        if request.reseal and response.error == 0:
+            data = {"resealed": response.resealed, "key": response.newest}
+            yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)

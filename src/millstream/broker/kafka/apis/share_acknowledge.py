@@ -47,6 +47,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
 
     key = 79
     versions = (1, 2)
+    changes = None
 
     def __init__(self, consumers: ShareConsumers) -> None:
         self._consumers = consumers

@@ -97,6 +97,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
 
     key = 78
     versions = (1, 2)
+    changes = None
     waits_for_others = True
 
     def __init__(self, consumers: ShareConsumers, quota: QuotaMeter, *, bytes_max: int) -> None:

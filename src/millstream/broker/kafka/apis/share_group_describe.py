@@ -34,6 +34,7 @@ class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeRespon
 
     key = 77
     versions = (1, 1)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator) -> None:
         self._groups = groups

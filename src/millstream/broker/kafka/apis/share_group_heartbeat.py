@@ -38,6 +38,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
 
     key = 76
     versions = (1, 1)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator, subscriptions: Subscriptions) -> None:
         self._groups = groups

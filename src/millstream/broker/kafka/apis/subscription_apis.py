@@ -17,6 +17,7 @@ from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, 
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import HeldRange
@@ -89,6 +90,7 @@ class SubscriptionCreate(_SubscriptionApi[CreateSubscriptionRequest, CreateSubsc
     """
 
     key = CREATE_KEY
+    changes = single_change("subscription", CREATE)
 
     def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
         super().__init__(service)
@@ -132,6 +134,7 @@ class SubscriptionAlter(_SubscriptionApi[AlterSubscriptionRequest, Response]):
     """
 
     key = ALTER_KEY
+    changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: AlterSubscriptionRequest) -> Sequence[Need]:
         """ALTER_CONFIGS on the subscription, READ on all its topics: settings may push their messages."""
@@ -169,6 +172,7 @@ class SubscriptionDelete(_SubscriptionApi[DeleteSubscriptionRequest, Response]):
     """
 
     key = DELETE_KEY
+    changes = single_change("subscription", DELETE)
 
     async def needs(self, request: DeleteSubscriptionRequest) -> Sequence[Need]:
         return [(Operation.DELETE, ResourceType.GROUP, request.name)]
@@ -214,6 +218,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     """
 
     key = LIST_KEY
+    changes = None
 
     async def needs(self, request: ListSubscriptionsRequest) -> Sequence[Need]:
         """DESCRIBE on the subscriptions that are named; a list of all contains those the client may describe."""
@@ -334,6 +339,7 @@ class SubscriptionSeek(_SubscriptionApi[SeekSubscriptionRequest, SeekSubscriptio
     """
 
     key = SEEK_KEY
+    changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: SeekSubscriptionRequest) -> Sequence[Need]:
         topics = await self._service.topics_of(request.name)
@@ -405,6 +411,7 @@ class SubscriptionRevive(_SubscriptionApi[ReviveMessagesRequest, ReviveMessagesR
     """
 
     key = REVIVE_KEY
+    changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: ReviveMessagesRequest) -> Sequence[Need]:
         return [
@@ -439,6 +446,7 @@ class SubscriptionForget(_SubscriptionApi[ForgetSubscriptionRequest, Response]):
     """
 
     key = FORGET_KEY
+    changes = single_change("subscription", UPDATE)
 
     async def needs(self, request: ForgetSubscriptionRequest) -> Sequence[Need]:
         return [
@@ -506,6 +514,7 @@ class DeliveryState(_SubscriptionApi[DeliveryStateRequest, DeliveryStateAnswer])
     """
 
     key = DELIVERY_STATE_KEY
+    changes = None
     waits_for_others = True
 
     async def needs(self, request: DeliveryStateRequest) -> Sequence[Need]:
@@ -550,6 +559,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
     """
 
     key = LEDGER_MARK_KEY
+    changes = None
 
     async def needs(self, request: LedgerMarkRequest) -> Sequence[Need]:
         """DESCRIBE on the subscriptions that are named; without names, on the cluster."""
@@ -609,6 +619,7 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
     """
 
     key = MESSAGE_TRACE_KEY
+    changes = None
 
     async def needs(self, request: MessageTraceRequest) -> Sequence[Need]:
         return [(Operation.DESCRIBE, ResourceType.TOPIC, request.topic)]

@@ -54,6 +54,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
+    changes = None
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:

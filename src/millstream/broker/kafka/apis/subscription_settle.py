@@ -45,6 +45,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     """Settles the leases of workers."""
 
     key = SETTLE_KEY
+    changes = None
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service

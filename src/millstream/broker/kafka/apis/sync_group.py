@@ -27,6 +27,7 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
 
     key = 14
     versions = (0, 5)
+    changes = None
     waits_for_others = True
 
     def __init__(self, groups: GroupCoordinator) -> None:

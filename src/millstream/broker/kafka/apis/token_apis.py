@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi
+from millstream.broker.security.audit import Change
+from millstream.broker.security.changes import CREATE, DELETE, Users
 from millstream.broker.security.rights import ANONYMOUS, Rights
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import EVERYONE, NAME_CHARACTERS_MAX, Operation, ResourceType, check_principal
@@ -72,6 +74,12 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         await self._state.add_token(kept)
         return CreateTokenResponse(token_id=kept.token_id, token=text, owner=owner, expires_ms=expires_ms)
 
+    @staticmethod
+    def changes(_request: NewToken, response: CreateTokenResponse, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            data = {"owner": response.owner, "expires_ms": response.expires_ms}
+            yield Change(activity=CREATE, kind="token", name=response.token_id, data=data)
+
 
 def _owner(request: NewToken, rights: Rights) -> str:
     owner = request.owner or rights.principal
@@ -94,6 +102,7 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
     """
 
     key = LIST_KEY
+    changes = None
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
@@ -150,3 +159,8 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
         if not is_own and rights is not None:
             rights.require(Operation.ALTER, ResourceType.CLUSTER)
         return await self.handle(request)
+
+    @staticmethod
+    def changes(request: RevokeTokenRequest, response: Response, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            yield Change(activity=DELETE, kind="token", name=request.token_id)

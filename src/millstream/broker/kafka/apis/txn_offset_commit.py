@@ -53,6 +53,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
 
     key = 28
     versions = (0, 5)
+    changes = None
 
     def __init__(self, groups: GroupCoordinator, topics: Topics, gate: TransactionGate) -> None:
         self._groups = groups

@@ -37,6 +37,7 @@ class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
 
     key = 57
     versions = (0, 2)
+    changes = None
 
     def __init__(self, served: Sequence[ServedApi]) -> None:
         self._served = served

@@ -44,6 +44,7 @@ class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
 
     key = 27
     versions = (1, 2)
+    changes = None
 
     def __init__(self, markers: PartitionMarkers) -> None:
         self._markers = markers
