@@ -17,12 +17,7 @@ SIMULATE_ARGS ?=
 # Without a bytecode cache, every process of every target would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-ledger chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-ledger bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-mirror chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-cores bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-cores chaos-grow chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-console bench-filters bench-http bench-queues bench-schemas bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
-.PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-compare bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions bench-upsert serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-security chaos-transactions conformance compare fuzz simulate spark docs lock clean
+.PHONY: $(shell grep -ohE '^[a-z-]+:' $(MAKEFILE_LIST) | tr -d :)
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -44,7 +39,7 @@ $(DEV_STAMP): requirements/dev.lock pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(RUN_STAMP) ## Run the main job end to end on a broker of its own, and report each step
+demo: $(RUN_STAMP) ## Run the main job end to end on a temporary broker, and report each step
 	@DEMO_SPARK_SETUP="$(MAKE) --no-print-directory spark" $(BIN)/python -m millstream.cli.main demo
 
 spark: $(SPARK_STAMP) ## Add Spark to the virtual environment, for pipelines and the data source
@@ -115,6 +110,7 @@ bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost pe
 
 bench-ledger: $(DEV_STAMP) ## Measure what a ledger costs the broker, and an audit of 100 million deliveries (10 minutes; BENCH_ARGS="--only cost": 3)
 	@$(BIN)/python -m benchmarks.ledger $(BENCH_ARGS)
+
 bench-console: $(DEV_STAMP) ## Measure the console's pages with 10,000 topics, and a search (5 minutes; BENCH_ARGS=--quick: 1)
 	@$(BIN)/python -m benchmarks.console $(BENCH_ARGS)
 
@@ -124,34 +120,34 @@ kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknow
 conformance: $(DEV_STAMP) ## Run the Java and Go clients against a broker; skips what Maven or Go cannot fetch
 	@$(BIN)/python -m conformance.run
 
-compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions and show where the answers differ
+compare: $(DEV_STAMP) ## Send unusual requests to Apache Kafka and Millstream, and show where the responses differ
 	@$(BIN)/python -m conformance.compare
 
-fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
+fuzz: $(DEV_STAMP) ## Fuzz the broker with broken frames, requests, data folders and records, a minute each
 	@$(BIN)/python -m trials.fuzz_run $(FUZZ_ARGS)
 
-chaos: $(DEV_STAMP) ## Kill workers and strike nodes while subscriptions deliver, and check every message (20 minutes)
+chaos: $(DEV_STAMP) ## Kill workers and nodes while subscriptions deliver, and check every message (20 minutes)
 	@$(BIN)/python -m trials.chaos_subscriptions $(CHAOS_ARGS)
 
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
 	@$(BIN)/python -m trials.chaos_http $(CHAOS_ARGS)
 
-chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under each kind of load, change its number of cores, check every message (an hour)
+chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under each kind of load, change its number of cores, and check every message (an hour)
 	@$(BIN)/python -m trials.chaos_cores $(CHAOS_ARGS)
 
-chaos-grow: $(DEV_STAMP) ## Turn a loaded machine into a cluster, replicate and move everything under kills, check every message (15 minutes)
+chaos-grow: $(DEV_STAMP) ## Turn a loaded machine into a cluster, replicate and move everything under kills, and check every message (15 minutes)
 	@$(BIN)/python -m trials.chaos_grow $(CHAOS_ARGS)
 
-chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and cut, and let an audit account for every message (10 minutes)
+chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and truncate, then audit every message (10 minutes)
 	@$(BIN)/python -m trials.chaos_ledger $(CHAOS_ARGS)
 
-chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
+chaos-cluster: $(DEV_STAMP) ## Inject 200 faults into a loaded cluster of real processes, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_cluster $(CHAOS_ARGS)
 
-chaos-mirror: $(DEV_STAMP) ## Kill two sites and cut the line between them, fail over, come back and switch, and check every message (half an hour)
+chaos-mirror: $(DEV_STAMP) ## Kill two sites and cut the network between them, fail over, reverse and switch, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_mirror $(CHAOS_ARGS)
 
-chaos-overload: $(DEV_STAMP) ## Flood a broker, and send it batches that hold far more than they are, beside a client that must not notice (12 minutes; CHAOS_ARGS=--peer floods Apache Kafka, too: 6 more)
+chaos-overload: $(DEV_STAMP) ## Flood a broker and send it decompression bombs, beside a client that must not be affected (12 minutes; CHAOS_ARGS=--peer floods Apache Kafka, too: 6 more)
 	@$(BIN)/python -m trials.chaos_overload $(CHAOS_ARGS)
 
 chaos-push: $(DEV_STAMP) ## Kill nodes, push processes and the endpoint while messages are pushed, and check every message (4 minutes)
@@ -163,7 +159,7 @@ chaos-security: $(DEV_STAMP) ## Move three loaded nodes from plain text to SASL 
 chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while they work in transactions, and check every effect (20 minutes)
 	@$(BIN)/python -m trials.chaos_transactions $(CHAOS_ARGS)
 
-soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
+soak: $(DEV_STAMP) ## Run an hour of mixed load with kills, and check that memory, file handles and latency stay flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
 simulate: $(DEV_STAMP) ## Simulate replication, transactions, machines and plans from thousands of seeds; prints every seed that breaks a rule
@@ -173,7 +169,7 @@ docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from
 	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md
 	@$(BIN)/python -m millstream.cli.main protocol-reference > docs/protocol.md
 
-lock: ## Renew the lock files from pyproject.toml (needs uv)
+lock: ## Regenerate the lock files from pyproject.toml (needs uv)
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 		--extra cluster pyproject.toml requirements/build.in -o requirements/run.lock
 	@uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
