@@ -32,7 +32,7 @@ PrintLine = Callable[[str], None]
 
 
 def run(partitions: int, idle_s: float, print_line: PrintLine) -> Numbers:
-    """Everything in a row, on a cluster of its own."""
+    """Everything in a row, on its own cluster."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         etcd = stack.enter_context(LocalEtcd(folder / "etcd"))

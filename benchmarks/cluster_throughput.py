@@ -85,7 +85,7 @@ class Measurement:
 
 @contextmanager
 def _topic(server: Server, case: Case, replication: int) -> Iterator[Target]:
-    """A topic of its own, which goes when it was measured."""
+    """Its own topic, which goes when it was measured."""
     name = f"bench-{uuid.uuid4().hex[:8]}"
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     least = {"min.insync.replicas": "2"} if replication > 1 else {}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.commits [--seconds S]
 
-Producers write small batches to many partitions as fast as they are acknowledged, each on a connection of its own, so
+Producers write small batches to many partitions as fast as they are acknowledged, each on its own connection, so
 that turns of the broker's loop are long. Groups commit and look up an offset in turn meanwhile. All of them wait for
 the same group commit (`flush=always`), so the times of one run compare; they are the broker's own.
 """

@@ -4,7 +4,7 @@
 
 CPU seconds are those of the server's processes together, so that other work on the machine does not count. A search is
 measured on one topic with messages of 160 bytes and a filter on a field; the CPU of the process that evaluates filters
-is listed by itself. `--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
+is listed separately. `--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
 """
 
 from __future__ import annotations

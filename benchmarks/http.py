@@ -96,7 +96,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Echo:
-    """The server with nothing behind it, in a process of its own."""
+    """The server with nothing behind it, in its own process."""
 
     def __init__(self) -> None:
         listening = socket.create_server(("127.0.0.1", 0))

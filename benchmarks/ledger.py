@@ -4,7 +4,7 @@
 
 Cost: the same messages are published, delivered and accepted, in large ranges and one by one, through a subscription
 without and one with a ledger, on one broker and in turn; the figures are CPU seconds of the broker's process, and their
-ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are told apart.
+ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are counted separately.
 
 Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
 the largest process is measured.

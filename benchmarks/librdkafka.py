@@ -65,7 +65,7 @@ def _library() -> ctypes.CDLL:
     for folder in (package.parent / "confluent_kafka.libs", package / ".dylibs"):
         for path in sorted(folder.glob("librdkafka*")):
             return _declare(ctypes.CDLL(str(path)))
-    raise OSError("this confluent-kafka does not bring a librdkafka of its own")
+    raise OSError("this confluent-kafka does not bring its own librdkafka")
 
 
 def version() -> str:

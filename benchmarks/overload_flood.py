@@ -2,9 +2,9 @@
 
 python -m benchmarks.overload_flood KIND CONNECTIONS SECONDS HOST:PORT TOPIC
 
-`chaos_overload` starts it as a process of its own, so that it competes with the broker and not with what measures. It
+`chaos_overload` starts it as its own process, so that it competes with the broker and not with what measures. It
 prints one line of JSON with what was sent and what was answered. Requests are such as clients send: heartbeats come
-from a member of a group, and a share fetch acquires messages in a session of its own, which the next request closes.
+from a member of a group, and a share fetch acquires messages in its own session, which the next request closes.
 """
 
 from __future__ import annotations

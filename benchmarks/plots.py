@@ -35,7 +35,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def color_of(name: str, names: list[str]) -> str:
-    """A color of its own for each server, the same in every picture."""
+    """A color for each server, the same in every picture."""
     others = sorted(set(names) - set(COLORS))
     return COLORS.get(name) or _OTHERS[others.index(name) % len(_OTHERS)]
 

@@ -124,7 +124,7 @@ def _cpu_ns(pid: int) -> int:
 
 
 def measure() -> dict[str, float]:
-    """Everything, on a server of its own."""
+    """Everything, on its own server."""
     found: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,

@@ -76,7 +76,7 @@ def fill(queue: Queue, backlog: int) -> None:
 
 
 def by_range() -> None:
-    print("look + acquire + accept, µs a message; and with the deltas of each range encoded as a frame of its own")
+    print("look + acquire + accept, µs a message; and with the deltas of each range encoded as its own frame")
     for size in RANGES:
         count = max(size * 20, 20_000)
         bare = median_us(lambda: _cycles(size, count, encode=False), count)  # noqa: B023

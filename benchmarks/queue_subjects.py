@@ -82,7 +82,7 @@ def go_clients() -> Path:
 
 
 class QueueSubject(ABC):
-    """A queue, measured with a client of its own."""
+    """A queue, measured with its own client."""
 
     name: str
     durability: str

@@ -2,7 +2,7 @@
 
 The library allocates something for each message, in one thread, and frees it in another. Both wait for each other, now
 more and now less, and memory that is used for the first time costs more than receiving. At 100 B it would be this that
-is measured. So the reading is done in a process of its own that keeps its memory, in one heap for all threads, and
+is measured. So the reading is done in its own process that keeps its memory, in one heap for all threads, and
 messages are taken from the library only after all of them have come and the clock has stopped.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.target import Numbers, Target
 from benchmarks.throughput import flow
 
 COMMITTED, UNCOMMITTED = "read_committed", "read_uncommitted"
-"""Which messages a consumer gets; the first is what librdkafka asks for by itself."""
+"""Which messages a consumer gets; the first is librdkafka's default."""
 
 KEPT_BYTES = 768 * 1024 * 1024
 _BLOCK_BYTES = 16 * 1024 * 1024

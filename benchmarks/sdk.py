@@ -3,7 +3,7 @@
     python -m benchmarks.sdk [--quick] [--rounds N] [--seconds S] [--loads NAMES] [--clients NAMES] [--out FILE]
 
 aiokafka and confluent-kafka's asyncio client talk to the same broker as the SDK; aio-pika to RabbitMQ, nats-py to
-JetStream, both set to sync before they acknowledge, as Millstream does. Each measurement is a process of its own
+JetStream, both set to sync before they acknowledge, as Millstream does. Each measurement is its own process
 (`benchmarks/sdk_client.py`); in each round every client is measured once, and what is shown are the medians. CPU is the
 client's own. aio-pika and nats-py live in an environment in a cache folder of the user, which is made when it is
 missing.

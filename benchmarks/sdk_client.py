@@ -1,4 +1,4 @@
-"""One Python client, one load, in a process of its own; `benchmarks/sdk.py` starts it and reads its last line.
+"""One Python client, one load, in its own process; `benchmarks/sdk.py` starts it and reads its last line.
 
 Run as a file, since some of the clients live in an environment that has nothing else. Each is used as its own
 documentation shows, with acknowledgements from all it has, and configured as an expert would. All run on

@@ -63,7 +63,7 @@ class KafkaSubject(Subject):
         """A topic as the line asks for, which goes when it was measured."""
 
     def measure(self, case: Case, seconds: float) -> Measured:
-        """Measure one line once on a topic of its own."""
+        """Measure one line once on its own topic."""
         with self.topic(case) as target:
             if case.kind == LATENCY:
                 return latency.measure(target, case, seconds)
@@ -97,7 +97,7 @@ class Limit(KafkaSubject):
 
     @contextmanager
     def topic(self, case: Case) -> Iterator[Target]:
-        """A server of its own."""
+        """Its own server."""
         settings = {"flush": self.flush(case), "partitions": case.partitions}
         with (
             tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder,
@@ -134,7 +134,7 @@ class Discard(Limit):
 
 
 class TlsListener:
-    """One more listener of a broker, with TLS 1.3 or 1.2 and a certificate of its own, for lines with TLS."""
+    """One more listener of a broker, with TLS 1.3 or 1.2 and its own certificate, for lines with TLS."""
 
     def __init__(self, folder: Path) -> None:
         self.certificates = Certificates(folder)
@@ -151,7 +151,7 @@ class TlsListener:
 
 
 class Broker(KafkaSubject):
-    """A broker that is started once; each measurement has a topic of its own, which is deleted after it."""
+    """A broker that is started once; each measurement has its own topic, which is deleted after it."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

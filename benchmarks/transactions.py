@@ -4,7 +4,7 @@
 
 Each round measures every line of every server once, those that are compared right after each other and in another order
 each time. A ratio is taken within a round; the result is the median over the rounds. All servers leave it to the system
-when pages are written to the disk, as Kafka does by itself.
+when pages are written to the disk, as Kafka does by default.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Rounds = dict[str, list[Numbers]]
 
 
 class Alike(Millstream):
-    """Millstream with the durability that Kafka has by itself, also for what it keeps for coordinators."""
+    """Millstream with Kafka's default durability, also for the state of coordinators."""
 
     def server(self, data: Path, tls: TlsListener | None = None) -> Server:
         """Pages are written when the system does so."""

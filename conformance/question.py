@@ -26,7 +26,7 @@ _AT_ONCE = 50
 
 
 class Broker:
-    """A broker to ask. Every question gets a connection of its own, so that none spoils the next."""
+    """A broker to ask. Every question gets its own connection, so that none spoils the next."""
 
     def __init__(self, address: str) -> None:
         self.address = address

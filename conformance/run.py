@@ -1,6 +1,6 @@
 """Runs real clients against a real broker and says of each behaviour whether it is as in Kafka: `make conformance`.
 
-Each client gets a broker of its own and prints a line per check: `ok`, `FAILED` with the reason, or `not served` when
+Each client gets its own broker and prints a line per check: `ok`, `FAILED` with the reason, or `not served` when
 the broker's answer to ApiVersions lacks an API that the check needs. A client whose tools or packages are not there is
 skipped, and that is said. The exit code is 1 when a check failed, else 0.
 """
@@ -86,7 +86,7 @@ def broker(subject: str, data: Path) -> Server:
 
 
 def try_client(client: Client, tally: Tally, *, subject: str, only: str) -> None:
-    """Build a client's program and run it against a broker of its own."""
+    """Build a client's program and run it against its own broker."""
     _say(client.name)
     try:
         program = client.build()

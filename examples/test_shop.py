@@ -18,7 +18,7 @@ async def ship(ms: millstream.Connection, orders: str, parcels: str) -> millstre
 
 
 def test_every_order_becomes_a_parcel(millstream_broker: millstream.Sandbox) -> None:
-    """The broker is shared by all tests, so each uses names of its own."""
+    """The broker is shared by all tests, so each uses its own names."""
     orders, parcels = millstream_broker.unique("orders"), millstream_broker.unique("parcels")
 
     async def story() -> None:

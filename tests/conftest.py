@@ -95,14 +95,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
-    """One running etcd for all tests; each test uses a cluster name of its own."""
+    """One running etcd for all tests; each test uses its own cluster name."""
     with EtcdServer() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """One running PostgreSQL for all tests; each test uses a database of its own."""
+    """One running PostgreSQL for all tests; each test uses its own database."""
     with PostgresServer() as started:
         yield started
 

@@ -495,7 +495,7 @@ class Chaos:
         await self.watch("bombs are read", self._read(is_quick=rounds == 1))
 
     async def _read(self, *, is_quick: bool) -> None:
-        # In a process of its own: it is busy with decompressing, and the bystander is not to wait for that.
+        # In its own process: it is busy with decompressing, and the bystander is not to wait for that.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

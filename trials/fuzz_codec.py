@@ -373,7 +373,7 @@ def run(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "progress"
         progress.write_bytes(bytes(8))
-        # The cache of numba does not know code with bounds checks from code without: it gets a folder of its own.
+        # The cache of numba does not know code with bounds checks from code without: it gets its own folder.
         environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=folder)
         environment[CHILD_MARK] = str(progress)
         code = subprocess.run([sys.executable, "-m", "trials.fuzz_codec", *arguments], env=environment).returncode

@@ -2,7 +2,7 @@
 
     python -m trials.fuzz_requests --seconds 60
 
-An example is a broker in this process, on a disk in memory and a socket of its own, that gets some hundred requests:
+An example is a broker in this process, on a disk in memory and its own socket, that gets some hundred requests:
 valid ones with random contents that often name what exists, most of them with flipped, cut, doubled or foreign bytes.
 An answer must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
 a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for any client.

@@ -171,7 +171,7 @@ class Soak:
             producer.poll(left)
 
     def _come_and_go(self) -> None:
-        """A topic that is created, written, read by a consumer of its own, and deleted."""
+        """A topic that is created, written, read by its own consumer, and deleted."""
         self._number += 1
         name = f"passing-{self._number}"
         self._ask(lambda client: create_topic(client, name, partitions=3, replication=1, settings={}))
@@ -185,7 +185,7 @@ class Soak:
         consumer.subscribe([name])
         consumer.consume(30, 5)
         consumer.close()
-        # The group first: with its last topic it would go by itself.
+        # The group first: it would be deleted with its last topic.
         self._ask(lambda client: delete_group(client, name))
         self._ask(lambda client: delete_topic(client, name))
         self._samples.count("topics created and deleted")

@@ -56,7 +56,7 @@ class PeerServer(Server):
         return child
 
     def __exit__(self, *exception: object) -> None:
-        """Let the server end by itself, so that its parent can collect it; kill what does not."""
+        """Let the server exit, so that its parent can reap it; kill it if it does not."""
         with suppress(ServerFailed):
             if self.is_running():
                 self.stop()

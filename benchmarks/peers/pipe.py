@@ -189,7 +189,7 @@ def _acknowledging(session: Session, window: Window) -> Iterator[None]:
 def measure(sessions: Sequence[Session], case: Case, pid: int, seconds: float, window: int, at_once: int) -> Measured:
     """The same that is measured with librdkafka: at the highest rate, or requests one by one.
 
-    Each session is a producer with a connection of its own. Only a single one reads back what it wrote.
+    Each session is a producer with its own connection. Only a single one reads back what it wrote.
     """
     first = sessions[0]
     if case.kind == REQUESTS:

@@ -144,7 +144,7 @@ class Stream(Session):
 
 
 class RabbitMq(Subject):
-    """A node of its own, with nothing but the stream plugin."""
+    """Its own node, with nothing but the stream plugin."""
 
     name = NAME
 
@@ -164,7 +164,7 @@ class RabbitMq(Subject):
         return self._server
 
     def __enter__(self) -> Self:
-        """Start it, with a name service of its own that ends with it."""
+        """Start it, with its own name service that ends with it."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         port, names, amqp = free_port(), free_port(), free_port()
         self.amqp = f"127.0.0.1:{amqp}"

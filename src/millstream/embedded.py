@@ -3,7 +3,7 @@
     async with millstream.open("./data") as ms:
         await ms.publish("orders", {"order_id": 1})
 
-The broker has a thread and an event loop of its own. So whatever the program does on its loop, leases are kept and
+The broker has its own thread and event loop. So whatever the program does on its loop, leases are kept and
 Kafka clients are answered, and however long a recovery takes, the program's loop goes on. The client talks to the
 broker over the loopback interface, on a free port unless `kafka` names one: nothing is different from a broker
 elsewhere. No gateway is started unless `http` names an address.
@@ -102,7 +102,7 @@ class EmbeddedBroker:
             return False
         self._stop_requested = True
         if self._loop is not None and self._stopping is not None:
-            with suppress(RuntimeError):  # The loop has ended by itself.
+            with suppress(RuntimeError):  # The loop has already ended.
                 self._loop.call_soon_threadsafe(self._stopping.set)
         return True
 
@@ -208,5 +208,5 @@ def config_of(data: str | os.PathLike[str], *, kafka: str, http: str, settings: 
     fixed = {"data": os.fspath(data), "kafka": kafka, "http": http}
     twice = sorted(fixed.keys() & (settings or {}).keys())
     if twice:
-        raise InvalidSetting(f"{twice[0]} is a parameter of its own; remove it from settings")
+        raise InvalidSetting(f"{twice[0]} is a separate parameter; remove it from settings")
     return Config.of(fixed | dict(settings or {}))

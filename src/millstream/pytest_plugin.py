@@ -33,7 +33,7 @@ def pytest_plugin_registered(manager: pytest.PytestPluginManager) -> None:
 
 @pytest.fixture(scope="session")
 def millstream_broker() -> Iterator[Sandbox]:
-    """Provide one broker for all tests of the process; each test uses names of its own, from `unique`."""
+    """Provide one broker for all tests of the process; each test uses its own names, from `unique`."""
     from millstream.sandbox import Sandbox
 
     with Sandbox() as sandbox:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class AiokafkaWorker(Worker):
-    """Reads partitions of its own and produces in transactions; who starts with the same id puts the older one out."""
+    """Reads its own partitions and produces in transactions; another one with the same id fences it."""
 
     def run(self) -> None:
         """Work until asked to stop."""

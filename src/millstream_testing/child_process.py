@@ -1,4 +1,4 @@
-"""A process of a test that ends by itself, unless the test fails."""
+"""A process of a test that exits on its own, unless the test fails."""
 
 from __future__ import annotations
 

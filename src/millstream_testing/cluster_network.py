@@ -142,7 +142,7 @@ class RelayNetwork:
 
 
 class NamespaceNetwork:
-    """Every node and etcd in a network namespace of its own, joined by a bridge. Needs root.
+    """Every node and etcd in its own network namespace, joined by a bridge. Needs root.
 
     A link is cut by giving each side a wrong hardware address of the other, so that packets are lost.
     """

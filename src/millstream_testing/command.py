@@ -1,4 +1,4 @@
-"""Runs `millstream` commands for tests: in this process, which is quick, or in one of its own, which is real."""
+"""Runs `millstream` commands for tests: in this process, which is quick, or in a separate one, which is real."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CommandLine:
         return call_command([*map(str, arguments), "--brokers", self.brokers])
 
     def process(self, *arguments: object, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
-        """Run a command in a process of its own."""
+        """Run a command in its own process."""
         return run_command([*map(str, arguments), "--brokers", self.brokers], stdin=stdin, cwd=cwd)
 
 
@@ -74,7 +74,7 @@ def call_command(arguments: Sequence[str]) -> Outcome:
 
 
 def run_command(arguments: Sequence[str], *, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
-    """Run one command in a process of its own, without the caller's own settings."""
+    """Run one command in its own process, without the caller's own settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
     environment[TIMEOUT_VARIABLE] = PATIENCE_S
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""An etcd of several members for tests, each a process of its own that can be stopped and started again."""
+"""An etcd of several members for tests, each its own process that can be stopped and started again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Relays whose links are cut as a network cuts them: what was sent waits, no connection ends, no one is notified.
 
 A relay knows who connects by the client id in the first Kafka request, so a link between two nodes is cut while clients
-of the same node, and the third node, go on. All relays of a trial run in one thread with a loop of its own, so that the
+of the same node, and the third node, go on. All relays of a trial run in one thread with its own loop, so that the
 trial itself may wait and sleep as it likes.
 """
 

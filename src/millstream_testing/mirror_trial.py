@@ -7,7 +7,7 @@ subscription accept.
 
 Promises, each of which `violations` reports with what broke it:
 
-- what a producer was told to be stored below the cut of a failover is there, at its offset;
+- every record acknowledged to a producer below the cut of a failover is there, at its offset;
 - no transaction is torn: both topics hold the same numbers for readers of committed records;
 - every message is accepted by a worker or delivered after a failover, so none is taken for one that was accepted;
 - a message whose acceptance was carried over is not delivered again;
@@ -49,7 +49,7 @@ class TrialBroken(Exception):
 
 
 class Site:
-    """One broker behind a line of its own, which delays and can be cut."""
+    """One broker behind its own line, which delays and can be cut."""
 
     def __init__(self, folder: Path, name: str, thread: RelayThread, delay_s: float) -> None:
         self.name = name
@@ -79,9 +79,9 @@ class Load:
     def __init__(self, site: Site, numbers: itertools.count[int]) -> None:
         self.site = site
         self.stored: dict[Place, str] = {}
-        """What a producer was told to be stored."""
+        """The records that were acknowledged to a producer."""
         self.accepted: dict[str, float] = {}
-        """What a worker was told to be accepted, and when."""
+        """The messages whose settlement was acknowledged to a worker, and when."""
         self._numbers = numbers
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Load:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            # In a process of its own: commands in this one belong to its main thread.
+            # In its own process: commands in this one belong to its main thread.
             pull = ("subscription", "pull", SUBSCRIPTION, "-n", "1000", "--accept", "--json", "--timeout", "5")
             done = CommandLine(self.site.brokers).process(*pull)
             if done.code == 0:

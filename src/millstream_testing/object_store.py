@@ -1,4 +1,4 @@
-"""A server that speaks S3, in a process of its own, for tests of tables in object stores."""
+"""A server that speaks S3, in its own process, for tests of tables in object stores."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
         server.kill()
         server.start()
 
-No process outlives its test: each server is a process group of its own, and a watcher in that group kills it as soon
+No process outlives its test: each server is its own process group, and a watcher in that group kills it as soon
 as this process is gone, however it ends.
 """
 

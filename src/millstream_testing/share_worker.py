@@ -32,7 +32,7 @@ _TYPES: Final = {
 
 
 class ShareWorker:
-    """One share consumer after another; runs in a thread of its own."""
+    """One share consumer after another; runs in its own thread."""
 
     def __init__(self, task: Task, notebook: Notebook, subscription: str, stopping: threading.Event) -> None:
         self._task = task

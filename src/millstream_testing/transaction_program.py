@@ -2,7 +2,7 @@
 
     python -m millstream_testing.transaction_program TASK
 
-TASK is a file with a `Task` as JSON; one with a command of its own becomes that program. SIGTERM ends the program
+TASK is a file with a `Task` as JSON; one with its own command becomes that program. SIGTERM ends the program
 between two transactions. The exit code is 0 then, `RENEW` when it needs a new life (fenced, or an error after which
 clients start over), and `STUCK` when something was tried in vain for longer than the task says.
 """

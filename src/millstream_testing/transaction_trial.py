@@ -2,7 +2,7 @@
 
 An idempotent producer fills a topic. Groups of programs work on all of it, each message once for each group: one of the
 classic protocol and one of the newer one with confluent-kafka, one with aiokafka, and where there is Java, one with
-Apache Kafka's own client. Each program is a process of its own (`transaction_program.py`) that writes to several topics
+Apache Kafka's own client. Each program is its own process (`transaction_program.py`) that writes to several topics
 and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
 paused, programs also doubled, at moments drawn from a seed; after each round every group has to get past what was
 written before it, within a bound. All along there are readers of both isolation levels, and one that fetches the

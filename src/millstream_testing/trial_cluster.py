@@ -32,7 +32,7 @@ _ASK_S_MAX = 10.0
 
 
 class TrialNode(Server):
-    """One node: a server process at its place in the network, with a clock of its own."""
+    """One node: a server process at its place in the network, with its own clock."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TrialNode(Server):
 
 
 class Disk:
-    """A file system of its own for one node, which can be made full. Needs root."""
+    """Its own file system for one node, which can be made full. Needs root."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

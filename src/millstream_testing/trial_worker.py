@@ -96,7 +96,7 @@ class TrialWorker:
         self.lives: list[Life] = []
         self._replaced: list[Life] = []
         self.renewed = 0
-        """How often a life ended by itself, because another one with its name had begun, or after an error."""
+        """How often a worker ended on its own: another one with its name had started, or after an error."""
 
     @property
     def life(self) -> Life:
@@ -126,7 +126,7 @@ class TrialWorker:
         self.life.process.terminate()
 
     def tend(self) -> None:
-        """Begin a new life after one that ended by itself; raise `TrialFailed` for one that is stuck or broken."""
+        """Restart a worker that ended on its own; raise `TrialFailed` for one that is stuck or broken."""
         for life in [*self._replaced, self.life]:
             code = self._ended(life)
             if code is None:

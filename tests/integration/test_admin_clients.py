@@ -76,7 +76,7 @@ def test_a_deleted_topic_can_be_recreated_and_is_empty(server: Server, admin: Ad
 
 
 def produce_one(server: Server, topic: str) -> int:
-    """Produce with a client of its own and return the offset."""
+    """Produce with its own client and return the offset."""
     offsets: list[int | None] = []
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     producer.produce(topic, b"x", partition=0, on_delivery=lambda _, message: offsets.append(message.offset()))

@@ -1,4 +1,4 @@
-"""A machine of its own becomes the first of a cluster: interrupted anywhere, it is repeated, and nothing is lost."""
+"""A standalone machine becomes the first of a cluster: interrupted anywhere, it is repeated, and nothing is lost."""
 
 from __future__ import annotations
 

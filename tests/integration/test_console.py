@@ -80,7 +80,7 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
     with Server(tmp_path_factory.mktemp("console") / "data") as server:
         with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as api:
             _fill(api)
-        # Before the browser, whose driver has an event loop of its own.
+        # Before the browser, whose driver has its own event loop.
         asyncio.run(_commit(server.kafka))
         with running_browser() as browser:
             yield Console(server, browser)

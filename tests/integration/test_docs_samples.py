@@ -116,7 +116,7 @@ class Reader:
             DEFAULT_WEBHOOK: webhook,
             "/lake": str(folder / "lake"),
             "postgresql://app@db/shop": f"sqlite:///{folder}/shop.db",
-            # Java has a current folder of its own.
+            # Java has its own current folder.
             **{f'"{name}"': f'"{folder / name}"' for name in ("orders-table", "orders-checkpoint", "shout-checkpoint")},
             # Samples for Spark leave out where the broker is.
             'format("millstream")': f'format("millstream").option("kafka.bootstrap.servers", "{kafka}")',
@@ -193,7 +193,7 @@ class Reader:
         text = self._here(sample.text)
         code = compile(text, str(sample), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if "asyncio.run(" in text:
-            # A program of its own, with a loop of its own.
+            # Its own program, with its own loop.
             await asyncio.to_thread(exec, code, dict(self._names))
         elif inspect.iscoroutine(running := eval(code, self._names)):
             await running

@@ -1,4 +1,4 @@
-"""Every example is run as its first lines say, in a folder of its own."""
+"""Every example is run as its first lines say, in its own folder."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Locked(NamedTuple):
     token: str
     """An API token of alice with which topics of `alice-narrow` can be written."""
     registry: str
-    """Where the schema registry has a port of its own."""
+    """Where the schema registry has its own port."""
 
     @property
     def url(self) -> str:

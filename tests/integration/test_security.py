@@ -214,7 +214,7 @@ def test_kafka_python(locked: Locked, mechanism: str) -> None:
 
 
 def run_cli(locked: Locked, who: tuple[str, str], *arguments: str, exit_code: int = 0) -> Any:
-    """Run a command in a process of its own, by a password or, without a user, a token; returns what it prints."""
+    """Run a command in its own process, by a password or, without a user, a token; returns what it prints."""
     variables = ("MILLSTREAM_USER", "MILLSTREAM_PASSWORD" if who[0] else "MILLSTREAM_TOKEN")
     done = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", *arguments, "--json", "--brokers", locked.server.kafka],

@@ -314,7 +314,7 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
 
     moments = [f"2026-11-15 12:{minute:02}:{second:02}" for minute in range(3) for second in (0, 30)]
     shop.publish(shop.orders, [{"at": moment} for moment in moments])
-    # In a thread of its own, as the driver does it.
+    # In its own thread, as the driver does it.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(run, rows=6, windows=1).result()
     # A new job goes on with the state that the one before it left.

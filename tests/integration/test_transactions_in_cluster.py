@@ -53,7 +53,7 @@ def coordinator_of(cluster: ServerGroup, topic: str, name: str) -> int:
 
 
 def within(seconds: float, call: Callable[[], bool]) -> bool:
-    """Call in a thread of its own, which is left behind with a `TimeoutError` if it does not come back."""
+    """Call in its own thread, which is left behind with a `TimeoutError` if it does not come back."""
     answer: Future[bool] = Future()
 
     def run() -> None:

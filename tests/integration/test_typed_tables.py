@@ -174,7 +174,7 @@ def test_json_and_protobuf_become_columns(
     (row,) = rows_of(tmp_path / documents)
     assert (row["id"], row["at"], row["to"]) == (1, MOMENT, {"city": "Ghent"})
     (message,) = rows_of(tmp_path / messages)
-    # A message without columns of its own.
+    # Its own message without columns.
     assert message["payload_value"] == '{"a":1.0}'
 
 

@@ -53,7 +53,7 @@ def test_every_default_is_argued_with_its_value(title: str, declared: dict[str, 
 
 
 def test_the_dead_letter_topic_is_one_of_its_own() -> None:
-    assert f"`{DEAD_LETTER_TOPIC}` = a topic of its own" in section("Subscriptions")
+    assert f"`{DEAD_LETTER_TOPIC}` = its own topic" in section("Subscriptions")
 
 
 def test_each_row_says_what_happens_in_three_outages() -> None:

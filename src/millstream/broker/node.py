@@ -673,7 +673,7 @@ class Broker:
 
     @property
     def registry_address(self) -> str:
-        """Where the schema registry has a port of its own, with the real one; empty if it has none."""
+        """Where the schema registry has its own port, with the real one; empty if it has none."""
         return self._registry_at
 
     @property

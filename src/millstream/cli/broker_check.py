@@ -81,8 +81,8 @@ def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             "pipelines",
             f"{counted(len(names), 'pipeline')} ({shown}) {'waits' if len(names) == 1 else 'wait'}: "
             f"{_first_line(reason) or 'no node runs pipelines'}",
-            "provide what is missing, and it resumes by itself; nodes with pipelines-enabled on and Spark installed "
-            "run pipelines",
+            "provide what is missing, and it resumes automatically; nodes with pipelines-enabled on and Spark "
+            "installed run pipelines",
         )
 
 
@@ -98,7 +98,7 @@ def _failing(pipeline: Mapping[str, Any], since_ms: int) -> Finding:
     return warning(
         "pipelines",
         f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(pipeline['report']['last_error'])}",
-        f"it resumes by itself once the cause is gone; millstream pipeline describe {name} shows the details",
+        f"it resumes automatically once the cause is gone; millstream pipeline describe {name} shows the details",
     )
 
 
@@ -319,7 +319,7 @@ async def _http(status: dict[str, Any]) -> Finding:
     try:
         answer = await within(_HTTP_S, _get(url, "/readyz"))
     except (OSError, TimeoutError, ValueError) as error:
-        advice = "the broker restarts its gateway by itself; its log says why it ended"
+        advice = "the broker restarts its gateway automatically; its log says why it ended"
         return problem("http", f"the gateway at {url} does not answer: {str(error) or 'no answer in time'}", advice)
     if answer not in (200, 503):
         return problem("http", f"the gateway at {url} answers with {answer}", "look at the broker's log")

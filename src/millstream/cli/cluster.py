@@ -369,7 +369,7 @@ def adopt(
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
     found = asyncio.run(adopt_machine(settings, data.absolute(), dry_run=dry_run, undo=undo))
     if found is None:
-        print_line(f"{data} is a machine of its own again. The cluster's etcd and catalog may be deleted.")
+        print_line(f"{data} is a standalone machine again. The cluster's etcd and catalog may be deleted.")
         return
     if as_json:
         print_json({**dataclasses.asdict(found), "written": not dry_run})

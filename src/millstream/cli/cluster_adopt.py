@@ -22,7 +22,7 @@ async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Ado
     catalog = Catalog.of_cluster(config)
     try:
         catalog.prepare()
-        # What topics without a setting were promised on a machine of its own.
+        # What topics without a setting were promised on a standalone machine.
         flush = config.replace(etcd="").topic_flush
         adoption = Adoption(str(data), config.cluster, store, catalog, clock, flush=flush)
         if undo:

@@ -101,9 +101,9 @@ def apply(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Carry out a plan. The cluster does so by itself; `millstream cluster plan show` follows it.
+    """Apply a plan. The cluster carries it out; `millstream cluster plan show` shows its progress.
 
-    Every step is safe by itself, and any node may die meanwhile. Applied again while it runs, it changes the throttle.
+    Every step is safe on its own, and any node may fail meanwhile. Applying it again changes the throttle.
     """
     from millstream.client.admin.cluster_plans import apply_plan
 

@@ -523,7 +523,7 @@ class Story:
     # -- the steps ------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._account.step("A broker of its own")
+        self._account.step("A temporary broker")
         await self._broker.start()
         self._account.say(f"process {self._broker.pid}, Kafka at {self._broker.kafka}, data in {self._broker.data}")
         self._account.say(f"ready after {self._broker.start_s:.2f} s")
@@ -653,7 +653,7 @@ class Story:
         )
 
     async def _audit(self) -> None:
-        """Account for every message of the subscriptions with a ledger, in a process of its own."""
+        """Account for every message of the subscriptions with a ledger, in its own process."""
         self._account.step("Nothing is missing (millstream audit)")
         command = [sys.executable, "-m", "millstream.cli.main", "audit", "--json", "--brokers", self._broker.kafka]
         pipe = asyncio.subprocess.PIPE

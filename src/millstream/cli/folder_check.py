@@ -145,7 +145,7 @@ def _format(folder: Path) -> Finding:
 def _stop(folder: Path) -> Finding:
     if (folder / CLEAN_STOP_NAME).exists():
         return ok("last stop", "clean")
-    return ok("last stop", "not clean; the next start checks the ends of the logs by itself")
+    return ok("last stop", "not clean; the next start checks the ends of the logs")
 
 
 def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:

@@ -132,7 +132,7 @@ class LocalProcess:
         return self._process.returncode
 
     def wait(self, within_s: float) -> int:
-        """Wait for it to exit by itself; return its exit code."""
+        """Wait for it to exit; return its exit code."""
         try:
             return self._running().wait(within_s)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """`millstream serve --cores N`: a supervising process, and one broker process for each core.
 
 The supervisor holds the lock of the machine's data folder, the coordination store and the HTTP gateway, and does
-nothing else. Each broker is a node with a port and a subfolder of its own. It inherits the lock, so that nothing can
+nothing else. Each broker is a node with its own port and subfolder. It inherits the lock, so that nothing can
 run on the folder while an old broker is left, and it ends when its supervisor does: the kernel kills it, and its socket
 to the store closes. A broker that dies closes that socket too, is noticed at once and started again on the same port.
 One that cannot start is given up: its logs go to the folders of the others (`machine_folder.py`), which are stopped
@@ -167,7 +167,7 @@ class BrokerProcess(SupervisedChild):
         machine = self._machine
         mine, theirs = socket.socketpair()
         try:
-            # In a session of its own: Ctrl-C in a terminal is for the supervisor, which stops all of them in order.
+            # In its own session: Ctrl-C in a terminal is for the supervisor, which stops all of them in order.
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -232,7 +232,7 @@ class BrokerProcess(SupervisedChild):
         self.health = None
         self._answered()
         if not self.ready.done() and not self._stopping.is_set():
-            # Its first start failed, and it has said why: what is wrong will not pass by itself.
+            # Its first start failed, and it has said why: restarting would not help.
             self.ready.set_exception(CommandFailed(f"node {self.node_id} did not start", _exit_code(code)))
             self._stopping.set()
         return code
@@ -293,7 +293,7 @@ class Machine:
         await self._stack.aclose()
 
     def share(self, config: Config, internal_address: str) -> dict[str, Any]:
-        """Return what a broker process is told."""
+        """Return the arguments of a broker process."""
         return {
             "config": dataclasses.asdict(config),
             "http": self._http,
@@ -587,7 +587,7 @@ def main() -> None:
     share = json.loads(sys.stdin.buffer.readline())
     if os.getppid() != share["supervisor"]:
         sys.exit(ExitCode.FAILED)
-    # Ctrl-C reaches only the supervisor, but whoever stops a service may signal all of its processes.
+    # Ctrl-C reaches only the supervisor, but a service manager may signal all of its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = config_of(share["config"])
     set_up_logging(config.log_level, config.log_format, node=config.node_id)

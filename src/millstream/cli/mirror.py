@@ -294,7 +294,7 @@ def cutover(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = LONG_TIMEOUT_S,
 ) -> None:
-    """Move from another Kafka for good: wait until the copies have everything and nobody writes, then fail over.
+    """Migrate from another Kafka: wait until the copies are complete and the source is idle, then fail over.
 
     Nothing changes if the source is still written to when the time is up.
     """

@@ -82,7 +82,7 @@ def requarantine(
 
 
 def _past_of(pipeline: Pipeline, when: str) -> Pipeline:
-    """Return a pipeline of its own for a backfill; the same command continues it."""
+    """Return a separate pipeline for a backfill; the same command continues it."""
     identity = uuid5(NAMESPACE_OID, f"millstream backfill {pipeline.pipeline_id} {pipeline.version} {when}")
     name = f"{pipeline.name[:150]}-backfill-{identity.hex[:_DIGEST_CHARACTERS]}"
     return replace(pipeline, pipeline_id=identity, name=name)

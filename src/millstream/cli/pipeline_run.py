@@ -160,7 +160,7 @@ class Stages:
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
-        # A handle of its own: while Java starts, the usual one is redirected to a log.
+        # Its own handle: while Java starts, the usual one is redirected to a log.
         self._file = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
         if self._file.isatty():
             self._show(self._file)
@@ -371,7 +371,7 @@ def run_job(
     dry: bool,
     as_json: bool,
 ) -> None:
-    """Run a job's program once, in a process of its own that prints here; a dry run writes nothing."""
+    """Run a job's program once, in its own process that prints here; a dry run writes nothing."""
     from millstream.pipelines.runtime.job_messages import JobOrder
 
     if is_declared and not dry:

@@ -20,7 +20,7 @@ Entity = Annotated[
     typer.Argument(
         metavar="TYPE:NAME…",
         help="For whom: user:alice (the name of a principal), client-id:app, or both. `user` and `client-id` without a "
-        "name stand for each one that has no quota of its own.",
+        "name stand for each one without its own quota.",
         show_default=False,
     ),
 ]

@@ -127,7 +127,7 @@ async def _serve(config: Config, *, as_json: bool) -> None:
 
 
 async def run_until_stopped(broker: Broker, stop: asyncio.Future[None], announce: Callable[[], None]) -> None:
-    """Run a node until it is told to stop or fails; announce when it is ready."""
+    """Run a node until it is stopped or fails; announce when it is ready."""
     if not await _started(broker.start(), stop):
         return
     try:

@@ -745,7 +745,7 @@ def _setting_text(name: str, value: Any) -> str:
     if not isinstance(value, float):
         declared.check(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
-    # The flag is in seconds, the setting in milliseconds; a negative setting has a meaning of its own.
+    # The flag is in seconds, the setting in milliseconds; a negative setting has its own meaning.
     in_seconds = replace(
         declared,
         name=f"{declared.name} (in seconds)",

@@ -4,7 +4,7 @@
         await ms.publish("orders", {"order_id": 1}, key="customer-7")
         subscriber = await ms.subscribe("orders", bill, name="billing")
 
-What it does by itself is little: payloads become bytes here, and the parts that publish and receive do the rest.
+It does little itself: payloads become bytes here, and the parts that publish and receive do the rest.
 """
 
 from __future__ import annotations

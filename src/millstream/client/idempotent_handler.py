@@ -263,7 +263,7 @@ class IdempotentHandler(Generic[M]):
         try:
             await self._ids.do(Verb.GIVE_BACK, message_id, owner)
         except Exception as error:
-            # The claim also expires by itself.
+            # The claim also expires on its own.
             _logger.warning("a claim was not released", extra={"message_id": message_id, "reason": str(error)})
 
 

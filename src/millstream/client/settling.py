@@ -180,7 +180,7 @@ class Settlement:
         self.reason = reason
         self.completion = completion
         self.is_alone = is_alone
-        """Whether it is sent in a range of its own."""
+        """Whether it is sent in its own range."""
         self.is_retry = is_retry
         """Whether it was sent before, and may have been carried out."""
 

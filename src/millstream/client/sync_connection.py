@@ -5,7 +5,7 @@
         subscriber = ms.subscribe("orders", bill, name="billing")
         subscriber.run_until_stopped()
 
-It is the asynchronous client, on a loop in a thread of its own: no method is written twice. Handlers that are plain
+It is the asynchronous client, on a loop in its own thread: no method is written twice. Handlers that are plain
 functions run in threads, and may use the connection as well. Any thread may.
 """
 

@@ -77,7 +77,7 @@ class ListenerConfig:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidSetting(f"listener {self.name!r} needs both a certificate (tls-cert) and its key (tls-key)")
         if self.tls_client_ca and not self.tls_cert:
-            raise InvalidSetting(f"listener {self.name!r} checks clients' certificates only with a tls-cert of its own")
+            raise InvalidSetting(f"listener {self.name!r} checks clients' certificates only with its own tls-cert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class Config:
     cores: str = setting(
         "cores",
         "1",
-        "How many broker processes this machine runs, each with a node id, a Kafka port and a folder of its own; "
+        "How many broker processes this machine runs, each with its own node id, Kafka port and folder; "
         "`auto` means one for each core.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)

@@ -115,7 +115,7 @@ MillstreamError
 ├── UnreadableData                 a batch of a topic cannot be decoded, and the reader is not configured to skip it
 ├── LostData                       offsets that a reader needs are gone
 ├── PublishFailed                  some of the messages published together were not stored
-├── RequestRefused                 an error code that has no class of its own here
+├── RequestRefused                 an error code without its own class
 ├── RequestTimedOut                no answer in time; the request may or may not have been executed
 │   └── NotStoredInTime            certainly not executed
 └── ProtocolViolation              fatal to the connection it came from
@@ -227,7 +227,7 @@ class PolicyViolation(InvalidRequest):
 
 
 class MirroredTopic(PolicyViolation):
-    """A mirror writes the topic, and nobody else."""
+    """Only a mirror may write to the topic."""
 
 
 class NotFound(MillstreamError):
@@ -652,7 +652,7 @@ class ClusterNotAuthorized(NotAuthorized):
 
 
 class RequestRefused(MillstreamError):
-    """The broker answered with an error code that has no class of its own here."""
+    """The broker answered with an error code without its own class."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)

@@ -46,7 +46,7 @@ class TextLines(logging.Formatter):
     """`2026-01-31 12:00:00.123 info    topic created topic=orders partitions=3`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line; a traceback follows on lines of its own."""
+        """Return one line; a traceback follows on separate lines."""
         seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{seconds}.{int(record.msecs):03d} {record.levelname.lower():<{_LEVEL_COLUMN}} {record.getMessage()}"
         for name, value in facts(record).items():

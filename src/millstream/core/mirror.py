@@ -49,7 +49,7 @@ class MirrorSettings:
     rename: str = setting(
         "rename",
         "",
-        "A prefix for the names of the copies. A renamed copy has a topic id of its own and cannot be reversed.",
+        "A prefix for the names of the copies. A renamed copy has its own topic id and cannot be reversed.",
         length_max=100,
         needs_restart=False,
     )

@@ -20,7 +20,7 @@ IP = "ip"
 ENTITY_TYPES = (USER, CLIENT_ID, IP)
 ANONYMOUS = "ANONYMOUS"
 DEFAULT = None
-"""In place of a name: every client without a quota of its own."""
+"""In place of a name: every client without its own quota."""
 
 PRODUCER_BYTE_RATE = "producer_byte_rate"
 CONSUMER_BYTE_RATE = "consumer_byte_rate"

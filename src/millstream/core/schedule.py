@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no run is due by itself."""
+        """Whether it runs only on request."""
         return not self.every_ms and self.cron is None
 
     def due_ms(self, last_ms: int | None, *, created_ms: int, now_ms: int) -> int | None:

@@ -194,7 +194,7 @@ def _parse(raw: Sequence[sqlglot.Token], text: str) -> exp.Query | None:
     try:
         tree = Spark().parser().parse(list(_adapted(raw)), text)[0]
     except Exception:
-        # It fails in ways of its own on text that it does not expect, `RecursionError` among them.
+        # On unexpected text it also raises other errors, such as `RecursionError`.
         return None
     return tree if isinstance(tree, exp.Query) else None
 

@@ -67,7 +67,7 @@ JITTER: Final = 0.2
 """The fraction by which a backoff is shortened at most, so that messages that failed together spread out."""
 
 NEW_SUBSCRIPTION: Final[Mapping[str, str]] = {ATTEMPTS: "25", BACKOFF_MIN: "1000", BACKOFF_MAX: "300000"}
-"""Written into a new subscription, together with a dead letter topic of its own; Kafka's share groups keep Kafka's
+"""Written into a new subscription, together with its own dead letter topic; Kafka's share groups keep Kafka's
 defaults. The delays add up to at least 67 minutes."""
 
 _DEAD_LETTER_SUFFIX: Final = "-dlq"
@@ -181,7 +181,7 @@ class SubscriptionSettings:
         DEAD_LETTER_TOPIC,
         NO_DEAD_LETTERS,
         "The topic for messages that exhausted their attempts or were rejected; it is created with the first of "
-        "them. `none` drops and counts them. A new subscription gets a topic of its own, named after it.",
+        "them. `none` drops and counts them. A new subscription gets its own topic, named after it.",
         needs_restart=False,
     )
     in_flight_max: int = setting(

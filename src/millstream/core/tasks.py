@@ -87,7 +87,7 @@ class TaskSupervisor:
 
 
 async def keep_running(name: str, run: Callable[[], Coroutine[Any, Any, None]], *, pause_s: float = RESTART_S) -> None:
-    """Run work that never ends by itself; if it does, log the defect and restart it after a pause."""
+    """Run work that must not return; if it does, log the defect and restart it after a pause."""
     while True:
         try:
             await run()

@@ -1,7 +1,7 @@
 """What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
 
 GET /         what is served here
-     /registry/…  Confluent Schema Registry's API, also at the root of a port of its own
+     /registry/…  Confluent Schema Registry's API, also at the root of its own port
      /console/…  pages for people, with the rights of who is signed in
      /v1/…    the API, whose routes are in `table.py`, with the rights of the caller
 GET /openapi.json  what the API takes and gives

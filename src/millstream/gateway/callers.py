@@ -1,7 +1,7 @@
 """For whom the gateway acts: it has its node authenticate each caller, and uses connections with that caller's rights.
 
 The gateway forwards what the caller shows and gets an assertion that the node has signed, with which it connects to
-every node of the cluster. It cannot name a caller by itself. What was verified is remembered for a short time under a
+every node of the cluster. It cannot assert identities. What was verified is remembered for a short time under a
 keyed hash of the credential, never the credential itself, and callers that are equal share their connections.
 """
 

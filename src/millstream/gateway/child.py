@@ -127,7 +127,7 @@ class HttpChild(SupervisedChild):
         self._line.setblocking(False)
         self._write()
         try:
-            # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+            # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
             # order.
             process = await asyncio.create_subprocess_exec(
                 *self._command(),

@@ -1,4 +1,4 @@
-"""A simulated node: the real log, view, controller, topics and replicas, on a disk in memory, in a process of its own.
+"""A simulated node: the real log, view, controller, topics and replicas, on a disk in memory, in its own process.
 
 A process that is killed leaves its files as they are; a machine that crashes loses what was not synced, and starts
 under another boot id.

@@ -50,7 +50,7 @@ AGAIN = (
     RequestTimedOut,
     UnknownTopic,
 )
-"""What passes by itself when it is tried again."""
+"""Transient errors, which a retry resolves."""
 
 
 class GaveUp(Exception):

@@ -59,7 +59,7 @@ class SimulatedPeers:
 
 
 def _may_come_twice(request: Any) -> bool:
-    """A late marker of the first version ends the next transaction: it has no epoch of its own to identify it."""
+    """A late marker of the first version ends the next transaction: it has no epoch to identify it."""
     return not isinstance(request, WriteTxnMarkersRequest) or all(
         marker.transaction_version >= EPOCH_PER_TRANSACTION for marker in request.markers
     )

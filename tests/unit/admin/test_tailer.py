@@ -1,4 +1,4 @@
-"""Following a topic: every node by a poll of its own, and partitions that are added while it goes on."""
+"""Following a topic: every node by its own poll, and partitions that are added while it goes on."""
 
 from __future__ import annotations
 

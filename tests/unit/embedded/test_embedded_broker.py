@@ -82,7 +82,7 @@ async def test_a_start_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 def test_settings_are_checked_and_come_from_the_program_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLSTREAM_NODE_ID", "no number")
     EmbeddedBroker(tmp_path)
-    with pytest.raises(InvalidSetting, match="parameter of its own"):
+    with pytest.raises(InvalidSetting, match="a separate parameter"):
         EmbeddedBroker(tmp_path, settings={"kafka": "127.0.0.1:9092"})
     with pytest.raises(InvalidSetting, match=r"no setting 'default-fluch'.*default-flush"):
         EmbeddedBroker(tmp_path, settings={"default-fluch": "os"})

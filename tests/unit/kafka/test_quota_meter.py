@@ -97,7 +97,7 @@ async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> 
     one, other = Muted("one"), Muted("other")
     assert meter.charge(one.info, 1000) == 0
     assert meter.charge(one.info, 150) == 1500
-    # Each client id has a bucket of its own.
+    # Each client id has its own bucket.
     assert meter.charge(other.info, 1000) == 0
     clock.now += 1.5
     assert meter.charge(one.info, 0) == 0

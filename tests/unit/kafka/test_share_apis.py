@@ -114,7 +114,7 @@ class Desk:
 
 
 class Sharer:
-    """A share consumer on a connection of its own, one request at a time."""
+    """A share consumer on its own connection, one request at a time."""
 
     def __init__(self, desk: Desk, member_id: str, *, group: str = GROUP) -> None:
         self.desk = desk

@@ -146,7 +146,7 @@ def as_record(row: Row) -> Record:
 
 
 def has_fraction_in_text(row: Row) -> bool:
-    """How numbers with a fraction look as text is left to a test of its own."""
+    """How numbers with a fraction look as text is left to its own test."""
     return "." in msgspec.json.encode(row.payload).decode() or "e3" in msgspec.json.encode(row.payload).decode()
 
 

@@ -217,7 +217,7 @@ async def test_a_closed_client_stays_closed(broker: ScriptedBroker) -> None:
         polling = asyncio.create_task(client.fetch("orders", 0, 0))
         while not broker.asked(FETCH):
             await asyncio.sleep(0)
-    # What waited is not tried again on a connection of its own.
+    # What waited is not tried again on its own connection.
     with pytest.raises(InvalidRequest, match="the client is closed"):
         await polling
     with pytest.raises(InvalidRequest, match="the client is closed"):

@@ -233,7 +233,7 @@ class Catalog:
         if name != self._cluster:
             raise ClusterMismatch(
                 f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
-                f"give --cluster {name}, or a database of its own with --catalog"
+                f"give --cluster {name}, or another database with --catalog"
             )
 
     @classmethod

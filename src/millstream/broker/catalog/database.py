@@ -24,7 +24,7 @@ from millstream.core.setting import without_password
 CONNECT_S_MAX = 3
 STATEMENT_MS_MAX = 5_000
 CALL_S_MAX = 10.0
-"""For a server that hangs with its connections open, which none of its own limits can end."""
+"""For a server that hangs with its connections open, which the server's own timeouts cannot end."""
 
 POOL_SIZE = 2
 POOL_OVERFLOW = 6
@@ -137,8 +137,8 @@ class _Deadline:
 
 
 def _begin(connection: Connection) -> None:
-    # The processes of a machine share the file. What changes something locks it before its first read, since nobody can
-    # wait for a lock once it has read.
+    # The processes of a machine share the file. A writer locks it before its first read, since a process that has read
+    # cannot wait for a lock.
     writes = connection.get_execution_options().get(WRITES, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -15,7 +15,7 @@ _FLUSH: Final = "flush"
 def copy_tables(source: Connection, target: Connection, *, flush: str) -> None:
     """Replace what the target declares by what the source does.
 
-    A topic without a `flush` of its own gets the one given, which it had by default where it comes from.
+    A topic without its own `flush` gets the one given, which it had by default where it comes from.
     """
     for table in metadata.sorted_tables:
         if table is about:

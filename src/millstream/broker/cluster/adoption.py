@@ -236,7 +236,7 @@ class Adoption:
             raise ClusterMismatch(f"{data} belongs to a cluster already; start its node with --etcd and --catalog")
         if not files.exists(f"{data}/{CATALOG_NAME}") or not files.exists(f"{data}/{COORDINATION_NAME}"):
             raise DataFolderInvalid(
-                f"{data} is not the data folder of a machine of its own that has run: it lacks {CATALOG_NAME} or "
+                f"{data} is not the data folder of a standalone machine that has run: it lacks {CATALOG_NAME} or "
                 f"{COORDINATION_NAME}; start it once with `millstream serve --data {data}`, and stop it"
             )
         if files.exists(f"{data}/{MARK_NAME}"):
@@ -258,7 +258,7 @@ class Adoption:
         others = await self._known(keys.NODES)
         if found is not None or others:
             raise ClusterMismatch(
-                f"etcd knows another cluster as {self._cluster!r} ({found}); give this one a name of its own with "
+                f"etcd knows another cluster as {self._cluster!r} ({found}); give this one its own name with "
                 "--cluster, or join the other one with an empty folder"
             )
         return False

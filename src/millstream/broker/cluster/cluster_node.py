@@ -66,7 +66,7 @@ class ClusterDependencies:
     catalog_away_since_ms: Callable[[], int | None] = lambda: None
     """Since when the catalog does not answer, if so."""
     is_single: bool = False
-    """Whether the cluster never has another node, so that nobody else needs to hear of anything."""
+    """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
     """Where other nodes are reached."""
 

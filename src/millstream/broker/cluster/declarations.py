@@ -188,7 +188,7 @@ class Declarations:
 
     async def begin_job_run(self, run: JobRun) -> bool:
         """Store that a run begins; return whether it does."""
-        # Runs are not declared state, so that nobody has to be told.
+        # Runs are not declared state, so no node is notified.
         return await self.call(lambda catalog: catalog.begin_job_run(run))
 
     async def update_job_run(self, before: JobRun, after: JobRun) -> bool:

@@ -1,6 +1,6 @@
 """The coordination store on etcd, version 3: requests, leases, watches.
 
-A lease is kept alive by a thread of its own for as long as the event loop is alive. A loop that is busy for a second
+A lease is kept alive by its own thread for as long as the event loop is alive. A loop that is busy for a second
 does not lose its lease, because the thread continues. A loop that hangs for as long as the lease holds does: the thread
 then revokes the lease, so that others take over.
 """

@@ -21,7 +21,7 @@ _NONE: Final[Mapping[str, int]] = {}
 
 
 class DeclaredGroups:
-    """Every group that has settings of its own, whether it has members or not."""
+    """Every group with settings, whether it has members or not."""
 
     def __init__(self, declarations: Declarations, config: Config) -> None:
         self.defaults: Mapping[str, int] = {

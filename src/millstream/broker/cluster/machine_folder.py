@@ -109,7 +109,7 @@ class Layout:
         if in_cluster:
             if files.exists(f"{self.data}/{CATALOG_NAME}"):
                 raise ClusterMismatch(
-                    f"{self.data} belongs to a machine of its own; `millstream cluster adopt --data {self.data}` with "
+                    f"{self.data} belongs to a standalone machine; `millstream cluster adopt --data {self.data}` with "
                     "the same --etcd and --catalog makes it the first of a cluster, or give another --data"
                 )
         elif any(FolderOwner.read(files, folder).cluster for folder in self.present(files)):
@@ -309,7 +309,7 @@ class FolderSettlement:
                 for key in tuple(stores[folder].stored()):
                     entry = entries.get(partition_key((key[0], PartitionIndex(key[1]))))
                     node = None if entry is None else self._node_of(key, PartitionState.from_json(entry.value))
-                    # Logs that nobody declares are kept, by the first node.
+                    # The first node keeps logs of undeclared topics.
                     wanted = layout.folders[first if node is None else node]
                     if wanted != folder:
                         moves.setdefault(wanted, []).append(key)
@@ -380,7 +380,7 @@ async def close_cleanly(folder: str, files: Files, clock: Clock, *, is_locked: b
 async def settle(
     layout: Layout, files: Files, clock: Clock, *, sealing: Sealing | None = None, is_locked: bool = False
 ) -> None:
-    """Bring a machine with stores of its own to a layout, unless it is there already."""
+    """Convert a standalone machine to a layout, unless it has it already."""
     if layout.is_settled(files):
         return
     with ExitStack() as stack:

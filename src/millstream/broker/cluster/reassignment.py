@@ -1,4 +1,4 @@
-"""Moving a partition to other nodes, in steps of which each is safe by itself.
+"""Moving a partition to other nodes, in steps that are each safe on their own.
 
 First the new replicas are added to the old ones and follow. When all of them are in sync, the others are removed; a
 leader among those hands over first. Replicas with everything that was acknowledged are in sync at every step, so an

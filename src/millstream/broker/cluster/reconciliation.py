@@ -66,7 +66,7 @@ class Load:
 def place(partitions: int, replication: int, nodes: Iterable[Node], load: Load) -> list[tuple[NodeId, ...]]:
     """Choose the replicas of new partitions, the preferred leader first; `load` is updated.
 
-    A node without a rack is a rack of its own. No two replicas of a partition are on one machine, nor in one rack while
+    A node without a rack is its own rack. No two replicas of a partition are on one machine, nor in one rack while
     there is another.
     """
     candidates = {node.node_id: node for node in nodes}

@@ -217,5 +217,5 @@ def node_id_taken(other: Node) -> NodeIdTaken:
     """Return the error for a node whose id is taken."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster is already running at {other.host}:{other.port}; "
-        "stop it first, or give this one a --node-id of its own"
+        "stop it first, or give this one its own --node-id"
     )

@@ -51,7 +51,7 @@ class ReplicaLinks(Protocol):
 
 
 class WireLink:
-    """A link over a connection of its own, opened when it is first needed and again after it was lost.
+    """A link over its own connection, opened when it is first needed and again after it was lost.
 
     Responses are received into the same memory again and again, because fresh memory costs more than the work on it.
     The records of a response are therefore valid until the next fetch.

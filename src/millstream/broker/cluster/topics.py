@@ -417,7 +417,7 @@ class Topics:
         return TopicSettings.from_strings(topic.overrides, base=base)
 
     def defaults_for(self, replication: int) -> TopicSettings:
-        """Return the settings of a topic with this number of replicas and no settings of its own."""
+        """Return the settings of a topic with this number of replicas and default settings."""
         return self._defaults if self._is_minimum_set else _safe(self._defaults, replication)
 
     def static_defaults_for(self, replication: int) -> TopicSettings:
@@ -591,7 +591,7 @@ class Topics:
     async def set_mirror(
         self, name: str, mirror: str, *, is_draining: bool = False, timeout_s: float = AGREEMENT_S
     ) -> Topic:
-        """Let a mirror write a topic, and nobody else; without a name, clients write it again."""
+        """Let only a mirror write a topic; without a name, clients may write it again."""
 
         def changed(topic: Topic) -> Topic:
             return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining)

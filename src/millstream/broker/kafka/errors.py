@@ -1,6 +1,6 @@
 """The one mapping from the error tree to Kafka's error codes.
 
-An error without an entry of its own gets the code of its nearest ancestor. Anything outside the tree is a defect of the
+An error without its own entry gets the code of its nearest ancestor. Anything outside the tree is a defect of the
 broker, and clients get UNKNOWN_SERVER_ERROR.
 """
 

@@ -188,7 +188,7 @@ class Partitions(Protocol):
 
 
 class FollowerFetch:
-    """Answers the fetches of followers, each in a session of its own."""
+    """Answers the fetches of followers, each in its own session."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class BackgroundSync(Protocol):
         """Begin to sync a file; return False if that has to be done otherwise."""
 
     def drain(self) -> None:
-        """Wait here until all have ended; code that blocks the loop on a sync of its own needs that first."""
+        """Wait here until all have ended; code that blocks the loop on its own sync needs that first."""
 
     def close(self) -> None:
         """Wait for the rest, and begin no more."""
@@ -107,7 +107,7 @@ class KernelSync:
         return True
 
     def drain(self) -> None:
-        """Wait here until all have ended; code that blocks the loop on a sync of its own needs that first."""
+        """Wait here until all have ended; code that blocks the loop on its own sync needs that first."""
         while self._listeners:
             for listener in self._take_ended(least=1):
                 self._loop.call_soon(listener.proceed)

@@ -5,7 +5,7 @@ is out of date. A group that a crash has torn is the last one and is ignored. A 
 damaged on disk: it is unknown which logs it was about, so nothing before it is trusted, which costs those logs a scan.
 
 A group: magic, CRC-32C u32 of the rest, length u32 of the entries, entries. An entry: topic id, partition i32, length
-u32, the state, which has a checksum of its own.
+u32, the state, which has its own checksum.
 """
 
 from __future__ import annotations

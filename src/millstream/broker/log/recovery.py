@@ -55,7 +55,7 @@ class Replay:
     def run(self, sync_everything: Callable[[], bool]) -> None:
         """Replay everything, sync it, and remove the journal.
 
-        `sync_everything` is called once all is written; if it returns False, each file is synced by itself.
+        `sync_everything` is called once all is written; if it returns False, each file is synced separately.
         """
         for entry, data in read_journal(self._files, self._folder.journal):
             self._apply(entry, data)

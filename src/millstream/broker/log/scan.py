@@ -264,7 +264,7 @@ class Scan:
             return True
         if found.base_offset == self.expected:
             # It continues where the last good batch ended. Nothing of the log can lie in between: too few bytes for
-            # a batch, or a whole one that belongs elsewhere. A harmed batch would have had offsets of its own.
+            # a batch, or a whole one that belongs elsewhere. A damaged batch would have had its own offsets.
             return found.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
         head = self.window.at(self.position, HEADER_BYTES)
         if len(head) < HEADER_BYTES:

@@ -1,9 +1,9 @@
 """The path of a mirrored record: fetched from the source up to its high watermark, appended as it is.
 
-A mirror is a consumer to its source, not a follower: it counts for no in-sync set, and a slow target harms nobody. The
-node that leads a copy fetches it. Partitions with the same leader on the source share a few lines, each of which has
-one fetch in flight while it appends what the one before has brought, so that a line with a long round trip stays busy
-and memory stays bounded: lines times two fetches.
+A mirror is a consumer to its source, not a follower: it is in no in-sync set, and a slow target does not slow the
+source. The node that leads a copy fetches it. Partitions with the same leader on the source share a few lines, each of
+which has one fetch in flight while it appends what the one before has brought, so that a line with a long round trip
+stays busy and memory stays bounded: lines times two fetches.
 
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `transactions` moves that on.
@@ -218,7 +218,7 @@ class Copier:
                 raise CopyDiverged(
                     f"{log.partition} ends at offset {log.end_offset} in epoch {log.latest_epoch}, and the source's "
                     f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
-                    "created anew. Delete the copy to fetch it again, or fail over to keep it"
+                    "recreated. Delete the copy to fetch it again, or fail over to keep it"
                 )
             await partition.cut_mirrored(point)
         copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
@@ -341,7 +341,7 @@ class Copier:
                 return None
             raise CopyDiverged(
                 f"{log.partition} ends at offset {log.end_offset}, and the source's {copy.source} at {answer.end}: "
-                "it was truncated or created anew. Delete the copy to fetch it again, or fail over to keep it"
+                "it was truncated or recreated. Delete the copy to fetch it again, or fail over to keep it"
             )
         if isinstance(answer, MillstreamError):
             raise answer

@@ -162,7 +162,7 @@ class Follower:
             raise TopicExists(f"{name!r} exists here already; delete it, or mirror it under another name (--rename)")
         if not self._settings.rename and original.topic_id.int and copy.topic_id != original.topic_id:
             raise TopicExists(
-                f"{name!r} was deleted on the source and created anew; delete the copy here to mirror the new one"
+                f"{name!r} was deleted on the source and recreated; delete the copy here to mirror the new one"
             )
         if len(original.partitions) > copy.partitions:
             await topics.add_partitions(name, len(original.partitions))
@@ -410,7 +410,7 @@ class Follower:
 
 
 def _missing(wanted: Vector, reached: Vector) -> TopicPartition | None:
-    """Return a partition that does not reach its offset; those that nobody leads now do not either."""
+    """Return a partition that does not reach its offset; those without a leader do not either."""
     for topic, offsets in wanted.items():
         for index, offset in offsets.items():
             if offset > reached.get(topic, {}).get(index, 0):

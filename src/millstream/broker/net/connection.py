@@ -1,7 +1,7 @@
 """One client connection: frames in, replies out, in order.
 
 A frame is four bytes of length and that many bytes of body. Small frames are served from one scratch buffer that all
-connections of the loop share; a large one is received straight into a buffer of its own, from which the log later
+connections of the loop share; a large one is received straight into its own buffer, from which the log later
 writes to disk, so the payload is never copied in Python. A service must be done with a frame when it returns: its
 memory is reused. A partly received frame costs little more than what has arrived of it.
 
@@ -165,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._expects_large = False
         self._length_bytes = bytearray()
         self._whole: tuple[memoryview, bytearray] | None = None
-        """A frame in a buffer of its own that has not been served yet."""
+        """A frame in its own buffer that has not been served yet."""
         self._unserved: memoryview | None = None
         """What was read behind the last frame that was served; nothing more is read meanwhile."""
         self._unserved_bytes = 0
@@ -417,7 +417,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- frames ---------------------------------------------------------------------------------------------
 
     def _split(self, data: memoryview) -> None:
-        """Serve the whole frames in the scratch buffer; begin a frame of its own for the rest."""
+        """Serve the whole frames in the scratch buffer; start a separate frame for the rest."""
         if self._length_bytes:
             # A length that came in pieces: join it and continue with a copy, which is rare and small.
             data = memoryview(bytearray(self._length_bytes) + data)
@@ -500,7 +500,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unserved_bytes = 0
 
     def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
-        """Serve one frame, and release its buffer if it has one of its own."""
+        """Serve one frame, and release its buffer if it has a separate one."""
         try:
             answer = self._service.handle(frame, self)
         except BaseException:

@@ -1,7 +1,7 @@
 """Whether a client is still connected and waits for a response, also while nothing is read from it.
 
 The end of a stream is behind everything that was sent before it, and a connection that waits for a response may have
-stopped reading. Linux reports the end by itself (`Hangups`); elsewhere it is noticed with the next read.
+stopped reading. Linux reports it as an event (`Hangups`); elsewhere it is noticed with the next read.
 """
 
 from __future__ import annotations

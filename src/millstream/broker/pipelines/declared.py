@@ -44,7 +44,7 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
         for topic in _shared(settings, theirs):
             raise InvalidPipeline(
                 f"{topic} is already landed by pipeline {other.name!r}, and a table has one pipeline: change that one "
-                f"(`millstream pipeline update {other.name} --set …`), or give this one a place of its own (`lake`)"
+                f"(`millstream pipeline update {other.name} --set …`), or give this one its own place (`lake`)"
             )
 
 

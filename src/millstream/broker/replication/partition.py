@@ -415,7 +415,7 @@ class Partition(Replica):
             await waiting
 
     async def abort_open(self) -> int:
-        """Abort every transaction that is open here: nobody else will end it. Return how many there were."""
+        """Abort every transaction that is open here, since no coordinator will end it. Return how many there were."""
         opened = self.open_transactions()
         last: AppendedRange | None = None
         for one in opened:

@@ -119,7 +119,7 @@ class ChildPool:
             self._dismiss(worker)
         folder = tempfile.mkdtemp(prefix="millstream-schemas-")
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
+        # In its own session, so that Ctrl-C in a terminal reaches only the broker; without the secrets that the
         # broker's environment may hold.
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -85,7 +85,7 @@ class SchemaRules:
         await self._children.close()
 
     def conforms(self, records: Buffer, settings: TopicSettings) -> bool:
-        """Whether a batch conforms, as far as it can be told at once; False means that `check` has to decide."""
+        """Whether a batch conforms, as far as can be decided at once; False means that `check` has to decide."""
         rule = self._rule(settings)
         if rule.checks_content:
             return False

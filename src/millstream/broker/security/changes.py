@@ -57,7 +57,7 @@ def single_change(kind: str, activity: Activity, *, name: str = "name") -> Chang
     """Record the change of the one thing that a private request names in a field."""
 
     def changes(request: Any, response: Any, _users: Users) -> Iterator[Change]:
-        # The schema registry refuses by a code of its own.
+        # The schema registry refuses by its own code.
         if response.error == 0 and not getattr(response, "code", 0):
             named = getattr(request, name) or "(all)"
             yield Change(activity=activity, kind=kind, name=named, data=_details(request))
@@ -78,7 +78,7 @@ def _details(request: Any) -> dict[str, Any]:
     return details
 
 
-def done(results: Iterable[Any]) -> Iterator[Any]:
+def carried_out(results: Iterable[Any]) -> Iterator[Any]:
     """Yield the results of what was done; after a timeout, it may have been."""
     return (result for result in results if result.error_code in (0, TIMED_OUT))
 
@@ -90,7 +90,7 @@ def change_of(result: Any, activity: Activity, kind: str, name: str, data: Mappi
 
 def settings_changed(request: Any, response: Any, _users: Users) -> Iterator[Change]:
     asked = {(one.resource_type, one.resource_name): one.configs for one in request.resources}
-    for result in done(response.responses):
+    for result in carried_out(response.responses):
         kind = _CONFIG_KINDS.get(result.resource_type, "configuration")
         settings = asked[result.resource_type, result.resource_name]
         # Groups include subscriptions, whose settings may be secrets.

@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 FRAME_BYTES_MAX: Final = 64 * 1024
 REQUESTS_MAX: Final = 16
 _RENEWAL_S: Final = 1.0
-"""How much longer than it was told a client is served: its new handshake may wait behind its own requests."""
+"""How long a session outlives its announced expiry: its new handshake may wait behind its own requests."""
 DEADLINE_S: Final = 10.0
 SASL_HANDSHAKE_KEY, SASL_AUTHENTICATE_KEY = 17, 36
 CERTIFICATE: Final = "TLS"

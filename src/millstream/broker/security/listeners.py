@@ -37,7 +37,7 @@ from millstream.protocol.wire.credentials import (
 )
 
 if TYPE_CHECKING:
-    # Cryptography takes a while to import, and is not needed where nobody authenticates.
+    # Cryptography takes a while to import, and is not needed without authentication.
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from millstream.broker.security.gate import Knowledge, RevokedSessions
@@ -86,7 +86,7 @@ class Listeners:
         self._machine = frozenset({NodeId(config.node_id), *machine})
         self._passwords: Passwords | None = None
         self.knowledge: Knowledge | None = None
-        """Who clients are, once they are accepted; None where nobody authenticates."""
+        """Identifies accepted clients; None without authentication."""
 
     def check(self) -> None:
         """Raise `InvalidSetting` for listeners that cannot work, and for those that let everyone in."""
@@ -206,7 +206,7 @@ class Listeners:
         return self.endpoints()[self.own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:
-        """Where clients of each listener are told to connect."""
+        """The advertised address of each listener."""
         return {
             bound.config.name: parse_address(bound.config.advertise or bound.address, name="advertise")
             for bound in self._bound
@@ -232,7 +232,7 @@ class Listeners:
 
     @property
     def assertion_key(self) -> str:
-        """The public key of this node's assertions, for its registration; empty where nobody authenticates."""
+        """The public key of this node's assertions, for its registration; empty without authentication."""
         if not self._config.authorizes:
             return ""
         from millstream.broker.security.assertion import public_text

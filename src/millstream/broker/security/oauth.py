@@ -195,7 +195,7 @@ class TokenChecker:
         published = json.loads(document)
         if not isinstance(published, dict):
             raise ValueError("a set of keys is a JSON object")
-        # A secret in the set would let whoever reads it sign tokens.
+        # A secret in the set would let its readers sign tokens.
         keys = [key for key in published.get("keys", ()) if isinstance(key, dict) and key.get("kty") != "oct"]
         self._keys = KeySet.import_key_set({"keys": keys})
 

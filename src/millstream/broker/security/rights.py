@@ -163,8 +163,8 @@ class Rights:
 
 
 def owner_refusal(state: SecurityState, owner: Owner, needs: Iterable[tuple[Operation, ResourceType, str]] = ()) -> str:
-    """Say why something cannot act with the rights of its owner; empty if it can."""
-    takes_over = "whoever changes it becomes its owner"
+    """Return why something cannot act with its owner's rights; empty if it can."""
+    takes_over = "the user who changes it becomes its owner"
     if owner.principal in ("", ANONYMOUS):
         return f"it has no owner, since it was changed without authentication; {takes_over}"
     if state.is_gone(owner):

@@ -2,7 +2,7 @@
 
 `Authenticator.verify` verifies everything that a client hands over, at whichever door it does. A password is checked
 beside the event loop, since that takes milliseconds on purpose, and what was verified is remembered. An unknown user
-goes through the same steps as a known one, so that nobody learns who is known.
+goes through the same steps as a known one, so that responses do not reveal which users exist.
 """
 
 from __future__ import annotations

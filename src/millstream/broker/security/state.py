@@ -1,6 +1,6 @@
 """Users, API tokens and access rules as the catalog declares them, held in memory as one immutable snapshot.
 
-With the catalog away the last snapshot holds. Before the first one nobody is known and nothing is allowed.
+If the catalog is unavailable, the last snapshot applies. Before the first one, no user exists and nothing is allowed.
 """
 
 from __future__ import annotations

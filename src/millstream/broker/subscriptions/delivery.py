@@ -496,7 +496,7 @@ class Delivery:
         was_on = self.queue.ledger is not None
         self.queue.ledger = LedgerNames(self.name, self.topic) if is_on else None
         if is_on and not was_on and self.queue.is_started:
-            # The leader before this one may have been told so already.
+            # The previous leader may have been notified already.
             self.mark_window(LEDGER_OPENED if self.queue.fold.has_ledger else LEDGER_ON)
 
     def mark_window(self, reason: str) -> None:

@@ -207,7 +207,7 @@ class FilterWorker:
         if self._failures:
             self.restarts += 1
         self._input_closed = False
-        # In a session of its own, so that Ctrl-C reaches only the broker, which shuts down in order.
+        # In its own session, so that Ctrl-C reaches only the broker, which shuts down in order.
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
         )

@@ -167,7 +167,7 @@ class StateShard:
         return [key for key, queue in self._queues.items() if queue.has_state]
 
     def changed(self, is_wanted: Callable[[QueueKey, int], bool]) -> list[tuple[QueueKey, Loaded]]:
-        """Return the states of queues that are wanted, given the number of their last write; nobody is fenced."""
+        """Return the states of queues that are wanted, given the number of their last write, without fencing."""
         return [
             (key, Loaded(queue.image.capture(), queue.sequence, queue.image.is_large))
             for key, queue in self._queues.items()

@@ -296,7 +296,7 @@ def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
         pipeline_id=UUID(described["pipeline_id"]),
         name=described["name"],
         kind=PipelineKind(described["kind"]),
-        # Secrets are not shown: who runs it elsewhere has credentials of its own.
+        # Secrets are not shown: another cluster has its own credentials.
         overrides={name: text for name, text in described["overrides"].items() if text != HIDDEN},
         rules=tuple(RuleMessage(**rule).rule() for rule in described["rules"]),
     )

@@ -131,7 +131,7 @@ class Tailer:
     async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
         """Yield fetch responses from here on, for callers that read the batches themselves.
 
-        Each node has a poll of its own, so that its records do not wait for other nodes.
+        Each node has its own poll, so that its records do not wait for other nodes.
         """
         limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
         loop = asyncio.get_running_loop()

@@ -106,7 +106,7 @@ class Searches:
         limit: int | None = None,
         places: dict[int, int] | None = None,
     ) -> AsyncGenerator[list[Found], None]:
-        """Yield committed messages in the ranges that match, a step at a time; an empty list tells of progress.
+        """Yield committed messages in the ranges that match, a step at a time; an empty list reports progress.
 
         `places` is kept up to date with where each partition continues.
         """

@@ -114,7 +114,7 @@ class Sessions:
         return [self._cookie(_FORM, signed_in.form_key)] if signed_in.is_new and not signed_in.cookie else []
 
     def notice(self, text: str) -> Headers:
-        """Return a cookie with what the next page tells, or without."""
+        """Return a cookie with the notice for the next page, or without one."""
         return [self._cookie(_NOTICE, quote(text[:NOTICE_LENGTH_MAX]), max_age_s=60 if text else 0)]
 
     def _cookie(

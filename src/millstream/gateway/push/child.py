@@ -95,7 +95,7 @@ class PushChild(SupervisedChild):
 
     async def _spawn(self) -> Process:
         self._worker = f"push/{self._node_id}/{uuid4().hex[:8]}"
-        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+        # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
             *self._command(),

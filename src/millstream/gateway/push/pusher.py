@@ -108,7 +108,7 @@ _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
 """Outcomes that the endpoint causes, whatever the message."""
 
 ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
-"""Leases messages from this node on a connection of its own."""
+"""Leases messages from this node on its own connection."""
 
 
 class Pusher:

@@ -96,7 +96,7 @@ def query_of(pipeline_id: UUID) -> str:
 
 
 def stream_of(pipeline_id: UUID) -> str:
-    """Return the part that the transactional ids of a pipeline's streams share; each stream is a query of its own."""
+    """Return the part that the transactional ids of a pipeline's streams share; each stream is its own query."""
     return pipeline_id.hex
 
 

@@ -28,4 +28,4 @@ class LazyJobKind:
 JOBS: Final[Mapping[PipelineKind, JobKind]] = {
     kind: LazyJobKind(kind) for kind in PipelineKind if kind is not PipelineKind.JOB
 }
-"""Users' own jobs are not among them: each has a process of its own, `runtime/job_driver.py`."""
+"""Users' own jobs are not among them: each has its own process, `runtime/job_driver.py`."""

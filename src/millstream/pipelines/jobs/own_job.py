@@ -171,7 +171,7 @@ class JobApi:
         """
         name = name or topic or "rows"
         if name in self._written.names:
-            raise InvalidRequest(f"this run has already written {name!r}; give each write a name of its own")
+            raise InvalidRequest(f"this run has already written {name!r}; give each write its own name")
         self._written.names.add(name)
         known = {"txnAppId": self.application(name), "txnVersion": self._pin["batch"]}
         given = {**self._connecting, "topic": topic, **known, **options}

@@ -317,7 +317,7 @@ class StagedWriter:
         self._count += len(ordered)
 
     def close(self) -> list[Written]:
-        """Finish the file, if there is one. It need not outlive a crash, which starts the step anew."""
+        """Finish the file, if there is one. It need not survive a crash, which restarts the step."""
         self._flush()
         if self._writer is None:
             return []

@@ -165,7 +165,7 @@ class PipelineChild(SupervisedChild):
     async def _spawn(self) -> Process:
         self._update_board(is_running=True)
         command = [sys.executable, "-m", self._module, self._options.argument]
-        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+        # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
             *command,
@@ -177,7 +177,7 @@ class PipelineChild(SupervisedChild):
         )
 
     def _kill(self, process: Process) -> None:
-        """Kill it with its Java: it leads a process group of its own."""
+        """Kill it with its Java: it leads its own process group."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -343,7 +343,7 @@ class PipelineChild(SupervisedChild):
                 self._look()
 
     def _is_refused(self, pipeline: Pipeline) -> bool:
-        """Whether a pipeline cannot run with the rights of its owner; it is parked for that."""
+        """Whether a pipeline is parked because its owner lacks rights."""
         reason = "" if self._security is None else owner_refusal(self._security, pipeline.owner)
         if reason:
             self._parked[pipeline.name] = (pipeline, reason)

@@ -198,7 +198,7 @@ class Claim:
                 except _PUT_OUT:
                     raise
                 except MillstreamError as error:
-                    # The job notices by itself what it cannot do meanwhile.
+                    # The job detects what it cannot do meanwhile.
                     _logger.debug("no heartbeat", extra={"group": self._group, "error": str(error)})
                     continue
                 self._last_beat = time.monotonic()

@@ -58,7 +58,7 @@ def _access_of(options: Mapping[str, str]) -> Access:
 def _limit_python(bytes_max: int) -> None:
     """Bound what this process may allocate from now on: the code gets a MemoryError instead of the machine's memory.
 
-    Java is started already, and has a bound of its own.
+    Java is started already, and has its own bound.
     """
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as file:
         in_use = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -227,8 +227,8 @@ def _watch(
     for query in queries:
         if not cast("str | None", query.name):
             _logger.warning(
-                "a streaming query has no name: unless it has a checkpointLocation of its own, its next run begins "
-                "anew; use millstream.write_stream, or queryName"
+                "a streaming query has no name: unless it has its own checkpointLocation, its next run starts "
+                "from the beginning; use millstream.write_stream, or queryName"
             )
     if is_dry:
         for query in queries:
@@ -278,7 +278,7 @@ def main() -> None:
     from millstream.pipelines.runtime.spark_session import remove_scratch
 
     remove_scratch()
-    # Neither a thread of the code nor Java may keep the process alive; whoever started it ends what is left.
+    # Neither a thread of the code nor Java may keep the process alive; its parent ends what is left.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The broker's side of jobs: decides when a job runs, and runs each attempt in a process of its own.
+"""The broker's side of jobs: decides when a job runs, and runs each attempt in its own process.
 
 A run is a row in the catalog, written before its first attempt. The node that owns the pipelines makes the attempts;
 one that takes over finds a run that is not over and repeats it, so that a time is neither missed nor taken twice. The
@@ -280,11 +280,11 @@ class _Job:
     # -- what others ask of it ------------------------------------------------------------------------------
 
     def change(self, pipeline: Pipeline) -> None:
-        """Go on as declared now: a continuous job begins anew, a run in progress ends as it began."""
+        """Apply a new declaration: a continuous job restarts, a run in progress finishes unchanged."""
         before, self.pipeline = self.pipeline, pipeline
         if before == pipeline:
             return
-        # What the node itself stores about it is no reason to begin anew.
+        # What the node itself stores about it is no reason to restart.
         is_other = {**before.overrides, "lock": ""} != {**pipeline.overrides, "lock": ""}
         if is_other and pipeline.job_settings.continuous:
             self._restarts_run = True
@@ -518,7 +518,7 @@ class _Job:
     # -- one attempt ----------------------------------------------------------------------------------------
 
     async def _attempt(self, run: JobRun, settings: JobSettings) -> _Outcome:
-        """Run the code in a process until it ends, by itself or because it has to."""
+        """Run the code in a process until it exits or is stopped."""
         self._end_attempt.clear()
         if self._is_over or self._is_cancelled:
             return _Outcome(error="it was stopped")

@@ -129,7 +129,7 @@ class ManualRun:
 
 
 class ManualRunWatch:
-    """Watches a manual run as a driver is watched, in a thread of its own, while entered."""
+    """Watches a manual run as a driver is watched, in its own thread, while entered."""
 
     def __init__(
         self,

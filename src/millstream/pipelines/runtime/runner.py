@@ -261,7 +261,7 @@ class Runner:
         )
 
     def run(self) -> None:
-        """Run steps until `stop`, or until it has failed too often; in a thread of its own."""
+        """Run steps until `stop`, or until it has failed too often; in its own thread."""
         self.progress.work()
         try:
             while not self._ended.is_set() and self._state != "parked":

@@ -26,7 +26,7 @@ _COUNTED: Final = frozenset({"sum", "size"})
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Spark's activity at one moment, by pool; every pipeline has a pool of its own, under its name."""
+    """Spark's activity at one moment, by pool; every pipeline has its own pool, under its name."""
 
     seen: Mapping[str, Hashable] = field(default_factory=dict)
     """For each pool with work, a value that stays equal while nothing progresses."""
@@ -151,7 +151,7 @@ class _Seen:
 
 
 class Watch:
-    """Watches all pipelines of a driver in a thread of its own."""
+    """Watches all pipelines of a driver in its own thread."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ _MODULE_OPTION: Final = re.compile(r"""(\w+)\s*=\s*(?:"((?:\\.|[^"\\])*)"|'((?:\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What a process signs in by; without anything, in plain text and as nobody."""
+    """The credentials of a process; without any, it connects in plain text and anonymously."""
 
     ca: str = field(default="", repr=False)
     """The authorities that are trusted, in PEM; empty for those of the machine."""

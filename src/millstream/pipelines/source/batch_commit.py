@@ -1,6 +1,6 @@
 """The atomic commit of a batch: tasks write its parts, and the driver commits or aborts them together.
 
-Every attempt at a task writes in a transaction of its own. Its id contains the query, the batch and the run of the
+Every attempt at a task writes in its own transaction. Its id contains the query, the batch and the run of the
 driver; a stream adds a name by which its driver can find its attempts.
 """
 

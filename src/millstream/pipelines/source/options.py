@@ -1,4 +1,4 @@
-"""The options of `format("millstream")`: those of Spark's Kafka source and sink, and some of its own.
+"""The options of `format("millstream")`: those of Spark's Kafka source and sink, and a few more.
 
 Every option is honoured or refused with advice, so that neither a typing error nor an unsupported setting changes what
 is read, where rows go, or who can see them. Options that only tune Spark's Kafka client are the exception: they cause a

@@ -34,7 +34,7 @@ class Range(InputPartition):
     table: Table | None = None
     """The table it is read from, if not the log."""
     access: Access | None = field(default=None, compare=False, repr=False)
-    """What its task signs in by, if not as nobody."""
+    """The credentials of its task; None if anonymous."""
 
     def __len__(self) -> int:
         return self.end - self.start

@@ -121,7 +121,7 @@ def _bounds(one: Filter, value: Any) -> tuple[int, int] | None:
 
 
 class PushDown:
-    """Pushes down the conditions that a fetch can apply; a class of its own, since a method could not be pickled."""
+    """Pushes down the conditions that a fetch can apply; a class, since a method could not be pickled."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds

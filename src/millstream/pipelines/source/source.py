@@ -115,7 +115,7 @@ class MillstreamSource(DataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Register the format with a session that does not find it by itself."""
+    """Register the format with a session that does not discover it."""
     spark.dataSource.register(MillstreamSource)
 
 

@@ -1,6 +1,6 @@
 """Writes DataFrames to topics. All rows of a batch become visible together, exactly once, whatever fails.
 
-Every attempt at a task writes in a transaction of its own, which it prepares durably; the driver's commit makes the
+Every attempt at a task writes in its own transaction, which it prepares durably; the driver's commit makes the
 whole batch visible with one record at the coordinator, and ends every other attempt. Committed batches are identified
 by query and number, so a batch that Spark repeats is not written twice.
 

@@ -3,7 +3,7 @@
 Every API is written once, against the newest version of its messages. `reshape` converts a message to the class of
 another version: fields of the same name are copied, at every depth; fields that the target lacks are dropped; fields
 that the source lacks get Kafka's default. The conversion is compiled once per pair of classes. Where versions differ in
-structure, the API converts by itself.
+structure, the API converts itself.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Leased(NamedTuple):
 
 
 class _Asking:
-    """One request, in a task of its own so that its response outlives the caller."""
+    """One request, in its own task so that its response outlives the caller."""
 
     def __init__(self, pool: Pool, request: Receive, timeout_s: float) -> None:
         self.pool = pool

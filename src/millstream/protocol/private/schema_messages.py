@@ -116,7 +116,7 @@ class ListSubjects(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = 0
     """How many of the schemas, or else of the subjects, are left out at the beginning."""
     limit: int = -1
-    """How many are returned; a response has a limit of its own for schemas."""
+    """How many are returned; a response has its own limit for schemas."""
 
 
 class SubjectsResponse(RegistryResponse, frozen=True, kw_only=True):

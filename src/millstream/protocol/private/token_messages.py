@@ -29,7 +29,7 @@ class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def of(cls, acl: Acl) -> ScopeRule:
-        """Convert from an access rule, whoever it is for."""
+        """Convert from an access rule, without its principal."""
         return cls(
             operation=name_of(acl.operation),
             type=name_of(acl.resource_type),

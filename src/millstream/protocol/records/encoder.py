@@ -68,7 +68,7 @@ def encode_columns(
 
     Offsets count from 0 in every batch, as a producer sends them; with `keep_offsets` they are kept, including gaps,
     and must increase. With a `base_sequence` the sequences of the batches are consecutive, as an idempotent producer's
-    are. A record larger than `batch_bytes_max` gets a batch of its own.
+    are. A record larger than `batch_bytes_max` gets its own batch.
     """
     yield from encode_source(
         source_of(columns, rows, keep_offsets=keep_offsets),

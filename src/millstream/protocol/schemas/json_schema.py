@@ -199,7 +199,7 @@ def _check_against_metaschema(raw: Any) -> None:
         place = "/".join(str(step) for step in error.instance_path)
         raise InvalidSchema(f"the JSON Schema is invalid at '#/{place}': {error.message[:500]}") from error
     except (jsonschema_rs.ReferencingError, ValueError) as error:
-        # A draft of its own: whatever its vocabulary is, the keywords that we know have their meaning.
+        # A custom draft: whatever its vocabulary is, the keywords that we know have their meaning.
         draft = raw.get("$schema") if isinstance(raw, dict) else None
         if not isinstance(draft, str):
             raise InvalidSchema(f"the JSON Schema is invalid: {error}") from error
@@ -537,7 +537,7 @@ class _Comparison:
         return found
 
     def _covering(self, node: Node, name: str) -> Node | None:
-        """The schema that a property without one of its own has to satisfy."""
+        """The schema of properties that have none of their own."""
         for pattern, covering in node.patterns:
             if self._compiled(pattern).search(name):
                 return covering

@@ -319,7 +319,7 @@ class Channel(asyncio.BufferedProtocol):
             self.abort(str(error))
 
     def _split(self) -> None:
-        """Cut whole frames out of the scratch buffer; a larger frame gets a buffer of its own."""
+        """Cut whole frames out of the scratch buffer; a larger frame gets its own buffer."""
         position = 0
         while self._filled - position >= _SIZE.size:
             (size,) = _SIZE.unpack_from(self._scratch, position)

@@ -1,6 +1,6 @@
 """The small asynchronous Kafka client that the CLI, the gateway, followers, the SDK and Spark stand on.
 
-It finds the leader of each partition, negotiates versions once per connection, retries what passes by itself, and
+It finds the leader of each partition, negotiates versions once per connection, retries transient errors, and
 raises the errors of `core/errors.py`. Records go in and come out as whole batches; `records/` makes and reads them.
 
     async with Client.connect("127.0.0.1:9092") as client:
@@ -105,7 +105,7 @@ class Client:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
 
         If none does, connecting is retried for `connect_s` seconds, since a broker may be starting. At most
-        `waiting_max` requests may wait at one node for records or messages, each on a connection of its own.
+        `waiting_max` requests may wait at one node for records or messages, each on its own connection.
         """
         parts = [part.strip() for part in addresses.split(",") if part.strip()]
         bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
@@ -142,7 +142,7 @@ class Client:
     async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
         """Send a message to a node (any, if None) in a version that both know; the response has the message's version.
 
-        A request that the broker may delay, such as JoinGroup, has a connection of its own while it waits. When a node
+        A request that the broker may delay, such as JoinGroup, has its own connection while it waits. When a node
         throttles the client, the next request to it is sent after the pause.
         """
         pool = await self._reach(node)
@@ -158,7 +158,7 @@ class Client:
     ) -> memoryview:
         """Send a private request, whose body is bytes; return the body of the response.
 
-        One that the broker may delay has a connection of its own while it waits.
+        One that the broker may delay has its own connection while it waits.
         """
         pool = await self._reach(node)
         if waits:

@@ -1,6 +1,6 @@
 """How a client proves who it is: TLS, and SASL with a password or a token.
 
-A connection that is opened without credentials of its own takes those of the node it works for, if it works for one:
+A connection that is opened without credentials takes those of the node it works for, if it works for one:
 `NODE_CREDENTIALS` holds them for every task that a node or one of its child processes starts. Programs and commands
 always give theirs, so that they never act as the node they run beside.
 """
@@ -54,7 +54,7 @@ CheckPeer = Callable[[ssl.SSLObject | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a client connects with; without anything, in plain text and as nobody."""
+    """How a client connects; by default in plain text and anonymously."""
 
     tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None
     """How connections are encrypted; a function is asked for each of them, since certificates are renewed."""

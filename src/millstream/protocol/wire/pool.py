@@ -2,7 +2,7 @@
 
 A broker answers the requests of one connection in order, so a fetch that waits for records delays everything behind it.
 Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch or a
-JoinGroup, borrows one of its own.
+JoinGroup, borrows a separate one.
 """
 
 from __future__ import annotations

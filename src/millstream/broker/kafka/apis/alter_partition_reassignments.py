@@ -28,7 +28,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import check_replicas, topic_named
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import UPDATE, Users, change_of, done
+from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import InvalidReplication, MillstreamError
 from millstream.core.ids import NodeId
 
@@ -90,7 +90,9 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         request: AlterPartitionReassignmentsRequest, response: AlterPartitionReassignmentsResponse, _users: Users
     ) -> Iterator[Change]:
         done = {
-            (topic.name, one.partition_index): one for topic in response.responses for one in done(topic.partitions)
+            (topic.name, one.partition_index): one
+            for topic in response.responses
+            for one in carried_out(topic.partitions)
         }
         for topic in request.topics:
             for partition in topic.partitions:

@@ -23,7 +23,7 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users, change_of, done
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users, carried_out, change_of
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SCRAM_MECHANISMS, ScramCredential, derive
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -96,7 +96,7 @@ class AlterUserScramCredentials(Api[AlterUserScramCredentialsRequest, AlterUserS
     ) -> Iterator[Change]:
         known = {user for user, _mechanism in users}
         put = {one.name for one in request.upsertions}
-        for result in done(response.results):
+        for result in carried_out(response.results):
             if result.user in put:
                 activity = UPDATE if result.user in known else CREATE
             else:

@@ -10,7 +10,7 @@ authentication. A session cannot open another one. With the assertion, the gatew
 caller's rights at every node; `broker/security/assertion.py` describes it. A failure is SASL_AUTHENTICATION_FAILED, and
 `pause_ms` says how long the gateway has to hold its answer back: longer with each failure of the address or the user.
 
-Only nodes may send this request, since whoever sends it names the address that access rules are evaluated with.
+Only nodes may send this request, since the sender names the address that access rules are evaluated with.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """

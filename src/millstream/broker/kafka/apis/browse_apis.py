@@ -223,7 +223,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return []
 
     async def handle(self, request: ListRightsRequest) -> ListRightsResponse:
-        """Allow everything, where nobody is authorized."""
+        """Allow everything, where authorization is off."""
         return ListRightsResponse(allowed=[True] * len(_checked(request)))
 
     async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:

@@ -21,7 +21,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import check_replicas, request_timeout_s, topic_named
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import UPDATE, Users, change_of, done
+from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -97,5 +97,5 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         request: CreatePartitionsRequest, response: CreatePartitionsResponse, _users: Users
     ) -> Iterator[Change]:
         counts = {topic.name: int(topic.count) for topic in request.topics}
-        for topic in done(response.results):
+        for topic in carried_out(response.results):
             yield change_of(topic, UPDATE, "topic", topic.name, {"partitions": counts[topic.name]})

@@ -28,7 +28,7 @@ from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import topic_settings
 from millstream.broker.kafka.topic_lookup import check_assignments, request_timeout_s
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import CREATE, Users, change_of, done
+from millstream.broker.security.changes import CREATE, Users, carried_out, change_of
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -131,7 +131,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
     @staticmethod
     def changes(request: CreateTopicsRequest, response: CreateTopicsResponse, _users: Users) -> Iterator[Change]:
         asked = {topic.name: topic for topic in request.topics}
-        for topic in done(response.topics):
+        for topic in carried_out(response.topics):
             settings = {config.name: config.value for config in asked[topic.name].configs}
             yield change_of(topic, CREATE, "topic", topic.name, settings)
 

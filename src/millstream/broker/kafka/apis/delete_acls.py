@@ -18,7 +18,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, Cli
 from millstream.broker.kafka.apis.describe_acls import read_filter
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import DELETE, Users, acl_change, done
+from millstream.broker.security.changes import DELETE, Users, acl_change, carried_out
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl
 from millstream.core.errors import MillstreamError
@@ -52,8 +52,8 @@ class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):
 
     @staticmethod
     def changes(_request: DeleteAclsRequest, response: DeleteAclsResponse, _users: Users) -> Iterator[Change]:
-        for found in done(response.filter_results):
-            for acl in done(found.matching_acls):
+        for found in carried_out(response.filter_results):
+            for acl in carried_out(found.matching_acls):
                 yield acl_change(DELETE, acl, acl.pattern_type, acl)
 
 

@@ -21,7 +21,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import DELETE, Users, change_of, done
+from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownSubscription
 
 _logger = logging.getLogger(__name__)
@@ -69,5 +69,5 @@ class DeleteGroups(Api[DeleteGroupsRequest, DeleteGroupsResponse]):
 
     @staticmethod
     def changes(_request: DeleteGroupsRequest, response: DeleteGroupsResponse, _users: Users) -> Iterator[Change]:
-        for group in done(response.results):
+        for group in carried_out(response.results):
             yield change_of(group, DELETE, "group", group.group_id)

@@ -24,7 +24,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import DELETE, Users, change_of, done
+from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation
 from millstream.core.ids import NO_EPOCH, Offset
 
@@ -84,6 +84,6 @@ class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
     @staticmethod
     def changes(_request: DeleteRecordsRequest, response: DeleteRecordsResponse, _users: Users) -> Iterator[Change]:
         for topic in response.topics:
-            for one in done(topic.partitions):
+            for one in carried_out(topic.partitions):
                 data = {"log start offset": int(one.low_watermark)}
                 yield change_of(one, DELETE, "records", f"{topic.name}-{one.partition_index}", data)

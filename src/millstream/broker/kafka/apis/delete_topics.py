@@ -24,7 +24,7 @@ from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.topic_lookup import request_timeout_s, topic_named, topic_with_id
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import DELETE, Users, change_of, done
+from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import Topic
 
@@ -90,5 +90,5 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
 
     @staticmethod
     def changes(_request: DeleteTopicsRequest, response: DeleteTopicsResponse, _users: Users) -> Iterator[Change]:
-        for topic in done(response.responses):
+        for topic in carried_out(response.responses):
             yield change_of(topic, DELETE, "topic", topic.name or str(topic.topic_id))

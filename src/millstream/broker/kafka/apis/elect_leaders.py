@@ -26,7 +26,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.broker.security.audit import Change
-from millstream.broker.security.changes import UPDATE, Users, change_of, done
+from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import MillstreamError
 
 _PREFERRED, _UNCLEAN = 0, 1
@@ -78,7 +78,7 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
     @staticmethod
     def changes(_request: ElectLeadersRequest, response: ElectLeadersResponse, _users: Users) -> Iterator[Change]:
         for topic in response.replica_election_results:
-            for one in done(topic.partition_result):
+            for one in carried_out(topic.partition_result):
                 yield change_of(one, UPDATE, "partition", f"{topic.topic}-{one.partition_id}")
 
 

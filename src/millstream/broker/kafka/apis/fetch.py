@@ -229,7 +229,7 @@ def _size_of(found: _FoundByKey) -> int:
 
 
 class _Context(NamedTuple):
-    """One request with the partitions it is about, of its own or of its session."""
+    """One request with its partitions, which it names or its session holds."""
 
     request: _Request
     positions: dict[PartitionKey, Position]

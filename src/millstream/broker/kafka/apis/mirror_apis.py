@@ -103,7 +103,7 @@ class MirrorDelete(_MirrorApi[MirrorName, Response]):
 
         {"name": "paris"}     answer: {"error": 0, "message": null}
 
-    Copies that nobody writes would be left behind otherwise: fail over or delete them first.
+    Otherwise copies without a writer would be left behind: fail over or delete them first.
     """
 
     key = DELETE_KEY
@@ -196,7 +196,7 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
         answer: {"error": 0, "message": null, "mirrored": ["paris.orders"], "subscriptions": [{"name": …, …}],
         "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
 
-    `mirrored` are topics that are copies themselves, and that nobody mirrors again. Without topics, only they are
+    `mirrored` are topics that are copies themselves, which are not mirrored again. Without topics, only they are
     returned. Queues whose last write the caller has seen are left out.
     """
 

@@ -377,7 +377,7 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
     changes = single_change("pipeline", UPDATE)
 
     async def needs(self, request: JobName) -> Sequence[Need]:
-        """ALTER on the cluster: whoever asks becomes the owner of what runs."""
+        """ALTER on the cluster: the caller becomes the owner of what runs."""
         return [(Operation.ALTER, ResourceType.CLUSTER, CLUSTER_NAME)]
 
     async def handle(self, request: JobName, owner: Owner | None = None) -> Response:

@@ -70,7 +70,7 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
         subscription = await self._subscriptions.find(request.subscription)
         settles = [self._settle(subscription, request.worker, origin, one) for one in request.partitions]
         if len(settles) == 1:
-            # Nearly every request: without a task of its own.
+            # Nearly every request: without its own task.
             return SettleAnswer(0, None, [await settles[0]])
         return SettleAnswer(0, None, await asyncio.gather(*settles))
 

@@ -41,8 +41,8 @@ class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
     max_bytes: Annotated[int, Meta(ge=1, le=PULL_BYTES_MAX)] = PULL_BYTES
     worker: WorkerName | None = None
-    """The worker's name, which counts towards the subscription's `millstream.in.flight.max`; without it every pull is a
-    worker of its own."""
+    """The worker's name, which counts towards the subscription's `millstream.in.flight.max`; without it every pull is
+    its own worker."""
     decode: Decode | None = None
     """`schema` adds the value as its schema decodes it."""
 

@@ -86,7 +86,7 @@ async def _wanted(visit: Visit) -> _Wanted:
     text, key, starts_at = visit.text("filter"), visit.text("key"), visit.text("from", length_max=100)
     wanted = _Wanted(topic, partitions, starts_at, key, text)
     try:
-        # The filter by itself first, so that its errors name places in it.
+        # The filter alone first, so that positions in its errors refer to it.
         wanted.condition = await compiled(text)
         if key:
             wanted.condition = await compiled(wanted.selects)

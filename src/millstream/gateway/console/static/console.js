@@ -36,7 +36,7 @@
     }
   });
 
-  // One event stream per browser: a visible tab holds it and tells the others; hidden tabs hold none.
+  // One event stream per browser: a visible tab holds it and notifies the others; hidden tabs hold none.
   const root = document.body.dataset.live;
   const channel = "BroadcastChannel" in window ? new BroadcastChannel("millstream-console") : null;
   let stream = null;

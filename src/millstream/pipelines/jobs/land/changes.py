@@ -143,7 +143,7 @@ class ChangeRule:
     def _row(self, value: bytes | None, keys: pa.Array, row: int, deletes: Flags, ignored: Flags) -> bytes:
         """Return the row of one change event as JSON."""
         if value is None:
-            # It follows a delete that has the order value; by itself it says only the key.
+            # It follows a delete that has the order value; alone, it holds only the key.
             ignored[row] = self.order is not None
             deletes[row] = True
             return (_key_document(keys[row].as_py()) if self.key else None) or _EMPTY

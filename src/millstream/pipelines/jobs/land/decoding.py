@@ -615,7 +615,7 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _has_infinity(array: pa.Array) -> bool:
-    """Whether a number may have overflowed, which decoding it by itself shows."""
+    """Whether a number may have overflowed; decoding it alone shows whether it has."""
     kind = array.type
     if pa.types.is_floating(kind):
         return bool(pc.any(pc.is_inf(array)).as_py())

@@ -58,7 +58,7 @@ class UpsertJob(LandJob):
             raise InvalidSetting(
                 f"topic {batch.topic!r} had {len(known)} partitions when its table began and has {len(batch.plans)} "
                 "now: a key may be in two of them, and offsets do not say which of its changes is newer; name a field "
-                "that does with order.by (--order-by), or build the table again from a topic of its own"
+                "that does with order.by (--order-by), or build the table again from a separate topic"
             )
 
     def _run(self, batches: Sequence[TopicBatch]) -> None:

@@ -123,7 +123,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Account:
-    """The outcome of every message of a queue, as its events tell it."""
+    """The outcome of every message of a queue, computed from its events."""
 
     base: int
     size: int
@@ -187,7 +187,7 @@ class Account:
             self._gaps = [(before, text) for before, text in self._gaps if before > at]
             self._check_window(read_window(events.column("window")[at].as_py()), offset, reason, gaps)
         elif code == STARTED:
-            # A queue that began anew continues elsewhere, like one that was moved.
+            # A queue that was recreated continues elsewhere, like one that was moved.
             self._is_on, self.is_deleted = True, False
             if self.start is None and not self._outcomes.any():
                 self.start = offset

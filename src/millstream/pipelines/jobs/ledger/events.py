@@ -1,6 +1,6 @@
 """The rows of the ledger: one per event and range of messages, decoded from the deltas in `__subscriptions`.
 
-A delta whose messages differ in something that the ledger tells apart, such as the time at which they were published,
+A delta whose messages differ in something that the ledger distinguishes, such as the time at which they were published,
 becomes several rows. Records that repeat others, and queues without a ledger, have none.
 """
 
@@ -24,7 +24,7 @@ from millstream.core.errors import CorruptState
 _logger = logging.getLogger(__name__)
 
 DELETED: Final = "deleted"
-"""The queue was deleted: with its subscription, its topic, or to start anew."""
+"""The queue was deleted: with its subscription or topic, or to be recreated."""
 OVERFLOWED: Final = "overflow"
 """Events were deleted before they had landed; offsets are those of `__subscriptions`."""
 UNREADABLE: Final = "unreadable"

@@ -80,12 +80,12 @@ def _gone(subscription_id: str, life: Iterable[Trace]) -> Trace:
 
 def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
     """Put the events of the table before those that the broker remembers."""
-    told = [row for row in rows if row["kind"] in _SHOWN]
-    if not told:
+    shown = [row for row in rows if row["kind"] in _SHOWN]
+    if not shown:
         return live
-    last = max((row["sequence"] or 0 for row in told), default=-1)
+    last = max((row["sequence"] or 0 for row in shown), default=-1)
     newer = [event for event in live["events"] if event["sequence"] > last]
-    events = [_event(row) for row in told] + newer
+    events = [_event(row) for row in shown] + newer
     done = {**live, "events": events}
     deliveries = [event for event in events if event["kind"] == "acquired"]
     if deliveries and not live["first_delivery_ms"]:
@@ -93,19 +93,19 @@ def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
     if not live["is_final"]:
         is_complete = live["attempts"] <= len(deliveries)
         return {**done, "is_complete": is_complete, "unknown": "" if is_complete else live["unknown"]}
-    ends = [row for row in told if row["kind"] in _ENDS]
+    ends = [row for row in shown if row["kind"] in _ENDS]
     if live["ended_ms"] or not ends:
         return {**done, "is_complete": True, "unknown": "" if live["ended_ms"] else live["unknown"]}
     end = ends[-1]
     letter = None
     if end["kind"] == "dead_lettered" and end["letter_topic"]:
         letter = {"topic": end["letter_topic"], "partition": end["letter_partition"], "offset": end["letter_offset"]}
-    rejected = next((row["reason"] for row in reversed(told) if row["kind"] == "rejecting"), None)
+    rejected = next((row["reason"] for row in reversed(shown) if row["kind"] == "rejecting"), None)
     return {
         **done,
         "state": _ENDS[end["kind"]],
         "attempts": end["attempt"] or 0,
-        "worker": end["worker"] or next((row["worker"] for row in reversed(told) if row["worker"]), ""),
+        "worker": end["worker"] or next((row["worker"] for row in reversed(shown) if row["worker"]), ""),
         "ended_ms": _ms(end["timestamp"]),
         "reason": end["reason"] or rejected or "",
         "dead_letter": letter,

@@ -2,7 +2,7 @@
 
 A commit carries, besides the next offset of each partition of `__subscriptions`, a seal: the digest of every file that
 it adds, the offsets that it lands, and the seal before it. Whoever changes, adds or removes a file or a commit later
-breaks the chain, unless all later seals are made anew; the last seal is reported by every audit, so that it can be
+breaks the chain, unless all later seals are recomputed; the last seal is reported by every audit, so that it can be
 kept elsewhere.
 """
 

@@ -79,7 +79,7 @@ class StreamWriting:
             rows = self._commit(frame, batch, ends)
         except BaseException as error:
             self.failure = error
-            # Spark parses the whole text of its own errors, and fails on a long one.
+            # Spark parses the full text of its errors, and fails on long ones.
             raise _NotWrittenError(f"batch {number} was not written") from None
         if rows is not None:
             with self._lock:
