@@ -485,13 +485,7 @@ class Broker:
         self._undo.callback(node.topics.close)
         self._undo.push_async_callback(node.close)
         await node.open()
-        secrets = StoredSecrets(
-            stores.catalog,
-            self._sealing,
-            node.declared.subscriptions,
-            node.declared.pipelines,
-            node.declared.mirrors,
-        )
+        secrets = StoredSecrets(stores.catalog, self._sealing, node.declared.with_secrets)
         return _Core(node=node, membership=await node.membership(self._advertised()), secrets=secrets)
 
     async def _serve(

@@ -50,6 +50,7 @@ from millstream.core.push import HEADERS, SECRET, URL
 from millstream.core.push import HEADERS as PUSH_HEADERS
 from millstream.core.push import SECRET as PUSH_SECRET
 from millstream.core.push import URL as PUSH_URL
+from millstream.core.setting import secret_names
 from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
@@ -151,7 +152,7 @@ PushSecret = Annotated[
 _CREDENTIAL: Final = re.compile("authorization|cookie|key|password|secret|token", re.IGNORECASE)
 """Names of headers whose values are credentials."""
 
-_SECRET_SETTINGS: Final = frozenset(name for name, one in SubscriptionSettings.declared().items() if one.is_secret)
+_SECRET_SETTINGS: Final = secret_names(SubscriptionSettings)
 
 PushHeaders = Annotated[
     list[str] | None,

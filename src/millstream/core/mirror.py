@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 from uuid import UUID
 
 from millstream.core.errors import InvalidMirror, InvalidRegex, InvalidSetting, InvalidTopicName
@@ -155,6 +155,8 @@ class MirrorSettings:
 class Mirror:
     """A declared mirror."""
 
+    noun: ClassVar = "mirror"
+    settings_class: ClassVar = MirrorSettings
     mirror_id: UUID
     name: str
     overrides: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -17,7 +17,16 @@ from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url,
 from millstream.core.payload_columns import check_landed, parse_columns
 from millstream.core.regex import compile_regex
 from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
-from millstream.core.setting import HIDDEN, SealedValue, hide_secrets, seal_problem, setting, settings_of, suggestion
+from millstream.core.setting import (
+    HIDDEN,
+    SealedValue,
+    hide_secrets,
+    seal_problem,
+    secret_names,
+    setting,
+    settings_of,
+    suggestion,
+)
 from millstream.core.sql import read_select
 from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
 
@@ -87,6 +96,7 @@ class Rule:
 class Pipeline:
     """A declared pipeline."""
 
+    noun: ClassVar = "pipeline"
     pipeline_id: UUID
     name: str
     kind: PipelineKind
@@ -107,6 +117,11 @@ class Pipeline:
     """Who changed it last, and with whose rights it runs."""
     requests: int = 0
     """How many runs of a job were asked for by someone, instead of by its schedule."""
+
+    @property
+    def settings_class(self) -> type[PipelineSettings]:
+        """Return the class of its kind's settings."""
+        return SETTINGS[self.kind]
 
     @property
     def group(self) -> str:
@@ -871,9 +886,7 @@ LONG_TEXTS: Final = {"code": CODE_LENGTH_MAX, FUNCTIONS_CODE: CODE_LENGTH_MAX, "
 """Settings that may be longer than others."""
 
 
-SECRET_SETTINGS: Final = frozenset(
-    declared.name for kind in SETTINGS.values() for _, declared in settings_of(kind) if declared.is_secret
-)
+SECRET_SETTINGS: Final = frozenset(name for kind in SETTINGS.values() for name in secret_names(kind))
 
 
 def kind_of(text: str) -> PipelineKind:

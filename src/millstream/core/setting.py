@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from millstream.core.errors import InvalidSetting
@@ -157,9 +158,15 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
             yield field.name, field.metadata[_KEY]
 
 
+@cache
+def secret_names(holder: type) -> frozenset[str]:
+    """Return the names of the settings that a dataclass declares as secret."""
+    return frozenset(declared.name for _, declared in settings_of(holder) if declared.is_secret)
+
+
 def hide_secrets(holder: type, values: Mapping[str, str]) -> dict[str, str]:
     """Return settings by name, without the values of those that `holder` declares as secret."""
-    secret = {declared.name for _, declared in settings_of(holder) if declared.is_secret}
+    secret = secret_names(holder)
     return {name: HIDDEN if value and name in secret else value for name, value in values.items()}
 
 

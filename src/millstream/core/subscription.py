@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 from uuid import UUID
 from zlib import crc32
 
@@ -328,6 +328,8 @@ class SubscriptionSettings:
 class Subscription:
     """A subscription as declared in the catalog; `overrides` holds only what its owner set."""
 
+    noun: ClassVar = "subscription"
+    settings_class: ClassVar = SubscriptionSettings
     name: str
     subscription_id: UUID
     topics: tuple[str, ...]

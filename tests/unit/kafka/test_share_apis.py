@@ -224,7 +224,7 @@ async def desk(
         membership=membership,
         producer_ids=ProducerIds(CatalogDeclarations(catalog)),
         declared=declared,
-        secrets=StoredSecrets(catalog, Sealing(None), declared.subscriptions, declared.pipelines, declared.mirrors),
+        secrets=StoredSecrets(catalog, Sealing(None), declared.with_secrets),
         budget=Budget(1 << 20),
         connections=(),
         sources=(),

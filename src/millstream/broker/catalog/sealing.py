@@ -17,16 +17,12 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.mirror import Mirror, MirrorSettings
-from millstream.core.pipeline import SETTINGS, Pipeline
 from millstream.core.private_file import read_private, write_private
-from millstream.core.setting import SealedValue, settings_of
-from millstream.core.subscription import Subscription, SubscriptionSettings
+from millstream.core.setting import SealedValue, secret_names
 
 FLAG: Final = "--secrets-key-file"
 _KEY_BYTES: Final = 32
@@ -40,14 +36,24 @@ _NO_KEY: Final = (
     "(`millstream secrets init --file FILE` makes one)"
 )
 
-SUBSCRIPTION: Final = "subscription"
-PIPELINE: Final = "pipeline"
 
-MIRROR: Final = "mirror"
+class Sealable(Protocol):
+    """What the catalog declares with settings of which some are secrets; a frozen dataclass."""
 
-Sealable = Subscription | Pipeline | Mirror
+    noun: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
-N = TypeVar("N", bound=Subscription | Pipeline | Mirror)
+    @property
+    def name(self) -> str: ...
+    @property
+    def overrides(self) -> Mapping[str, str]: ...
+    @property
+    def sealed(self) -> Mapping[str, SealedValue]: ...
+    @property
+    def settings_class(self) -> type: ...
+
+
+N = TypeVar("N", bound=Sealable)
 
 
 class CannotOpen(Exception):
@@ -199,12 +205,12 @@ class Sealing:
     def open_all(self, stored: N) -> N:
         """Open the secrets of what the catalog declares; those that cannot be opened stay sealed, with the reason."""
         overrides, sealed = dict(stored.overrides), dict[str, SealedValue]()
-        for setting in secret_settings(stored) & overrides.keys():
+        for setting in secret_names(stored.settings_class) & overrides.keys():
             text = overrides[setting]
             if not text:
                 continue
             try:
-                overrides[setting] = self.open(text, _noun_of(stored), stored.name, setting)
+                overrides[setting] = self.open(text, stored.noun, stored.name, setting)
             except CannotOpen as error:
                 sealed[setting] = SealedValue(overrides.pop(setting), f"{setting} cannot be opened: {error}")
         return dataclasses.replace(stored, overrides=overrides, sealed=sealed)
@@ -216,12 +222,12 @@ class Sealing:
         node may not have the newest key yet.
         """
         texts = {**declared.overrides, **{name: value.text for name, value in declared.sealed.items()}}
-        for setting in secret_settings(declared) & declared.overrides.keys():
+        for setting in secret_names(declared.settings_class) & declared.overrides.keys():
             text = declared.overrides[setting]
             if before is not None and stored is not None and before.overrides.get(setting) == text:
                 texts[setting] = stored[setting]
             elif text:
-                texts[setting] = self.seal(text, _noun_of(declared), declared.name, setting)
+                texts[setting] = self.seal(text, declared.noun, declared.name, setting)
         return texts
 
     def describe(self, stored: Sealable) -> list[SealedSecret]:
@@ -229,22 +235,22 @@ class Sealing:
         problems = self.open_all(stored).sealed
         return [
             SealedSecret(
-                noun=_noun_of(stored),
+                noun=stored.noun,
                 name=stored.name,
                 setting=setting,
                 key_id=_key_id_of(stored.overrides[setting]),
                 problem=problems[setting].problem if setting in problems else "",
             )
-            for setting in sorted(secret_settings(stored) & stored.overrides.keys())
+            for setting in sorted(secret_names(stored.settings_class) & stored.overrides.keys())
             if stored.overrides[setting]
         ]
 
     def reseal(self, stored: Sealable) -> dict[str, str]:
         """Return the settings with the secrets that an older key sealed under the newest one."""
         opened, texts = self.open_all(stored), dict(stored.overrides)
-        for setting in secret_settings(stored) & opened.overrides.keys():
+        for setting in secret_names(stored.settings_class) & opened.overrides.keys():
             if texts[setting] and _key_id_of(texts[setting]) != self.current().key_id:
-                texts[setting] = self.seal(opened.overrides[setting], _noun_of(stored), stored.name, setting)
+                texts[setting] = self.seal(opened.overrides[setting], stored.noun, stored.name, setting)
         return texts
 
     def _create(self, path: Path) -> None:
@@ -306,22 +312,3 @@ def _cipher(key: SecretKey) -> Any:
 
 def _place(noun: str, name: str, setting: str) -> bytes:
     return json.dumps(["millstream", noun, name, setting]).encode()
-
-
-def _noun_of(declared: Sealable) -> str:
-    if isinstance(declared, Mirror):
-        return MIRROR
-    return SUBSCRIPTION if isinstance(declared, Subscription) else PIPELINE
-
-
-def secret_settings(declared: Sealable) -> frozenset[str]:
-    """Return the names of the settings that are sealed."""
-    if isinstance(declared, Mirror):
-        return _secrets_among(MirrorSettings)
-    kind: type = SubscriptionSettings if isinstance(declared, Subscription) else SETTINGS[declared.kind]
-    return _secrets_among(kind)
-
-
-@cache
-def _secrets_among(kind: type) -> frozenset[str]:
-    return frozenset(setting.name for _, setting in settings_of(kind) if setting.is_secret)

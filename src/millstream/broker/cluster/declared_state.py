@@ -16,6 +16,7 @@ from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.broker.security.secrets import SecretHolder
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.clock import Clock
 from millstream.core.config import Config
@@ -47,6 +48,11 @@ class DeclaredState:
             schemas=SchemaRegistry(declarations),
             mirrors=Mirrors(declarations, clock, new_id=new_id),
         )
+
+    @property
+    def with_secrets(self) -> tuple[SecretHolder, ...]:
+        """The holders of nouns whose settings may be secrets."""
+        return (self.subscriptions, self.pipelines, self.mirrors)
 
     async def load(self) -> None:
         """Read everything from the catalog."""

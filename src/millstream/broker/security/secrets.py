@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.catalog.sealing import MIRROR, PIPELINE, SUBSCRIPTION, SealedSecret, Sealing
-from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.catalog.sealing import Sealable, SealedSecret, Sealing
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.setting import seal_problem
 
@@ -22,22 +19,25 @@ LOOK_S: Final = 2.0
 _NAMED_MAX: Final = 10
 
 
+class SecretHolder(Protocol):
+    """A node's copy of a noun that has secrets."""
+
+    def all(self) -> Iterable[Sealable]: ...
+    async def load(self) -> None: ...
+    def on_change(self, listener: Callable[[], None], /) -> None: ...
+
+
 class StoredSecrets:
     """What the catalog holds sealed, and whether this node can open it."""
 
-    def __init__(
-        self, catalog: Catalog, sealing: Sealing, subscriptions: Subscriptions, pipelines: Pipelines, mirrors: Mirrors
-    ) -> None:
+    def __init__(self, catalog: Catalog, sealing: Sealing, holders: Sequence[SecretHolder]) -> None:
         self._catalog = catalog
         self._sealing = sealing
-        self._subscriptions = subscriptions
-        self._pipelines = pipelines
-        self._mirrors = mirrors
+        self._holders = holders
         self._problems: dict[str, str] = {}
         self._has_problems = asyncio.Event()
-        subscriptions.on_change(self._look)
-        pipelines.on_change(self._look)
-        mirrors.on_change(self._look)
+        for holder in holders:
+            holder.on_change(self._look)
         self._look()
 
     async def list(self) -> list[SealedSecret]:
@@ -70,21 +70,16 @@ class StoredSecrets:
             if not self._sealing.has_changed():
                 continue
             try:
-                await self._subscriptions.load()
-                await self._pipelines.load()
-                await self._mirrors.load()
+                for holder in self._holders:
+                    await holder.load()
             except MillstreamError as error:
                 _logger.warning("secrets could not be read again", extra={"error": str(error)})
 
     def _look(self) -> None:
         found = {
-            f"{noun} {one.name!r}": seal_problem(one.sealed)
-            for noun, declared in (
-                (SUBSCRIPTION, self._subscriptions.all()),
-                (PIPELINE, self._pipelines.all()),
-                (MIRROR, self._mirrors.all()),
-            )
-            for one in declared
+            f"{one.noun} {one.name!r}": seal_problem(one.sealed)
+            for holder in self._holders
+            for one in holder.all()
             if one.sealed
         }
         for place in sorted(found.keys() - self._problems.keys())[:_NAMED_MAX]:
