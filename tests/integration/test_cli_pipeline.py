@@ -65,7 +65,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(millstream: CommandLine, 
     refused = millstream("pipeline", "create", "land", "wrong")
     assert (refused.code, "either `topics` or `pattern`" in refused.err) == (2, True)
     refused = millstream("pipeline", "create", "land", "wrong", "--topic", "orders", "--schema", "id lnog")
-    assert refused.err.endswith("column 4: 'lnog' is no type; did you mean 'long'?\n  id lnog\n     ^^^^\n")
+    assert refused.err.endswith("column 4: 'lnog' is not a type; did you mean 'long'?\n  id lnog\n     ^^^^\n")
     refused = millstream("pipeline", "create", "transform", "wrong", "--into", "x", "--sql", "SELECT * FROM x")
     assert (refused.code, "reads the topic 'x' that it writes" in refused.err) == (2, True)
     refused = millstream("pipeline", "run", "transform", "--into", "x", "--sql", "SELECT * FROM y", "--lake", "/lake")

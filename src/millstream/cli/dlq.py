@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
 
 PATIENCE_S = 5.0
-"""So long a failover is waited out before letters are counted without some partitions."""
+"""How long to wait for a failover before counting letters without some partitions."""
 
 app = typer.Typer(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
 

@@ -146,7 +146,7 @@ def _columns(columns: Mapping[str, str]) -> str:
 
 
 PROGRESS_S: Final = 10.0
-"""The shortest interval of progress lines if stderr is no terminal."""
+"""The shortest interval of progress lines if stderr is not a terminal."""
 
 
 class Stages:

@@ -131,7 +131,7 @@ def _time_ms(text: str | None, flag: str) -> int | None:
     if text is None:
         return None
     if parse_age_ms(text.strip()) is not None:
-        raise typer.BadParameter(f"{flag} {text} would be another time when the replay goes on; give the time itself")
+        raise typer.BadParameter(f"{flag} {text} would change when the replay resumes; give an absolute time")
     position = parse_position(text)
     if position.kind is not Kind.TIME:
         raise typer.BadParameter(f"{flag} is a time such as 2026-01-31T12:00:00Z, not {text!r}")

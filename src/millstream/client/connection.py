@@ -490,7 +490,7 @@ class Connection:
         return stream
 
     def _left(self, source: Source) -> None:
-        """Nothing iterates over a stream any more. The garbage collector may notice in any thread."""
+        """Close a stream that is no longer iterated over; the garbage collector may call this in any thread."""
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
@@ -515,7 +515,7 @@ class Connection:
 
 
 async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
-    """Also give up what is not settled."""
+    """Also return messages that are not settled."""
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     await source.return_untaken()

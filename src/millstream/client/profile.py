@@ -117,7 +117,7 @@ def load_profile(name: str) -> Profile:
 def _profile(name: str, table: object, path: Path) -> Profile:
     kinds = {one.name.replace("_", "-"): bool if one.name == "tls" else str for one in fields(Profile)}
     if not isinstance(table, dict):
-        raise InvalidSetting(f"profiles {path}: {name} is no table; a profile begins with [{name}]")
+        raise InvalidSetting(f"profiles {path}: {name} is not a table; a profile begins with [{name}]")
     for key, value in table.items():
         if key not in kinds:
             raise InvalidSetting(

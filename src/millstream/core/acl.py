@@ -161,7 +161,7 @@ class Acl:
             raise InvalidRequest("a rule either allows or denies")
         if self.operation is not Operation.ALL and self.operation not in OPERATIONS[self.resource_type]:
             raise InvalidRequest(
-                f"{name_of(self.operation)} is no operation of a {name_of(self.resource_type)}; "
+                f"{name_of(self.operation)} is not an operation on a {name_of(self.resource_type)}; "
                 f"those are {', '.join(map(name_of, OPERATIONS[self.resource_type]))}"
             )
         return self

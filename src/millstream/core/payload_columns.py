@@ -178,7 +178,7 @@ class _Reader:
             raise self._refused(token, f"payloads are not decoded into the type {name}; use string to keep the text")
         if token.kind in (Kind.WORD, Kind.NAME):
             known = suggestion(name, _KNOWN) or f"; there are {', '.join(_KNOWN)}"
-            raise self._refused(token, f"{token.text!r} is no type{known}")
+            raise self._refused(token, f"{token.text!r} is not a type{known}")
         raise self._refused(token, "a type is missing, as in `id long, name string`")
 
     def _decimal(self, token: Token) -> ColumnType:

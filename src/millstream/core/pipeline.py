@@ -933,7 +933,7 @@ def _check_target(topic: str) -> None:
 
 
 def expectations_of(text: str) -> list[str]:
-    """Parse the conditions that messages should meet; raise `InvalidSetting` if they are no list of texts."""
+    """Parse the conditions that messages should meet; raise `InvalidSetting` if they are not a list of texts."""
     if not text.strip():
         return []
     try:

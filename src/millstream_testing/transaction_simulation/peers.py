@@ -11,7 +11,7 @@ from typing import Any
 from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
 
 from millstream.broker.coordination.peers import ANSWER_S
-from millstream.broker.transactions.marker_routes import Answers, MarkerRoutes
+from millstream.broker.transactions.marker_sender import Answers, MarkerRoutes
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cli import input_lines
+from millstream.cli import publish
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.input_lines import read_line_groups
+from millstream.cli.publish import read_line_groups
 
 
 async def read_all(descriptor: int) -> list[bytes]:
@@ -39,7 +39,7 @@ async def test_a_file_is_read_line_by_line(tmp_path: Path, content: bytes, lines
 
 
 async def test_lines_that_span_chunks_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_lines, "CHUNK_BYTES", 3)
+    monkeypatch.setattr(publish, "CHUNK_BYTES", 3)
     descriptor = opened(tmp_path / "input", b"first\nsecond line\nx")
     assert await read_all(descriptor) == [b"first", b"second line", b"x"]
     os.close(descriptor)
@@ -73,7 +73,7 @@ async def test_input_that_cannot_be_waited_for_is_read_at_once() -> None:
 
 
 async def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_lines, "LINE_BYTES_MAX", 10)
+    monkeypatch.setattr(publish, "LINE_BYTES_MAX", 10)
     descriptor = opened(tmp_path / "input", b"one\ntwo\n" + b"x" * 11)
     with pytest.raises(CommandFailed, match="line 3 of the input is longer than 10 bytes"):
         await read_all(descriptor)

@@ -12,8 +12,8 @@ import pytest
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, RequestTimedOut, UnknownTopic
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.verb import Verb
-from millstream.gateway.api import settling
-from millstream.gateway.api.settling import Lease, Verdict, settle
+from millstream.gateway.api.routes import pulling
+from millstream.gateway.api.routes.pulling import Lease, Verdict, settle
 from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
 from millstream.protocol.wire.client import Client
@@ -80,7 +80,7 @@ async def test_settlements_are_kept_while_no_leader_is_known() -> None:
 
 
 async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "SETTLE_S", 0.2)
+    monkeypatch.setattr(pulling, "SETTLE_S", 0.2)
     first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER] * 1000}))
     assert first is None
     assert isinstance(second, RequestTimedOut)

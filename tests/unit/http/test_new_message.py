@@ -14,7 +14,7 @@ from millstream.gateway.api.cloud_event import from_headers, from_members, struc
 from millstream.gateway.api.message import in_one_line, received
 from millstream.gateway.api.new_message import NewMessage, from_batch, from_request
 from millstream.gateway.api.problem import Refused
-from millstream.gateway.api.settling import read_token, token_of
+from millstream.gateway.api.routes.pulling import read_token, token_of
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record
 

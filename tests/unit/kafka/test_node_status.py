@@ -3,8 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.apis.node_status import DAMAGE_MAX, READY, STOPPING, NodeState, NodeStatus
-from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.broker.kafka.apis.node_status import (
+    DAMAGE_MAX,
+    READY,
+    STOPPING,
+    GroupMetrics,
+    NodeState,
+    NodeStatus,
+    ProcessMetrics,
+)
 from millstream.core.ids import PartitionIndex
 from millstream.core.metric import Histogram, Metric, MetricSource, Sample, counter
 from millstream.core.topic import TopicPartition

@@ -35,8 +35,7 @@ from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
-from millstream.broker.transactions.marker_routes import MarkerRoutes
-from millstream.broker.transactions.marker_sender import MarkerSender
+from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import FencedProducer, UnknownTopic

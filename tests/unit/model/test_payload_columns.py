@@ -41,8 +41,8 @@ def test_types_have_parts() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("id lnog", "line 1, column 4: 'lnog' is no type; did you mean 'long'?\n  id lnog\n     ^^^^"),
-        ("id long,\ntotal xyz", "line 2, column 7: 'xyz' is no type; there are boolean, "),
+        ("id lnog", "line 1, column 4: 'lnog' is not a type; did you mean 'long'?\n  id lnog\n     ^^^^"),
+        ("id long,\ntotal xyz", "line 2, column 7: 'xyz' is not a type; there are boolean, "),
         ("id long name string", "column 9: a comma is missing before 'name'"),
         ("id long,", "column 9: the name of a column is missing"),
         ("", "column 1: the name of a column is missing"),

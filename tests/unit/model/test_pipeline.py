@@ -68,7 +68,7 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is no type"),
+        ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is not a type"),
         ({"schema": "tags array<map<string, string>>", "decode": "json"}, "not landed as"),
         ({"topics": "orders, bills,orders"}, "names 'orders' twice"),
         ({"topics": "orders,orders__quarantine", "decode": "json"}, "the quarantine of 'orders'"),

@@ -43,7 +43,9 @@ def open_database(url: str, *, password_file: str = "") -> Engine:
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
-        raise ValueError(f"{without_password(url)!r} is no URL as postgresql://user@host:5432/database") from None
+        raise ValueError(
+            f"{without_password(url)!r} is not a URL such as postgresql://user@host:5432/database"
+        ) from None
     if parsed.get_backend_name() == "sqlite":
         engine = create_engine(parsed, hide_parameters=True, connect_args={"timeout": CALL_S_MAX})
         event.listen(engine, "connect", _make_durable)

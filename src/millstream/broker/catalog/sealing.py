@@ -73,7 +73,7 @@ class SecretKey:
 
     @property
     def key_id(self) -> str:
-        """The name of the key, which is no secret."""
+        """The public name of the key."""
         return hashlib.sha256(b"millstream key id" + self.key).hexdigest()[:12]
 
     @property
@@ -100,7 +100,7 @@ def _parse_line(line: bytes, path: Path, number: int) -> SecretKey:
     except binascii.Error:
         key = SecretKey(b"")
     if len(key.key) != _KEY_BYTES or key.key_id.encode() != key_id:
-        raise InvalidSetting(f"{FLAG} {path}: line {number} is no key that `millstream secrets` has made")
+        raise InvalidSetting(f"{FLAG} {path}: line {number} is not a key created by `millstream secrets`")
     return key
 
 

@@ -262,7 +262,7 @@ class Plans:
         expect = () if expect_revision is None else (Expect(keys.PLAN, expect_revision),)
         revision = await self._store.change(changes, expect)
         if revision is None:
-            raise Conflict(f"{what} was changed by somebody else at the same time; look at it again")
+            raise Conflict(f"{what} was changed concurrently; check it and try again")
         await self._view.until(lambda: self._view.revision >= revision, _AGREEMENT_S, what=what)
 
 

@@ -726,7 +726,7 @@ class Topics:
                 f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
             )
         if name in INTERNAL_TOPICS and not internal:
-            raise PolicyViolation(f"the name {name!r} is kept for the broker's own state")
+            raise PolicyViolation(f"the name {name!r} is reserved for the broker's own state")
         wanted = self._config.default_partitions if partitions == -1 else partitions
         self._check_partitions(wanted)
         nodes = self._replication_max()

@@ -101,7 +101,7 @@ class FollowerSession:
     # -- partition state ------------------------------------------------------------------------------------
 
     def appended(self, partition: Partition) -> None:
-        """There is something to read."""
+        """Wake the session: a partition has records to read."""
         self._note(self.unread, partition)
 
     def advanced(self, partition: Partition) -> None:
@@ -387,7 +387,7 @@ class FollowerFetch:
 class _Wait(Promise):
     """A fetch that waits until there is something to report or its wait ends; what is not urgent waits a little.
 
-    It is no task: the fetches of followers are so many that what a task costs would be seen.
+    It is not a task: followers fetch so often that the cost of a task would be measurable.
     """
 
     __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_wake_scheduled", "_session", "_timer")

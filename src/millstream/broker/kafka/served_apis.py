@@ -84,7 +84,15 @@ from millstream.broker.kafka.apis.mirror_apis import (
     MirrorReverse,
     MirrorSwitch,
 )
-from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
+from millstream.broker.kafka.apis.node_status import (
+    READY,
+    STOPPING,
+    Damaged,
+    GroupMetrics,
+    NodeState,
+    NodeStatus,
+    ProcessMetrics,
+)
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_delete import OffsetDelete
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
@@ -144,7 +152,6 @@ from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
-from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.broker.kafka.quota_meter import QuotaMeters
 from millstream.broker.kafka.share_consumers import ShareConsumers
 from millstream.broker.kafka.share_offsets import ShareOffsets

@@ -13,8 +13,7 @@ from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
-from millstream.broker.transactions.marker_routes import MarkerRoutes
-from millstream.broker.transactions.marker_sender import MarkerSender
+from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader

@@ -301,7 +301,7 @@ class HeavyBatch(NamedTuple):
 
     data: bytes
     offsets: range
-    """Those of it that count."""
+    """The offsets of its records that are searched."""
     timestamp_ms: int
     max_timestamp_ms: int
     epoch: Epoch

@@ -127,7 +127,7 @@ class LogStore:
         )
         self._cutting: set[asyncio.Future[None]] = set()
         self._inspections: dict[Segment, Inspection] = {}
-        """Those under way, and those that have just found nothing."""
+        """Passes in progress, and those that have just found nothing to do."""
         self._closing = False
         self._commit_seconds = Histogram()
         self._checkpoints = 0

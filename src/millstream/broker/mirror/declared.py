@@ -88,7 +88,9 @@ class Mirrors:
             overrides = {key: text for key, text in merged.items() if text is not None}
             settings = check_mirror(name, overrides)
             if settings.rename != now.settings.rename:
-                raise InvalidMirror(f"the copies of mirror {name!r} have their names; create another mirror instead")
+                raise InvalidMirror(
+                    f"mirror {name!r} already has copies, whose names cannot change; create another mirror instead"
+                )
             sealed = {key: value for key, value in now.sealed.items() if key not in changes}
             return dataclasses.replace(now, overrides=overrides, sealed=sealed)
 

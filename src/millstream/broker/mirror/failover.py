@@ -285,7 +285,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
         for index, cut in offsets.items()
         if ends.get(topic, {}).get(index, 0) > cut
     ]
-    # Markers of transactions that the other side has aborted as well are no loss.
+    # Markers of transactions that the other side has aborted as well need not be saved.
     removed = [one for one in beyond if await _has_records(service, one)]
     if request.save_to:
         for one in removed:

@@ -237,7 +237,7 @@ class Follower:
         deadline = self._service.clock.monotonic() + ARRIVAL_S
         while missing := _missing(offsets, await self._reached(offsets, is_verified=False)):
             if self._service.clock.monotonic() > deadline:
-                raise RequestTimedOut(f"clients wait at a commit because {missing} has not arrived")
+                raise RequestTimedOut(f"reads stop at a commit marker because {missing} has not arrived")
             await asyncio.sleep(ARRIVAL_LOOK_S)
         mirror = self._service.mirrors.get(name)
         if mirror is None:

@@ -154,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
         self._has_ended = False
         """Whether the client sends nothing more, as far as its last turn showed."""
         self._began = 0.0
-        """When serving began that is under way, less the time that was charged meanwhile."""
+        """When the current turn began, less the time that was charged meanwhile."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups

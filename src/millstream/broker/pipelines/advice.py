@@ -1,4 +1,4 @@
-"""Advice to the owner of a pipeline when it is declared or changed: hints that are no reason to refuse it."""
+"""Advice to the owner of a pipeline when it is declared or changed: hints that do not reject it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Registered(Sequence[SubjectVersion]):
         return [one for one in self._versions if not one.is_deleted]
 
     def select(self, *, deleted: bool = False, deleted_only: bool = False) -> list[SubjectVersion]:
-        """Those that a client asks for."""
+        """Return the versions that are not deleted; with `deleted` all, with `deleted_only` the others."""
         if deleted_only:
             return [one for one in self._versions if one.is_deleted]
         return list(self._versions) if deleted else self.live

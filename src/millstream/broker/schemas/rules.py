@@ -168,7 +168,7 @@ class SchemaRules:
                     schema = await self._registry.find_schema(schema_id, subject)
                     text = await self._registry.render(schema, COMPILED)
                     return CompiledSchema(key=key, schema_type=schema.content.schema_type, compiled=text)
-        raise CorruptBatch("the process that checks records asks for an unknown schema")
+        raise CorruptBatch("the process that checks records requested an unknown schema")
 
     def _rule(self, settings: TopicSettings) -> SchemaRule:
         declared = (settings.schema_key, settings.schema_value, settings.schema_validate)

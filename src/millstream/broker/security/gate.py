@@ -111,7 +111,7 @@ class Gate:
             return session.answer_token(bytes(frame))
         header = read_request_header(frame)
         if header.api_key not in (_IN_DIALOGUE if session.has_begun else _BEFORE):
-            raise ProtocolViolation(f"API {header.api_key} was asked for before authentication")
+            raise ProtocolViolation(f"API {header.api_key} was requested before authentication")
         return self.service.handle(frame, connection)
 
     def _open(self, connection: Connection) -> Session:

@@ -1,6 +1,6 @@
 """Bearer tokens: JSON web tokens of a trusted issuer, checked by its published keys.
 
-Only asymmetric algorithms are taken, so a public key can never pass for a secret, and `alg: none` is no algorithm.
+Only asymmetric algorithms are taken, so a public key can never pass for a secret, and `alg: none` is rejected.
 """
 
 from __future__ import annotations

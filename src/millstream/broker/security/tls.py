@@ -118,7 +118,7 @@ class _Rule:
         try:
             self._pattern = re2.compile(pattern.replace("\\/", "/"))
         except re2.error as error:
-            raise InvalidSetting(f"the rule for {pattern!r} is no regular expression: {error}") from error
+            raise InvalidSetting(f"the rule for {pattern!r} is not a regular expression: {error}") from error
         # Java writes a group as $1, and a plain character behind a backslash.
         self._replacement = re2.sub(r"\$(\d)", r"\\\1", replacement.replace("\\/", "/"))
         self._case = case

@@ -99,7 +99,7 @@ IN_FLIGHT_MAX: Final = 5
 """The number of batches per producer that a log remembers."""
 
 REFUSED_S_MAX: Final = 300.0
-"""So long at most a letter waits that its topic refuses."""
+"""The longest wait before a letter that its topic refused is retried."""
 
 MESSAGE_ID: Final = "message-id"
 

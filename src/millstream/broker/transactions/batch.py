@@ -69,4 +69,4 @@ def check_members(query: str, batch: int, members: tuple[Member, ...]) -> None:
     for member in members:
         attempt = attempt_of(member.transactional_id)
         if attempt is None or (attempt.query, attempt.batch) != (query, batch):
-            raise InvalidRequest(f"{member.transactional_id!r} is no attempt at batch {batch} of query {query!r}")
+            raise InvalidRequest(f"{member.transactional_id!r} is not an attempt at batch {batch} of query {query!r}")

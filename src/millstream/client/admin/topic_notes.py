@@ -63,7 +63,7 @@ _DELETING: Final = frozenset({"cleanup.policy", "retention.ms", "retention.bytes
 
 async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """Note if the topic has fewer replicas than the node's default."""
-    # This is only a note, so a broker that does not answer is no failure.
+    # This is only a note, so a broker that does not answer is not an error.
     with suppress(MillstreamError):
         usual = await default_replication(client, min((await client.metadata(())).nodes))
         copies = topic.replication

@@ -32,7 +32,7 @@ class Step:
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else is worth knowing now, by name (the columns of tables …); a new text replaces the one before."""
     is_open: bool = False
-    """Whether a batch continues after the step and has finished nothing yet, which is no sign of progress."""
+    """Whether a batch continues after the step and has finished nothing yet, which does not count as progress."""
 
 
 class TimeWindow(NamedTuple):

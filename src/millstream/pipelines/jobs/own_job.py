@@ -291,7 +291,7 @@ def load_module(code: str, module_name: str, file_name: str) -> ModuleType:
 
     spec = spec_from_loader(module_name, loader=None, origin=file_name)
     if spec is None:
-        raise ImportError(f"no module can be made of {file_name}")
+        raise ImportError(f"no module can be loaded from {file_name}")
     module: ModuleType = module_from_spec(spec)
     module.__file__ = file_name
     sys.modules[module_name] = module

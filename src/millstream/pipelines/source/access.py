@@ -262,7 +262,7 @@ def may_write(
 
 
 def _transactional_ids(query: str) -> list[tuple[str, PatternType]]:
-    """Those of a query, or, for a stream that learns its query's name in its tasks, of all queries."""
+    """Return the ids of a query; of all queries for a stream, which learns its query's name in its tasks."""
     if query:
         return [(query, PatternType.LITERAL), (f"spark/{query}/", PatternType.PREFIXED)]
     return [(WILDCARD, PatternType.LITERAL)]

@@ -46,7 +46,7 @@ DEPTH_MAX: Final = 12
 PARTS_MAX: Final = 5000
 ELEMENT: Final = "element"
 VALUE: Final = "value"
-"""The field of a schema that is no record."""
+"""The field of a schema that is not a record."""
 TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _LONG: Final = 2**63
 _SHOWN_MAX: Final = 60
@@ -369,7 +369,7 @@ def _struct(fields: Sequence[pa.Field]) -> pa.DataType:
 
 
 def _schema(typed: Typed, read: Callable[[Framed], Any]) -> TypedSchema:
-    """The decoder of a whole schema: its fields, or one field if it is no record."""
+    """The decoder of a whole schema: its fields, or one field if it is not a record."""
     convert = typed.convert or _same
     if pa.types.is_struct(typed.kind):
         return TypedSchema(pa.schema(list(typed.kind)), lambda framed: convert(read(framed)))
@@ -397,7 +397,7 @@ _AVRO_LOGICAL: Final[Mapping[str, pa.DataType]] = {
     "time-micros": pa.string(),
     "timestamp-millis": TIMESTAMP,
     "timestamp-micros": TIMESTAMP,
-    # A time without a zone is no moment; tables have only those.
+    # A time without a zone is not an instant, and tables have only instants.
     "local-timestamp-millis": pa.string(),
     "local-timestamp-micros": pa.string(),
     "uuid": pa.string(),

@@ -24,7 +24,7 @@ def unwrapped(field_type: Any) -> tuple[Any, bool]:
 
 
 def item_of(kind: Any) -> Any:
-    """Return the item type of an array, or None if it is no array."""
+    """Return the item type of an array, or None if it is not an array."""
     return get_args(kind)[0] if get_origin(kind) is tuple else None
 
 

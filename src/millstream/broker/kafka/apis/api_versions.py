@@ -67,7 +67,6 @@ class ApiVersions:
 
     key = API_VERSIONS_KEY
     versions = (0, 4)
-    changes = None
 
     def __init__(self, served: Sequence[ServedApi]) -> None:
         self._served = served

@@ -12,7 +12,7 @@ caller's rights at every node; `broker/security/assertion.py` describes it. A fa
 
 Only nodes may send this request, since the sender names the address that access rules are evaluated with.
 
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is not part of Kafka.
 """
 
 from __future__ import annotations

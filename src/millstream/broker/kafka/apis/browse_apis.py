@@ -227,7 +227,7 @@ class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):
         return ListRightsResponse(allowed=[True] * len(_checked(request)))
 
     async def handle_from(self, client: ClientInfo, request: ListRightsRequest) -> ListRightsResponse:
-        """Look up each one; a question is no denied request, so none is recorded."""
+        """Look up each one; this is a query, so denials are not recorded."""
         rights = client.rights
         if rights is None:
             return await self.handle(request)

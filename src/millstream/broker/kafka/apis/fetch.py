@@ -135,7 +135,7 @@ class FetchSessions:
         return session
 
     def close(self, session_id: int) -> None:
-        """Forget a session; an unknown one is no error."""
+        """Forget a session; an unknown one is ignored."""
         self._by_id.pop(session_id, None)
 
     def _make_room(self, partitions: int) -> None:

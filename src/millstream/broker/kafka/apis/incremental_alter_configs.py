@@ -174,7 +174,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         for config in configs:
             if config.name in changes:
                 raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
-            # Deleting an unknown setting is no error, as in Kafka: tools clean up settings of other versions.
+            # Deleting an unknown setting is not an error, as in Kafka: tools clean up settings of other versions.
             if config.config_operation != DELETE and config.name not in TopicSettings.declared():
                 raise unknown_setting(config.name, TopicSettings.declared())
             if config.config_operation == DELETE:

@@ -123,7 +123,7 @@ class _Pending(Promise):
         self.unacknowledged = 0
 
     def partition_acknowledged(self) -> None:
-        """One of the partitions is acknowledged, or never will be."""
+        """Record that a partition is acknowledged, or never will be."""
         self.unacknowledged -= 1
         if not self.unacknowledged:
             self._produce.send_reply(self)

@@ -7,7 +7,7 @@
 `newest` is the key with which the node that answers seals, empty if it has none; `problem` says why it cannot open a
 secret. With `reseal`, secrets that older keys sealed are sealed with `newest` first.
 
-Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is not part of Kafka.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Payloads:
     deletes: Flags
     """Which messages delete their key."""
     ignored: Flags
-    """Which messages are no change at all: the tombstones that follow Debezium's deletes."""
+    """Which messages are not changes: the tombstones that follow Debezium's deletes."""
     reasons: dict[int, str]
     """Why messages cannot be opened, by row."""
 

@@ -439,7 +439,7 @@ class Decoder:
         return decoded if decoded is None or not self._maps else self._with_maps(decoded, values)
 
     def _with_maps(self, decoded: Decoded, values: pa.Array) -> Decoded | None:
-        """Add the columns of maps, which the parser does not read; None if a value is no object."""
+        """Add the columns of maps, which the parser does not read; None if a value is not an object."""
         try:
             documents = [picked(parsed(value), [field.name for field in self._maps]) for value in values.to_pylist()]
             maps = {

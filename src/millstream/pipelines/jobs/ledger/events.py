@@ -69,7 +69,7 @@ _FILE: Final = pa.schema([field for field in EVENTS if not field.name.startswith
 _NAMES: Final = _FILE.names
 _LEASES: Final = (DeltaKind.ACQUIRED, DeltaKind.EXTENDED, DeltaKind.RELEASED, DeltaKind.EXPIRED, DeltaKind.PARKED)
 _WITHOUT_ROW: Final = frozenset({DeltaKind.LEFT_BEHIND, DeltaKind.LETTER_CLOSED, DeltaKind.PLANNED})
-"""They say where a queue keeps what it knows, and change nothing for a message."""
+"""Bookkeeping of a queue's storage, which changes no message."""
 
 Row = dict[str, Any]
 

@@ -96,7 +96,7 @@ class Origin(Enum):
     DOCUMENT = auto()
     """All fields of the payload."""
     FIELD = auto()
-    """One of them."""
+    """One field of the payload."""
 
 
 @dataclass(frozen=True, slots=True)
