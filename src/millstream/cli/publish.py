@@ -276,8 +276,6 @@ async def _publish_lines(
 
 
 def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
-    from millstream.cli.input_lines import read_line_groups
-
     if os.isatty(descriptor):
         print_note("Reading messages from the terminal, one per line; end with Ctrl-D.")
     return read_line_groups(descriptor)

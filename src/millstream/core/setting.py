@@ -158,9 +158,13 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
             yield field.name, field.metadata[_KEY]
 
 
-@cache
 def secret_names(holder: type) -> frozenset[str]:
     """Return the names of the settings that a dataclass declares as secret."""
+    return _secret_names(holder)
+
+
+@cache
+def _secret_names(holder: type[Any]) -> frozenset[str]:
     return frozenset(declared.name for _, declared in settings_of(holder) if declared.is_secret)
 
 
