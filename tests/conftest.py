@@ -27,7 +27,7 @@ StartServer = Callable[..., Server]
 Server.forked = True
 
 # A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
-# driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.
+# driver say so: it takes long to start, and tests that only list pipelines need none.
 # Tests write records with old times, which only those about retention want to see deleted. Members may have short
 # sessions, so that a dead one is missed soon.
 QUICK = {
@@ -88,7 +88,7 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One running server for all tests of a process; each test uses topics and groups of its own."""
+    """One running server for all tests of a process; each test uses its own topics and groups."""
     with Server(tmp_path_factory.mktemp("server") / "data", settings=QUICK) as started:
         yield started
 
@@ -109,7 +109,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """One Spark for all tests of this process, since it takes long to start; nobody stops it or sets its settings."""
+    """One Spark for all tests of this process, since it takes long to start; do not stop it or change its settings."""
     from millstream.spark.session import session
 
     settings = {
@@ -134,7 +134,7 @@ def topic(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    """Start servers for one test, with settings of its own; they end with the test."""
+    """Start servers for one test, with its own settings; they end with the test."""
     with ExitStack() as stack:
 
         def start(name: str = "data", **settings: object) -> Server:

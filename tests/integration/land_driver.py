@@ -6,10 +6,10 @@
 several tables has its commit; `before-quarantine`, when a table has its commit and its quarantine does not;
 `before-compaction` and `after-compaction`, around the commit of one; `before-widening` and `after-widening`, around the
 commit of a column that takes fractions from now on; `after-look` and `after-rewriting`, when all of its files were
-looked into, or written anew; `before-merge`, when changes of a table with keys are staged, and `after-commit`, when a
+looked into, or rewritten; `before-merge`, when changes of a table with keys are staged, and `after-commit`, when a
 commit was made and nothing else; `in-vacuum`, when one of two tables has lost its old files. Or it strikes a task that
-has written its files and did not tell yet: `kill-worker` kills its process, `kill-executor` the executor,
-`kill-rewriting` the process of one that writes files anew. Everything is landed as of the moment `landed`, an hour
+has written its files and not reported them yet: `kill-worker` kills its process, `kill-executor` the executor,
+`kill-rewriting` the process of one that rewrites files. Everything is landed as of the moment `landed`, an hour
 before, so that there is something to compact.
 
 With `until` it goes on until there is such a file and nothing is left, whatever else fails meanwhile; `more` are the
@@ -89,7 +89,7 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
 
 
 def struck_file_tasks(folder: str, fault: str) -> type[FileTasks[Any]]:
-    """Tasks with files of which one is struck, once, when it has written a file anew."""
+    """Tasks with files, one of which fails once after it has rewritten a file."""
 
     class Struck(FileTasks[Any]):
         def _done(self, files: Sequence[Any]) -> list[str]:
@@ -163,7 +163,7 @@ def main() -> None:
         try:
             steps = [job.step() for job in jobs]
         except MillstreamError as error:
-            # The broker is away; a task that fails for it ends the program, which is begun anew.
+            # The broker is down; a task that fails because of it ends the program, which is restarted.
             if until is None:
                 raise
             print(error, flush=True)

@@ -92,7 +92,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
         one.stop()
 
 
-def test_a_locked_cluster_knows_its_administrator_and_nobody_else(
+def test_a_locked_cluster_has_only_its_administrator_as_user(
     up: Callable[..., Up],
     etcd: EtcdServer,
     postgres: PostgresServer,

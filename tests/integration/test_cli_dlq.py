@@ -293,7 +293,7 @@ async def test_an_interrupted_command_gives_back_what_it_held(
             await task
         subscriptions = SubscriptionClient(client)
         again = await subscriptions.receive(f"__dlq/{name}-dead", "next", max_records=LETTERS, wait_ms=60_000)
-        assert [letter.attempt for letter in again] == [1] * LETTERS, "nobody has worked on them"
+        assert [letter.attempt for letter in again] == [1] * LETTERS, "no worker has received them"
         await subscriptions.settle(f"__dlq/{name}-dead", "next", again, Verb.RETURN)
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
     assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}

@@ -458,21 +458,21 @@ def test_a_pipeline_that_is_declared_at_one_node_is_known_to_all(cluster: Server
     assert first(*create).code == 0
     assert second(*create).code == 5
     assert third("pipeline", "rule", "put", topic, "large", "--topic", topic, "--to", f"{topic}-2").code == 0
-    # Whoever is asked tells the newest, also before the others have heard of it.
+    # Every node returns the newest, even before it has been notified.
     assert [rule["name"] for rule in second("pipeline", "rule", "list", topic, "--json").document] == ["large"]
     assert second("pipeline", "update", topic, "--set", "decode=none").code == 0
     reported = first("pipeline", "describe", topic, "--json").document
     assert (reported["state"], reported["overrides"], reported["version"]) == ("stopped", {"decode": "none"}, 2)
     assert third("pipeline", "delete", topic).code == 0
     assert first("pipeline", "describe", topic).code == 3
-    # The next test may look at what nodes tell of themselves.
+    # The next test may look at the status of nodes.
     wait_until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
 
 
 def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
     wait_until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
-    # What a node serves of subscriptions it tells once it has been asked for one.
+    # A node reports metrics of subscriptions after the first request for one.
     assert CommandLine(cluster.kafka)("subscription", "create", f"{topic}-queue", "--topic", topic).code == 0
     assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
     wait_until(lambda: "millstream_subscription_backlog" in get(cluster, "/metrics"))

@@ -1,4 +1,4 @@
-"""The short form of `make chaos-cluster`: real processes, links through relays, so nobody needs special rights."""
+"""The short form of `make chaos-cluster`: real processes, links through relays, without special rights."""
 
 from __future__ import annotations
 

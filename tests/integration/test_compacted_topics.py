@@ -122,7 +122,7 @@ def test_compaction_comes_when_it_is_due(server: Server, topic: str, settings: d
 
 
 def test_only_the_records_without_a_key_are_to_blame(eager: Server, topic: str) -> None:
-    """librdkafka tells the records that the broker names from others of their batch."""
+    """librdkafka distinguishes the records that the broker names from others of their batch."""
     create(eager, topic)
     outcomes: dict[bytes | None, KafkaError | None] = {}
     producer = Producer({"bootstrap.servers": eager.kafka, "linger.ms": 60_000, **QUIET})

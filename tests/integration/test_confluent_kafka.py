@@ -61,7 +61,7 @@ def receive(consumer: Consumer, count: int) -> list[Message]:
         assert time.monotonic() < deadline, f"{len(got)} of {count} messages came"
         for message in consumer.consume(count - len(got), 0.2):
             error = message.error()
-            # The client tells of topics that a pattern may yet match; that is not a failure of the broker.
+            # The client reports topics that a pattern may match later; that is not a failure of the broker.
             if error is not None and error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise KafkaException(error)
             if error is None:

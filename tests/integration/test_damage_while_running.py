@@ -75,7 +75,7 @@ def truncate(descriptor: int, frame: Frame) -> None:
 
 
 def harm(path: Path, how: Harm) -> range:
-    """Damage one batch of a segment and tell which offsets it holds: the last for a file that is cut, or the fourth."""
+    """Damage one batch of a segment and return its offsets: the last for a file that is cut, or the fourth."""
     found = list(frames(path))
     frame = found[-1 if how is truncate else 3]
     descriptor = os.open(path, os.O_RDWR)
@@ -150,7 +150,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         ):
             asyncio.run(drain(server.kafka, name, settings, gone))
 
-        # Everything that tells of damage names the same ranges.
+        # Every report of damage names the same ranges.
         reported = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
         checked = millstream("doctor", "--json")
         details = [one["detail"] for one in checked.document["findings"] if one["check"] == "damage"]

@@ -1,6 +1,6 @@
 """The samples of README.md and of every page under docs/ are run as they are written, against a real node.
 
-`millstream_testing.page` says how a fence tells that a sample is not run, and why, or how it is used.
+`millstream_testing.page` describes how a fence marks a sample that is not run, and why, or how it is used.
 """
 
 from __future__ import annotations

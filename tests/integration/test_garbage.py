@@ -1,4 +1,4 @@
-"""Bytes that are not Kafka's harm nobody but their sender."""
+"""Bytes that are not Kafka's affect only their sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that arrive late: nobody handles a message that another worker may have, and nothing stays leased to nobody.
+"""Late replies: no worker handles a message that another one may have, and no lease stays without a holder.
 
 A proxy stands between clients and broker, and keeps the broker's answers to requests for messages for a while.
 """
@@ -163,7 +163,7 @@ def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
     return Http.send(server, "POST", f"subscriptions/{name}/messages:pull", {"wait_ms": wait_ms})
 
 
-# -- nobody handles what another worker may have ------------------------------------------------------------------
+# -- no worker handles what another one may have ------------------------------------------------------------------
 
 
 async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **wanted: object) -> None:
@@ -252,7 +252,7 @@ async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> N
         await stream.hang_up()
 
 
-# -- nothing stays leased to nobody -------------------------------------------------------------------------------
+# -- no lease stays without a holder ------------------------------------------------------------------------------
 
 
 async def declare(server: Server, topic: str, lease_s: float) -> None:

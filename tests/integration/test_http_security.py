@@ -445,7 +445,7 @@ async def test_a_deleted_user_is_out_and_its_stream_ends(locked: Locked, admin: 
         assert json.loads(data.removeprefix("data: "))["status"] == 401
         async with asyncio.timeout(WAIT_S):
             while (answer := await carol.get(place)).status_code != 401:
-                assert answer.status_code == 503, "known to nobody, it is never let through"
+                assert answer.status_code == 503, "a caller that cannot be verified is never let through"
 
 
 def test_while_a_node_moves_to_authentication_callers_may_be_anonymous(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Shore:
         self.admin.delete_topics([topic])[topic].result(WAIT_S)
 
     def publish(self, topic: str, values: list[Any], **more: Any) -> list[Row]:
-        """Publish, and tell where each message is."""
+        """Publish, and return where each message is."""
         reported: list[Row] = []
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
@@ -201,7 +201,7 @@ def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str)
     published += shore.publish(topic, [{"n": 4, "id": 2.5}, {"n": 4.5}])
     assert run(job)[-1].counts["widened"] == 0
     assert [(row["n"], type(row["n"])) for row in shore.rows(other)] == [(1, int), (2, int)]
-    # A table that cannot be written anew holds up no other.
+    # A table that cannot be rewritten delays no other.
     next(shore.lake.joinpath(other).rglob("*.parquet")).unlink()
     shore.publish(other, [{"n": 2.5}])
     published += shore.publish(topic, [{"n": 5}])

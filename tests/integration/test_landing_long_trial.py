@@ -113,7 +113,7 @@ class Publisher(threading.Thread):
 
 
 class LongTrial:
-    """A broker with topics, programs that land them, and whoever kills them."""
+    """A broker with topics, programs that land them, and the killer of those programs."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server = server
@@ -230,7 +230,7 @@ class LongTrial:
         print(f"{time.strftime('%H:%M:%S')} {len(self.kills)} {what}", flush=True)
 
     def finish(self) -> None:
-        """Land what is left; a program that comes upon a broker that has just begun anew may need another try."""
+        """Land what is left; a program that finds the broker just restarted may need another try."""
         self._until.touch()
         for _ in range(3):
             with self.driver() as process:

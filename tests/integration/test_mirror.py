@@ -224,7 +224,7 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     pulled = berlin("subscription", "pull", f"{topic}-workers", "--accept", "--wait", "20", "-n", "2", "--json")
     assert [one["value"] for one in pulled.documents] == ["c", "d"], pulled.out
 
-    # Paris did not notice, and has records that nobody else has.
+    # Paris did not notice, and has records that exist only there.
     hanging.abort_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")

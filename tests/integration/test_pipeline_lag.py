@@ -1,4 +1,4 @@
-"""How many messages wait for pipelines, on a real server: also for those that nobody runs."""
+"""How many messages wait for pipelines, on a real server, including pipelines that no node runs."""
 
 from __future__ import annotations
 

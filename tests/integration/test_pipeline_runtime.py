@@ -145,7 +145,7 @@ def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Ser
     land.publish(1000)
     wait_until(land.is_complete)
     land.check()
-    # The whole server is killed as well, and goes on by itself.
+    # The whole server is killed as well, and resumes automatically.
     server.kill()
     server.start()
     land.publish(500)

@@ -126,7 +126,7 @@ def test_a_user_is_throttled_whatever_its_client_ids_are(tmp_path: Path) -> None
     broker.start_and_wait()
 
     async def produce(user: str, client_id: str) -> bool:
-        """Whether a client of a user is told to wait after its first messages."""
+        """Whether a client of a user is throttled after its first messages."""
         credentials = Credentials(user=user, password=f"{user}-password")
         async with Client.connect(broker.kafka_address, credentials=credentials, client_id=client_id) as client:
             (node,) = (await client.metadata(["shared-by-users"], create=True)).nodes

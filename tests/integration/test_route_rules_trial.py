@@ -1,6 +1,6 @@
 """Rules that are added, replaced and deleted while a route runs, under load and kills.
 
-Every set of rules has a stamp: a rule that sends all messages to its own topic. So each message tells by which set
+Every set of rules has a stamp: a rule that sends all messages to its own topic. So each message shows by which set
 it was routed, and has to be in the targets of that set, in no other, and once.
 """
 

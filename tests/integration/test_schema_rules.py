@@ -206,7 +206,7 @@ def test_a_client_library_reports_the_refusal(
     assert outcomes[1] is None
 
 
-def test_batches_that_decompress_to_much_cost_bounded_memory_and_hold_up_nobody(
+def test_decompression_bombs_cost_bounded_memory_and_delay_no_other_client(
     server: Server, millstream: CommandLine, registry: Any, topic: str
 ) -> None:
     rule(millstream, topic, validate="content")

@@ -36,7 +36,7 @@ async def ms(server: Server) -> AsyncIterator[millstream.Connection]:
 
 
 class Gathering:
-    """A handler that keeps what it gets and tells when it has enough."""
+    """A handler that collects messages and signals when it has enough."""
 
     def __init__(self, count: int) -> None:
         self.messages: list[millstream.Message] = []
@@ -67,7 +67,7 @@ async def test_five_lines(ms: millstream.Connection, topic: str) -> None:
 
 
 async def test_messages_of_a_recreated_topic_have_its_id(ms: millstream.Connection, topic: str) -> None:
-    """Also in a partition of which nothing tells that it is another one: nothing was stored in it before."""
+    """Also in an empty partition, where nothing shows that the topic was recreated."""
     receipts = []
     for partitions in ([0], [1, 0]):
         await create_topic(ms.client, topic, partitions=2, replication=-1, settings={})

@@ -1,4 +1,4 @@
-"""A node that restarts forgets leases of a moment ago: whoever holds the messages goes on, and gets none twice."""
+"""A restarted node forgets recent leases: their holders continue, and receive no message twice."""
 
 from __future__ import annotations
 

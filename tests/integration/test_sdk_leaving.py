@@ -1,4 +1,4 @@
-"""Whoever leaves an iteration gives back what was fetched ahead, and nobody's attempts are used up by that."""
+"""Leaving an iteration returns prefetched messages, and uses up no attempts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ async def test_without_its_key_a_secret_parks_push_and_nothing_else(tmp_path: Pa
         (warning,) = (await desk.run("cluster", "status", "--json")).document["warnings"]
         assert warning.startswith("subscription 'lost': ")
         assert SECRET in warning
-        # What needs no lost secret is pushed, with another of its own; what was sealed is kept by other changes.
+        # Endpoints whose secret is not lost are pushed to; other changes keep what is sealed.
         await desk.create("other")
         await desk.publish("other", "next")
         await desk.arrived("next")

@@ -343,7 +343,7 @@ def test_the_commands_and_pages_about_groups_know_share_groups(server: Server) -
 
 
 async def start_of(address: str, name: str) -> int:
-    """Where a share group is on the only partition of its topic, as one node tells."""
+    """The offset of a share group on the only partition of its topic, as one node reports it."""
     topic = DescribeShareGroupOffsetsRequestTopic(topic_name=TopicName(name), partitions=(i32(0),))
     group = DescribeShareGroupOffsetsRequestGroup(group_id=GroupId(name), topics=(topic,))
     async with Client.connect(address) as client:
@@ -378,7 +378,7 @@ def test_another_node_goes_on_with_the_queue(
             accept_until(consumer, seen, 6)
         assert seen == Counter([*numbers(5, 10), "after"])
         cluster.start()
-        # Whichever node is asked, and although nobody fetches any more.
+        # From any node, although no member fetches any more.
         for node in cluster:
             until_at(node.kafka, work.name, 11)
         work.publish("pulled")

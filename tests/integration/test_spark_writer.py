@@ -47,7 +47,7 @@ def options(server: Server, topic: str) -> WriteOptions:
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A broker that does not know Millstream's own requests: it tells nobody of them who does not say who it is."""
+    """A broker without Millstream's private requests: it advertises them to no client."""
     monkeypatch.setattr(channel, "_API_VERSIONS_SENT", 2)
     monkeypatch.setattr(links, "_links", {})
     target_topic._check.cache_clear()

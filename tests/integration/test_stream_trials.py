@@ -126,7 +126,7 @@ class StreamTrial:
         self.pipeline["settings"]["sql"] = sql.format(self.source)
 
     def start(self, pause: str = "", batch: int = 0) -> Run:
-        """The program, as a group of processes of its own."""
+        """The program, as a separate process group."""
         marks = self.folder / f"run-{len(self._runs)}"
         marks.mkdir()
         given: dict[str, Any] = {
@@ -278,7 +278,7 @@ def test_a_statement_that_is_changed_begins_where_the_rows_of_the_one_before_end
 ) -> None:
     stream = StreamTrial(server, topic[-40:], tmp_path, TOTALS)
     try:
-        # What is committed Spark does not know; what is promised nobody has decided.
+        # Spark does not know what is committed, and prepared transactions are undecided.
         stream.kill_at("after-commit", 2)
         stream.say(TOTALS.replace("count(*)", "sum(1)"))
         stream.kill_at("before-commit", 1)

@@ -157,7 +157,7 @@ def test_a_dry_run_reports_everything_and_does_nothing(shop: Shop) -> None:
         '{"id":2,"total":3.0}',
     ]
     assert "MapInArrow" in reported.plan
-    # What nobody asks for is not even decoded.
+    # Columns that are not selected are not decoded.
     assert "timestampType" not in reported.plan
     assert not list(shop.folder.iterdir())
     assert shop.run(sql) == 10

@@ -29,7 +29,7 @@ TRANSACTIONAL_ID = "writer"
 CLIENT = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 500}
 PRODUCER = {
     "transactional.id": TRANSACTIONAL_ID,
-    # However slow the machine is, the coordinator does not end a transaction by itself: nobody may be fenced here.
+    # However slow the machine is, the coordinator must not time out a transaction: no producer may be fenced here.
     "transaction.timeout.ms": 600_000,
     # librdkafka may wait for ever for a group's coordinator that has left the cluster, if it remembers it as such (its
     # issue 5511); it does so for this long.

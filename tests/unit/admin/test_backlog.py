@@ -33,7 +33,7 @@ def read(pipeline: Pipeline) -> Reader:
 
 
 class Cluster:
-    """Topics of one partition each, as a client tells of them; it stands in for the client."""
+    """Topics of one partition each; a stand-in for the client."""
 
     def __init__(self, **bounds: tuple[int, int]) -> None:
         self.bounds = bounds

@@ -13,7 +13,7 @@ from millstream.core.errors import BrokerUnreachable
 
 
 def reported(kind: str = "land", node: int | None = 2, **overrides: str) -> dict[str, Any]:
-    """A pipeline as nodes tell of it."""
+    """A pipeline as nodes describe it."""
     report = None if node is None else {"node": node}
     return {
         "pipeline_id": str(uuid.uuid4()),

@@ -87,7 +87,7 @@ async def test_what_one_node_has_does_not_wait_for_the_others() -> None:
             await cluster.publish(partition, value)
             message = await anext(messages)
             assert (message.partition, message.record.value) == (partition, value)
-    assert cluster.polls == 0, "nothing is asked for when nobody follows any more"
+    assert cluster.polls == 0, "nothing is requested when there is no reader any more"
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

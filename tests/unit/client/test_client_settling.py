@@ -36,7 +36,7 @@ class NoSettler:
 
 
 class Node:
-    """Takes ranges, save those in which there is a message that nobody holds."""
+    """Accepts ranges, except those with a message that is not leased."""
 
     def __init__(self, *on_lost: int) -> None:
         self.on_lost = set(on_lost)

@@ -42,7 +42,7 @@ INVALID_RECORD_STATE = 121
 
 
 class Cluster:
-    """Nodes that give what a test tells them to; each remembers how many messages it was asked for."""
+    """Nodes that deliver what a test sets; each remembers how many messages were requested."""
 
     def __init__(self, *nodes: int) -> None:
         self.nodes = set(nodes)
@@ -56,7 +56,7 @@ class Cluster:
         self.attempts: list[int | None] = []
         """Which deliveries were settled."""
         self.done: set[int] = set()
-        """Messages that nobody holds."""
+        """Messages that are not leased."""
         self.answering = asyncio.Event()
         """While it is not set, settlements are carried out and not answered."""
         self.answering.set()
@@ -398,7 +398,7 @@ async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_
         cluster.done = {0, 1}
         receiver._renew(first._lease)
         await until(lambda: first.is_settled and second.is_settled)
-        # Nobody works on the second one any more, so it is for whoever comes.
+        # The second one is no longer processed, so any worker may receive it.
         receiver.accept(second)
         cluster.done.clear()
         cluster.give_again(1, 0, 2, attempt=2)
@@ -513,7 +513,7 @@ async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first
     async with receiving(cluster, ahead=10) as receiver:
         receiver._receive(NodeId(1), late(30_000))
         (first,) = receiver.take_many(1)
-        # Extensions are sent, and have no answer: nobody knows whether the broker has got them.
+        # Extensions are sent and not answered: it is unknown whether the broker has received them.
         cluster.answering.clear()
         receiver._renew(first._lease)
         first._lease.fresh_until = monotonic()

@@ -122,7 +122,7 @@ async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened
             await group[3].start()
         assert opened == [80_000]
 
-        # A catalog that has lost it does not unset it; whoever asks does.
+        # A catalog that has lost it does not unset it; a request does.
         with group._catalog._change() as connection:
             connection.execute(delete(broker_settings))
         await group[1].topics.create("another")
@@ -165,7 +165,7 @@ async def test_a_node_that_stops_in_order_leads_nothing_when_it_is_gone(tmp_path
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=3, replication=3)
         await group[2].stop()
-        # It was waited for: nobody saw a partition without a leader.
+        # It was waited for: no client saw a partition without a leader.
         assert all(state.leader in (1, 3) for state in states(group[1], topic))
         await group.until(lambda: 2 not in group[1].view.nodes)
         await group[2].start()
@@ -323,7 +323,7 @@ async def test_a_node_without_its_place_is_reported_as_fenced(tmp_path: Path) ->
         node.view.listen(lambda _change: reported.append(number(node, "millstream_node_fenced")))
         await door.change([Delete(keys.admitted_key(NodeId(2)))])
         await group.until(lambda: 1 in reported and number(node, "millstream_node_fenced") == 0)
-        # Its session ends: it registers anew and is let in again.
+        # Its session ends: it registers again and is admitted again.
         (lease,) = [lease for lease in tuple(group.service._leases) if "nodes/2" in group.service._leases[lease].keys]
         reported.clear()
         group.service.revoke(lease)

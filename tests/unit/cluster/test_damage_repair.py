@@ -1,4 +1,4 @@
-"""Replicas that lost something put it back from each other, in its place, whoever leads."""
+"""Replicas restore lost ranges from each other, in place, whichever node leads."""
 
 from __future__ import annotations
 

@@ -152,6 +152,6 @@ async def test_two_pipelines_do_not_land_into_one_table(
     await pipelines.create("two", LAND, {**second, "lake": "/elsewhere"})
     with pytest.raises(InvalidPipeline, match="is already landed by pipeline 'one'"):
         await pipelines.alter("two", {"lake": first.get("lake")})
-    # What it has itself is in nobody's way.
+    # What it has itself is not a conflict.
     await pipelines.alter("one", {"every.ms": "1000"})
     await pipelines.create("three", LAND, {"topics": "others"})

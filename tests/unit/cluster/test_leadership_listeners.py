@@ -1,4 +1,4 @@
-"""Coordinators follow the leadership of their partitions, whoever tells the partition of it first."""
+"""Coordinators follow the leadership of their partitions, whichever notification arrives first."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_move_ends_with_the_target_and_only_with_those_in_sync(
     )
     after = finished(later, move, alive)
     if after is None:
-        # Somebody is not in sync yet, or nobody of the target is there to lead.
+        # A replica is not in sync yet, or no replica of the target can lead.
         assert not set(target) <= set(later.in_sync) or not set(target) & alive
     else:
         assert after.replicas == after.in_sync == target
@@ -67,7 +67,7 @@ def state(group: NodeGroup, topic: Topic, node: int = 1) -> PartitionState:
 
 
 async def catch_up(group: NodeGroup, topic: Topic) -> None:
-    """Put every replica in sync, which nobody else does here."""
+    """Put every replica in sync, since nothing else does here."""
     key = keys.partition_key((topic.topic_id, PartitionIndex(0)))
     entry = group.service.read(key).entries[key]
     now = PartitionState.from_json(entry.value)

@@ -1,4 +1,4 @@
-"""What a follower tells its leader: no more than is stored, and all of it again when it has registered anew."""
+"""What a follower reports to its leader: no more than is stored, and all of it again after it has registered again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATE = PartitionState(replicas=(LEADER, ME), leader=LEADER, leader_epoch=Epoch(
 
 
 class Link:
-    """A leader that has nothing to tell and answers when the test lets it."""
+    """A leader without new records that answers when the test lets it."""
 
     def __init__(self) -> None:
         self.fetches: asyncio.Queue[ReplicaFetch] = asyncio.Queue()

@@ -153,7 +153,7 @@ async def test_a_node_id_is_refused_when_its_holder_answers() -> None:
     scene.alive = True
     with pytest.raises(NodeIdTaken, match="at other:9092; stop it first"):
         await scene.checks.check()
-    # A run of this folder that is over; whoever answers there is being replaced.
+    # A run of this folder that is over; the process that answers there is being replaced.
     again = Scene(MINE)
     again.alive = True
     await again.knows(nodes__2=registered("mine"), admitted__2="mine", cluster_id="id")

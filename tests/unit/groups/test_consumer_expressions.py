@@ -30,7 +30,7 @@ def topics() -> MemoryTopics:
         (r"\w+\.\w{2}", {"orders.eu"}),
         (r"\Qorders.eu\E", {"orders.eu"}),
         ("[[:alpha:]]+", {"orders", "bills"}),
-        # The broker's own topics are for whoever names them.
+        # Internal topics match only when they are named.
         (".*", {"orders", "orders.eu", "bills"}),
         ("__consumer_offsets", set()),
     ],

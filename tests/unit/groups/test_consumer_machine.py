@@ -267,7 +267,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
     @rule(kept=st.integers(0, 4))
     def crash(self, kept: int) -> None:
         old, self.partition = self.shard, self.partition.after_crash(kept=kept)
-        # The number of the topics' version begins anew with the process.
+        # The number of the topics' version starts over with the process.
         self.topics.version = len(self.topics.all())
         self.shard = self._open()
         self._run(self._abandon(old))
@@ -320,7 +320,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
     def epochs_are_in_order(self) -> None:
         group = self._group()
         if group is None and self._is_loaded():
-            # An empty group that was begun anew in the other protocol counts from the beginning.
+            # An empty group that was recreated in the other protocol counts from the beginning.
             self.durable_epoch = 0
             self.beginnings += 1
         if group is not None:
@@ -535,7 +535,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             return
         fetched = state.fetch(GROUP, {"apples": [0]})[1]
         assert not isinstance(fetched, Deferred)
-        # The topic may have been deleted since, and made anew, with all that was committed gone.
+        # The topic may have been deleted and recreated since, without its committed offsets.
         offset = fetched["apples"][0].offset
         assert offset == -1 or self.last_acknowledged <= offset <= self.last_submitted
 

@@ -185,7 +185,7 @@ def test_a_classic_group_that_waits_for_its_leader_is_taken_over(trial: Consumer
         ({"protocols": (("range", b"\xff"),)}, b""),
         ({"protocols": classic_protocols("orders")}, b"\0\0\0\0\0\0\0\0\0\1x"),
     ],
-    ids=["another protocol type", "unreadable", "an assignor with data of its own"],
+    ids=["another protocol type", "unreadable", "an assignor with its own data"],
 )
 def test_a_classic_group_that_cannot_be_taken_over_stays(
     trial: ConsumerTrial, options: dict[str, object], assignment: bytes

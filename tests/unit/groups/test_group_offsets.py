@@ -351,7 +351,7 @@ def test_listing_and_describing() -> None:
     assert rebalancing.protocol_name == ""
 
 
-# Writing the state anew
+# Rewriting the state
 
 
 def test_the_rewritten_state_is_the_state() -> None:

@@ -147,7 +147,7 @@ async def test_a_client_that_does_not_read_the_response_is_disconnected(
         await loop.sock_connect(client, door.address)
         await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
-            # The answer counts as sent only now that nobody will take it.
+            # The response counts as sent only now that no client will receive it.
             await door.served.wait()
         assert door.made[0].transport.is_closing()
 

@@ -285,6 +285,6 @@ async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confir
     cluster = Cluster(1)
     cluster.nodes[1].messages, cluster.nodes[1].lease_ms = 3, 0
     asks = leasing(cluster)
-    # Even the extension is not answered before the lease is over, so nobody gets them.
+    # Even the extension is not answered before the lease expires, so the messages are not delivered.
     assert await asks.receive(request(wait_ms=0)) == []
     assert [part.verbs[0].verb for one in cluster.released for part in one.partitions] == [Verb.EXTEND, Verb.RETURN]

@@ -190,7 +190,7 @@ async def test_a_name_is_looked_up_and_only_what_was_checked_is_used(
     addresses.forget()
     with pytest.raises(PolicyViolation, match="push-private-addresses") as refused:
         await addresses.find()
-    # What an internal name stands for is for the node's log, not for whoever reads a dead letter.
+    # What an internal name stands for is for the node's log, not for readers of a dead letter.
     assert "127.0.0.1" not in str(refused.value)
     assert [getattr(record, "addresses", None) for record in caplog.records] == [["127.0.0.1"]]
 

@@ -150,7 +150,7 @@ async def test_the_address_that_was_checked_is_connected_to(hook: Webhook, monke
     async def found(_addresses: Addresses) -> list[str]:
         return ["127.0.0.1"]
 
-    # A name that nobody can look up: only the address that was checked can lead to the endpoint.
+    # A name that cannot be resolved: only the address that was checked can lead to the endpoint.
     monkeypatch.setattr(Addresses, "find", found)
     port = hook.url.split(":")[2].split("/")[0]
     answer = await post(hook, url=f"http://rebound.invalid:{port}/hook")

@@ -47,7 +47,7 @@ async def quotas(catalog: Catalog) -> ClientQuotas:
 
 @pytest.fixture
 async def groups(catalog: Catalog, config: Config) -> DeclaredGroups:
-    """No group has settings of its own yet."""
+    """No group has settings yet."""
     return DeclaredGroups(CatalogDeclarations(catalog), config)
 
 

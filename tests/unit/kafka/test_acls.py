@@ -1,4 +1,4 @@
-"""Access rules: there are none, and nobody is made to believe that there are."""
+"""Access rules without authentication: refused, since they would not be enforced."""
 
 from __future__ import annotations
 

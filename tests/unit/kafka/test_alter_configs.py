@@ -1,4 +1,4 @@
-"""AlterConfigs, which replaces all settings, and ListConfigResources, which tells what has some."""
+"""AlterConfigs, which replaces all settings, and ListConfigResources, which lists what has some."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def test_metadata_follows_nodes_and_leaders(tmp_path: Path) -> None:
         )
         answer = await ask(DescribeTopicPartitions(group[3].topics, await membership(group[3])), paged)
         shown = answer.topics[0].partitions[0]
-        # Too few are in sync, so whoever left may still lead.
+        # Too few are in sync, so the node that left may still lead.
         assert (shown.leader_id, shown.isr_nodes, shown.eligible_leader_replicas) == (3, (3,), (2,))
         assert topic.replication == 3
 

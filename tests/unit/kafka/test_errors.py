@@ -76,7 +76,7 @@ def test_the_brokers_own_words_are_kept() -> None:
     assert "error code 999" in str(error_from_code(999, None, about="x"))
 
 
-def test_what_passes_by_itself_is_known() -> None:
+def test_transient_errors_are_recognized() -> None:
     assert isinstance(error_from_code(6, None, about="x"), TRANSIENT)
     assert isinstance(error_from_code(14, None, about="x"), TRANSIENT)
     assert not isinstance(error_from_code(3, None, about="x"), TRANSIENT)

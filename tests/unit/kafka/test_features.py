@@ -1,4 +1,4 @@
-"""Features: what ApiVersions tells of them, and what UpdateFeatures says to those who want others."""
+"""Features: what ApiVersions reports, and how UpdateFeatures refuses changes."""
 
 from __future__ import annotations
 

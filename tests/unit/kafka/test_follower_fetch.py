@@ -1,4 +1,4 @@
-"""The leader's end of replication: sessions, what they tell and when."""
+"""The leader's side of replication: sessions, their responses and when they are sent."""
 
 from __future__ import annotations
 

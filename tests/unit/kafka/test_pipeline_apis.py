@@ -1,4 +1,4 @@
-"""The private requests about pipelines, as a client sends them to several nodes, and what a node tells of them."""
+"""The private requests about pipelines, as a client sends them to several nodes, and their responses."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
     waiting = PipelineReport(name="land-orders", state="waiting", last_error="pipelines-enabled is off", node=2)
     nodes.nodes[2].board.take([waiting])
     assert (await client.describe(["land-orders"]))[0]["report"] == reported["report"]
-    # What waits is measured, whatever the last batch of a driver has left; also of one that nobody runs.
+    # What waits is measured, whatever the last batch of a driver has left; also of one that no node runs.
     nodes.nodes[3].board.take_lags({"land-orders": 9})
     (measured,) = await client.describe(["land-orders"])
     assert (measured["report"]["lag"], summary_of(measured)["lag"]) == (9, 9)

@@ -522,7 +522,7 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
         ErrorCode.invalid_timestamp,
         [0, 2],
     ),
-    # The header of a batch tells the time of its first record and the latest, not the earliest.
+    # The header of a batch holds the time of its first record and the latest, not the earliest.
     (
         {"message.timestamp.before.max.ms": str(HOUR_MS // 2)},
         [(None, 0), (None, -HOUR_MS)],

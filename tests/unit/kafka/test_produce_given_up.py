@@ -1,4 +1,4 @@
-"""Produce requests whose time is over before they are acknowledged: answered, and kept by nobody."""
+"""Produce requests that time out before they are acknowledged are answered, and hold no memory."""
 
 from __future__ import annotations
 

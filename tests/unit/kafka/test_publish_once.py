@@ -1,4 +1,4 @@
-"""Publishing once: what came through any door counts, within the window, whoever leads."""
+"""Publishing once: duplicates are recognized on every endpoint, within the window, across leaders."""
 
 from __future__ import annotations
 

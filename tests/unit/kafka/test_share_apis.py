@@ -446,7 +446,7 @@ async def test_accept_release_reject_and_gaps(one: Sharer) -> None:
     assert await one.got() == [(1, 1, 2), (5, 6, 2)]
     assert await one.codes((1, 1, ACCEPT), (4, 9, ACCEPT)) == ["none", "none"]
     assert await one.desk.starts(0) == [(0, 10)]
-    # An offset without a message may be named although nobody holds it.
+    # An offset without a message may be named although it is not leased.
     assert await one.codes((3, 3, 0)) == ["none", "none"]
     assert await one.codes() == ["none"]
 

@@ -1,4 +1,4 @@
-"""Delta tables: what is committed is there once, whoever else commits and wherever a run ends."""
+"""Delta tables: every commit is there once, with concurrent writers and wherever a run ends."""
 
 from __future__ import annotations
 

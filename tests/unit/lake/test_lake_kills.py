@@ -1,4 +1,4 @@
-"""Processes that land the same messages into one table, killed again and again at moments that nobody chose."""
+"""Processes that land the same messages into one table, killed repeatedly at random moments."""
 
 from __future__ import annotations
 

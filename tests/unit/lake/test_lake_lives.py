@@ -1,4 +1,4 @@
-"""Topics that were made anew under their old names: one table, and what is of which topic is never in doubt."""
+"""Topics recreated under their old names: one table, in which the topic of each row is certain."""
 
 from __future__ import annotations
 

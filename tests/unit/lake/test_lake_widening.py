@@ -1,4 +1,4 @@
-"""Columns of whole numbers become double: every row stays, once, and whoever is late or killed changes nothing."""
+"""Integer columns become double: every row stays, once, and a late or killed writer changes nothing."""
 
 from __future__ import annotations
 

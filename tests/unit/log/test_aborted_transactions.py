@@ -96,7 +96,7 @@ def test_it_says_what_a_plain_list_says(
 def test_a_marker_that_was_lost_does_not_hide_what_comes_before_it() -> None:
     aborted = AbortedTransactions()
     aborted.add(AbortedTransaction(1, 10, 11, 12))
-    # It was open all the time, which nobody knew when the first one was noted.
+    # It was open all the time, which was unknown when the first one was recorded.
     aborted.add(AbortedTransaction(2, 3, 20, 3))
     aborted.add(AbortedTransaction(3, 21, 22, 23))
     assert [one.producer_id for one in aborted.overlapping(4, 6)] == [2]

@@ -209,7 +209,7 @@ async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
     for _ in range(3):
-        # Until it is known, nothing is passed over, and nobody looks twice.
+        # Until it is known, nothing is skipped, and nothing is read twice.
         with pytest.raises(InspectionPending, match="determining which offsets are lost"):
             log.read(17, max_bytes=500, up_to=log.end_offset)
     await looked_again.wait()

@@ -126,7 +126,7 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
             # One bit for each batch, so that no two of them cancel each other out.
             continue
         if at in EPOCH_BYTES and base >= checkpoint:
-            # Nothing but a later batch can tell that the epoch of a batch beyond the checkpoint is wrong.
+            # Only a later batch can show that the epoch of a batch beyond the checkpoint is wrong.
             continue
         if at in OFFSET_BYTES and moved:
             # Two batches that lie about their offset may agree with each other.
@@ -200,7 +200,7 @@ def test_a_damaged_ledger_costs_a_scan_and_no_records(position: int, bit: int, c
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> None:
-    """As a follower does that fetches anew what its disk lost."""
+    """As a follower that fetches again what its disk lost."""
     files = MemoryFiles()
     batches, _ = fill(files, [50, 50, 50, 50], checkpoint_after=-1, clean=clean)
     path = next(path for path in files.walk() if path.endswith(".log"))
@@ -236,7 +236,7 @@ def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> 
 
 @pytest.mark.parametrize("epoch_too", [False, True])
 def test_two_harmed_neighbours_at_the_end_do_not_vouch_for_each_other(epoch_too: bool) -> None:
-    """The last batch claims the offset of the harmed one before it, and nothing behind it tells otherwise."""
+    """The last batch claims the offset of the damaged one before it, and no later batch contradicts it."""
     files = MemoryFiles()
     # Of batches with 1, 2, 3, 1 and 2 records, those at 6 and 7 are harmed; a flipped bit makes 7 of 6.
     batches, _ = fill(files, [20, 20, 20, 20, 20], checkpoint_after=-1, clean=False)

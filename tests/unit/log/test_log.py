@@ -383,7 +383,7 @@ def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, cl
     store.commit_once()
     clock.advance_ms(10_000)
 
-    assert store.delete_expired() == 0, "as long as nobody knows what is needed, everything is"
+    assert store.delete_expired() == 0, "as long as it is unknown what is needed, everything is kept"
     store.floors.delivery = lambda _partition: floor[0]
     store.delete_expired()
     assert log.start_offset == 1

@@ -1,4 +1,4 @@
-"""What a partition knows of transactions, against a model that reads everything anew each time."""
+"""What a partition knows of transactions, against a model that reads everything again each time."""
 
 from __future__ import annotations
 

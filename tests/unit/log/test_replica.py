@@ -153,7 +153,7 @@ def test_a_log_that_restarts_holds_nothing_of_before_also_after_a_crash(clock: M
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """A leader that is written to and a follower that copies, is cut, killed, crashed and started anew."""
+    """A leader that is written to and a follower that copies, is truncated, killed, crashed and restarted."""
 
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:

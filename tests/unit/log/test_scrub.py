@@ -1,4 +1,4 @@
-"""The scrub finds what nobody reads, goes on after a restart, and notices what was put right."""
+"""The scrub finds damage that no client reads, continues after a restart, and notices repairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What half-sent frames and unread replies cost, and that nobody waits for ever for what others hold."""
+"""The cost of half-sent frames and unread replies, and that no client waits forever for memory that others hold."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def test_the_reply_leaves_and_what_comes_behind_waits_until_the_end_of_the
         assert await read_frame(reader) == b"mute"
         assert await echo(port, b"other") == b"other"
         assert service.handled == [b"mute", b"other"]
-        # A broker that stops keeps nobody waiting: what was read is answered.
+        # A broker that stops keeps no client waiting: requests that were read are answered.
         drained = asyncio.create_task(listener.drain(5))
         assert await read_frame(reader) == b"behind it"
         assert await read_frame(reader) == b"and this"

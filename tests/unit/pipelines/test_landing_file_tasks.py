@@ -1,4 +1,4 @@
-"""Work with files of a table by tasks: each file once, nobody with too much, and nothing stays of a task that fails."""
+"""Work on the files of a table in tasks: each file once, no task too large, and a failed task leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch of landing is cut into tasks: nothing twice, nothing left out, nobody with too much."""
+"""How a landing batch is divided into tasks: nothing twice, nothing left out, no task too large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of deleted pipelines whose driver is dead are taken away, and nobody else's."""
+"""Groups of deleted pipelines whose driver is dead are deleted, and no others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_the_group_of_a_dead_driver_goes_when_its_session_has_ended(server
         groups.take(declared)
         declared.clear()
         groups.take(declared)
-        # Declared anew at once.
+        # Declared again at once.
         declared.add(kept)
         groups.take(declared)
         async with Client.connect(server.kafka) as client:

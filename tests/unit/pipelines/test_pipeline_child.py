@@ -198,7 +198,7 @@ async def test_a_driver_that_is_silent_is_killed(tmp_path: Path) -> None:
         scene.child._silent_s = 0.6
         await scene.board.until(lambda: scene.board.report("a").rows > rows)
         with suppress(ProcessLookupError):
-            # A machine that is slow may have been silent for so long by itself.
+            # A slow machine may have been silent for that long anyway.
             os.kill(first, signal.SIGSTOP)
         await scene.board.until(lambda: scene.board.restarts > 0)
         scene.child._silent_s = HANG_S
@@ -227,7 +227,7 @@ async def test_what_is_missing_is_reported_until_it_is_there(tmp_path: Path, mon
         report = scene.board.report("a")
         assert (report.state, report.last_error) == ("waiting", scene.missing)
         assert scene.child.pid is None
-        scene.missing = ""  # and nobody says so
+        scene.missing = ""  # without a notification
         await scene.board.until(lambda: scene.board.report("a").state == "running")
 
 
@@ -326,7 +326,7 @@ def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again
     (reported,) = roll.reports([one], is_running=True, idle_reason="")
     assert (reported.state, reported.rows, reported.restarts) == ("starting", 6, 4)
     assert roll.reports_of_rest([landing("b")]) == []
-    # Of one that is deleted nothing is kept, also when the driver still tells of it.
+    # Nothing is kept of a deleted one, even if the driver still reports it.
     roll.forget([])
     roll.apply(DriverEvent(reports=[]))
     assert roll.reports_of_rest([parked]) == []

@@ -85,7 +85,7 @@ def test_of_others_it_is_not_known(error: Exception) -> None:
 
 
 def raised_in_task(error: Exception) -> RuntimeError:
-    """What comes of an error that a task of Millstream's raises, as Spark tells it."""
+    """The outcome of an error that one of Millstream's tasks raises, as Spark reports it."""
 
     def task(batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
@@ -111,7 +111,7 @@ class LibraryError(Exception):
         (OSError(ENOSPC, "No space left on device"), Fault.OUTSIDE, OSError),
         (ConnectionResetError(), Fault.OUTSIDE, ConnectionResetError),
         (LibraryError("Generic S3 error: error sending request"), Fault.OUTSIDE, Exception),
-        (LibraryError("what it means nobody knows"), Fault.UNKNOWN, Exception),
+        (LibraryError("an unknown meaning"), Fault.UNKNOWN, Exception),
         (ValueError("[millstream fault: outside, OSError]\nsaid a payload"), Fault.UNKNOWN, ValueError),
     ],
 )

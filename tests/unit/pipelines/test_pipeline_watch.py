@@ -140,7 +140,7 @@ def test_one_whose_tasks_wait_for_those_of_others_is_not_blamed() -> None:
         scene.activity = Activity({"a": 1, "b": 1}, {"a": 1, "b": 0})
         scene.pass_by(70)
         assert (len(hanging.given_up), waiting.given_up) == (1, [])
-        # There is nobody else any more, and still nothing runs.
+        # No other pipeline is left, and still nothing runs.
         scene.activity = Activity({"b": 1}, {"b": 0})
         hanging.progress.rest()
         scene.pass_by(40)

@@ -1,4 +1,4 @@
-"""All rules of a topic in one pass give what each of them gives by itself."""
+"""All rules of a topic in one pass give the same as each of them alone."""
 
 from __future__ import annotations
 

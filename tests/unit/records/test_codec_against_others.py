@@ -41,7 +41,7 @@ with warnings.catch_warnings():
     import kafka.record.memory_records as kafka_python_records
 
 ALL_CODECS = range(COMPRESSION_NONE, COMPRESSION_ZSTD + 1)
-# kafka-python brings no library of its own for the other three.
+# kafka-python includes no library for the other three.
 KAFKA_PYTHON_CODECS = (COMPRESSION_NONE, COMPRESSION_GZIP)
 
 byte_strings = st.one_of(st.none(), st.just(b""), st.binary(max_size=40), st.integers(0, 700).map(lambda n: b"ab" * n))

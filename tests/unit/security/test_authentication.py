@@ -145,7 +145,7 @@ async def test_a_final_message_that_was_tampered_with_is_refused(passwords: Pass
     ids=["cheap", "dear", "nonce", "salt"],
 )
 def test_a_client_gives_no_proof_to_a_broker_that_plays_tricks(challenge: str) -> None:
-    """A broker that could choose the cost could try passwords by itself, or keep its clients busy."""
+    """A broker that could choose the cost could guess passwords, or keep its clients busy."""
     begun = Credentials(user=USER, password=PASSWORD, mechanism=SHA_256).begin()
     assert begun is not None
     _, client = begun

@@ -1,4 +1,4 @@
-"""Subscriptions that nobody uses go, where they say so; any node's use counts, also after a restart."""
+"""Unused subscriptions expire if they are set to; use on any node counts, also after a restart."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ async def test_a_batch_that_cannot_be_decoded_is_reported_and_the_others_are_fil
     found = await one.matches(records, Offset(1), Offset(6))
     assert found.bits.tolist() == [False, False, False, False, True]
     assert [place[:2] for place in found.unreadable] == [(2, 3)]
-    # What is cached of it tells the same, to whoever reads another range.
+    # The cache gives the same result for another range.
     again = await one.matches(records, Offset(3), Offset(6))
     assert [place[:2] for place in again.unreadable] == [(3, 3)]
     await cache.stop()

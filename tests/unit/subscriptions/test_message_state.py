@@ -106,7 +106,7 @@ async def test_waiters_are_notified_of_the_end_however_much_happens(bench: Workb
     delivery.try_receive(wanted(3))
     waiting = [asyncio.ensure_future(message_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
     await turns()
-    # All in one turn, so that nobody can look in between.
+    # All in one turn of the loop, so that no other task sees a state in between.
     delivery.settle_now("one", settle(2, Verb.REJECT))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
     delivery.settle_now("one", settle(1, Verb.ACCEPT))

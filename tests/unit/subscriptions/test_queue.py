@@ -232,7 +232,7 @@ def test_revived_messages_begin_again_in_their_order_once_per_letter(crashes: bo
     assert offsets(leases) == [0, 1, 2, 3, 4]
     assert {lease.attempt for lease in leases} == {1}
     queue.settle("b", [settle(0, 4, Verb.ACCEPT)], now_ms=NOW_MS)
-    # The letters were not closed before whoever redrove them died; then they are.
+    # The letters were not closed before the process that redrove them died; then they are.
     queue = again(queue) if crashes else queue
     assert queue.revive(letters, now_ms=NOW_MS) == 0
     queue.close_letters(letters, now_ms=NOW_MS)

@@ -19,7 +19,7 @@ Message = tuple[str, int]
 
 @dataclass
 class Story:
-    """What really happened, before it is written down as a history. A log entry of None is an offset nobody can see."""
+    """What really happened, before it becomes a history. A log entry of None is an offset that is not visible."""
 
     sent: list[tuple[str, int, int]] = field(default_factory=list)
     logs: dict[int, list[Message | None]] = field(default_factory=dict)

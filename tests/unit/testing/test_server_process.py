@@ -43,7 +43,7 @@ class FakeServer(Server):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process ends within a while; one that nobody has collected yet counts as ended."""
+    """Whether a process ends within a while; one that has not been reaped yet counts as ended."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

@@ -212,7 +212,7 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     one = {A: Published(b"k", 0, 7)}
     again = [receive_answered(A, "one", 1, 1000), receive_answered(A, "two", 2, 1200)]
     assert judge(again, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
-    # The attempt tells it where the time does not.
+    # The attempt shows it where the time does not.
     late = [receive_answered(A, "one", 1, 1000), shared(A, "two", 2, 900, 1200)]
     assert judge(late, [accepted(A, "one", 1010)], expected=one) == ["came back after it was accepted"]
     assert judge(late, [accepted(A, "one", 1010)], expected=one, delivery=AT_LEAST_ONCE) == []

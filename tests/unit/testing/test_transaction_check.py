@@ -37,7 +37,7 @@ Message = tuple[str, int, int]
 
 @dataclass
 class Entry:
-    """A record in a log: a message, or a marker or a hole that nobody is given."""
+    """A record in a log: a message, or a marker or a hole that is not delivered."""
 
     message: Message | None
     visible: bool = False

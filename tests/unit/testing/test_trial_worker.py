@@ -1,4 +1,4 @@
-"""Programs of a trial: what a killed one wrote counts, and who ended by itself gets another life."""
+"""Programs of a trial: what a killed one wrote counts, and one that exits on its own is restarted."""
 
 from __future__ import annotations
 

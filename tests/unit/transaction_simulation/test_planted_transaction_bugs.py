@@ -165,7 +165,7 @@ BUGS = (
         ("kill", "isolate"),
     ),
     PlantedBug(
-        "whoever takes over believes that what is decided is done",
+        "the next coordinator believes that decided transactions are complete",
         ((TransactionShard, "loaded", _take_what_is_decided_for_done),),
         ("kill", "isolate"),
         first=2,

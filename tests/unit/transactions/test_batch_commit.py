@@ -54,7 +54,7 @@ class Run:
         self.zombies: list[Callable[[], None]] = []
 
     def ask(self, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
-        """Ask the coordinator; whoever asks may die before it is carried out or before the answer is there."""
+        """Send a request to the coordinator; the sender may die before it is carried out or answered."""
         fate = self.random.random()
         if fate < 0.015:
             raise Crash

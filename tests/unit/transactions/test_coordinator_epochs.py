@@ -77,6 +77,6 @@ async def test_markers_are_held_against_what_is_known_when_they_come() -> None:
     assert await write(5) == 5
     with pytest.raises(TransactionCoordinatorFenced):
         await write(4)
-    # The coordination store was restored from an older copy: nobody has had the later epochs.
+    # The coordination store was restored from an older copy, so the later epochs are unknown.
     topics.epochs = (2,)
     assert await write(2) == 2

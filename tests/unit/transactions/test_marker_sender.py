@@ -1,4 +1,4 @@
-"""Markers: written until they are there, by whoever coordinates, through failures, restarts and changes of leaders."""
+"""Markers are retried until they are written, through failures, restarts and changes of coordinators and leaders."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_a_marker_never_has_the_epoch_in_which_another_node_leads(node: No
     node.writer.errors[PARTITION] = [NotLeader("wait")]
     topic = node.topics.get(TRANSACTION_STATE)
     assert topic is not None
-    # The partition hears of it before whoever tells the coordinator to resign.
+    # The partition is notified before the coordinator resigns.
     node.topics.partitions_of(topic)[0].leader_epoch = Epoch(7)
     await node.coordinator.end(who, commit=True, version=0)
     assert await node.ended() == "CompleteCommit"
@@ -280,7 +280,7 @@ async def test_a_producer_waits_a_moment_for_its_last_transaction(node: Node) ->
     node.writer.open.set()
     await adding
     assert await node.state() == "Ongoing"
-    # Whoever comes anew finds it aborted, and need not ask again.
+    # A new producer finds it aborted, and need not retry.
     begun = await node.coordinator.init(InitRequest(transactional_id="tx", timeout_ms=60_000))
     assert begun.epoch == 2
 

@@ -164,7 +164,7 @@ class Producers:
         for number, fates in self.fates.items():
             outcomes = {one.outcomes[number] for one in self.partitions.values() if number in one.outcomes}
             assert len(outcomes) <= 1, f"transaction {number} is torn"
-            assert outcomes <= fates, f"transaction {number} ended as nobody asked for"
+            assert outcomes <= fates, f"transaction {number} ended without a request"
 
     def drain(self) -> None:
         """Let everything end, and look at the whole."""
