@@ -1,9 +1,10 @@
-"""The walks in docs/architecture.md are the files that a Produce and a Fetch pass through on a real broker."""
+"""The walks in docs/architecture.md are the files that requests pass through on a real broker."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,3 +94,42 @@ async def test_the_documented_walks_are_the_real_ones(tmp_path: Path, produced: 
         page = documented(heading)
         assert len(page) <= FILES_MAX
         assert tuple(page) in walks.seen, sorted(walks.seen)
+
+
+def lease_one_message(address: str) -> None:
+    with millstream.connect_sync(address) as client:
+        client.publish("orders", b"x")
+        with client.subscription("orders", name="billing", start="earliest") as messages:
+            next(messages).ack()
+
+
+async def test_a_lease_runs_through_the_documented_files(tmp_path: Path) -> None:
+    run: set[str] = set()
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call":
+            run.add(frame.f_code.co_filename)
+
+    broker = Broker(Config(data=str(tmp_path), kafka="127.0.0.1:0", http="127.0.0.1:0"))
+    await broker.start()
+    try:
+        sys.setprofile(note)
+        await asyncio.to_thread(lease_one_message, broker.kafka_address)
+    finally:
+        sys.setprofile(None)
+        await broker.stop()
+    page = documented("A lease")
+    assert page
+    assert [name for name in page if str(SOURCE / name) not in run] == []
+
+
+def test_a_landing_batch_loads_the_documented_files() -> None:
+    """In a separate process, since other tests of this one may have loaded them."""
+    code = (
+        "import sys, millstream.pipelines.runtime.driver, millstream.pipelines.jobs.land.job\n"
+        "print(*(getattr(module, '__file__', '') for module in list(sys.modules.values())), sep='\\n')"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split("\n")
+    page = documented("A landing batch")
+    assert page
+    assert [name for name in page if str(SOURCE / name) not in loaded] == []
