@@ -1,8 +1,8 @@
 """Signing in to the console: the login page, OpenID Connect, cookies, and the tokens of forms.
 
-A session is a text that a node has sealed and every node can open, kept only in the browser's cookie. It stands for the
-password or token that was shown, which a node looks up each time, so a change or revocation ends the session. Forms
-carry a hash of the cookie, which pages of other sites can neither read nor make.
+A session is a text that a node has signed and every node can verify; it is stored only in the browser's cookie. It
+stands for the password or token of the user, which a node looks up each time, so a change or revocation ends the
+session. Forms carry a hash of the cookie, which pages of other sites can neither read nor forge.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SignedIn:
     """What the browser's cookies say."""
 
     cookie: str = ""
-    """The sealed session; empty for people who are not signed in."""
+    """The signed session; empty for users who are not signed in."""
     form_key: str = ""
     """Random, for the forms of people without a session."""
     is_new: bool = False
