@@ -213,7 +213,7 @@ class TransactionTrial:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _strike(self) -> None:
-        """Have things happen to nodes and programs at about the same time, and wait until all goes on."""
+        """Have things happen to nodes and programs at about the same time, and wait until all have resumed."""
         self._sleep(self._random.uniform(*self._plan.load_s))
         drawn = self._draw_node_fault()
         drawn += self._draw_worker_faults(at_least=0 if drawn else 1)

@@ -88,7 +88,7 @@ class TrialNode(Server):
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         os.kill(self.pid, signal.SIGCONT)
         self.is_paused = False
 
@@ -198,7 +198,7 @@ class TrialCluster:
             node.stop()
 
     def pause_etcd(self, *, paused: bool) -> None:
-        """Have etcd stand still, or go on. It is never killed."""
+        """Pause or resume etcd. It is never killed."""
         if self.etcd.process is not None:
             os.kill(self.etcd.process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 

@@ -67,7 +67,7 @@ class Life:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def lines(self) -> Iterator[bytes]:
@@ -118,7 +118,7 @@ class TrialWorker:
         self.life.pause()
 
     def resume(self) -> None:
-        """Let the newest one go on."""
+        """Resume the newest one."""
         self.life.resume()
 
     def stop(self) -> None:

@@ -39,7 +39,7 @@ def kill_soon(worker: TrialWorker, random: Random) -> WorkerFault:
 
 
 def pause(worker: TrialWorker, random: Random) -> WorkerFault:
-    """It stands still, maybe so long that its group and its coordinator give it up, and goes on as if nothing were."""
+    """It is paused, maybe so long that its group and its coordinator drop it, and resumes unaware of that."""
     away_s = random.choice([random.uniform(0.5, 3.0), random.uniform(6.0, 14.0)])
     steps = [Step(0.0, worker.pause), Step(away_s, worker.resume)]
     return WorkerFault(f"{worker.name} paused for {away_s:.1f} s", 0, steps)

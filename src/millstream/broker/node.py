@@ -286,7 +286,7 @@ class Broker:
         self._supervise("sealed secrets", core.secrets.run())
         store.finish_recovery()
         if self._is_single:
-            # Nobody else waits for this node, so that its clients find it admitted.
+            # No other node waits for this one, so that its clients find it admitted.
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         self._report_start("the logs are open, the APIs are loading")

@@ -197,7 +197,7 @@ async def _until_ended(client: Client, plan_id: str) -> PlanResponse:
             current = await current_plan(client)
             failures = 0
         except MillstreamError:
-            # The node that answered may be the one that is restarted; the plan goes on.
+            # The node that answered may be the one that is restarted; the plan continues.
             failures += 1
             if failures > 30:
                 raise

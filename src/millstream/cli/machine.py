@@ -646,7 +646,7 @@ async def _watch_input(broker: Broker, hung_up: asyncio.Future[None]) -> None:
 
 
 def _supervisor_lost() -> None:
-    # What was acknowledged is stored. Without its supervisor this process must not go on for a moment.
+    # What was acknowledged is stored. Without its supervisor this process must stop at once.
     _logger.error("the supervising process is gone")
     os._exit(ExitCode.FAILED)
 

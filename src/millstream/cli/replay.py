@@ -55,7 +55,7 @@ Rate = Annotated[
 ]
 Named = Annotated[
     str,
-    typer.Option("--name", metavar="NAME", help="The name under which it goes on. Default: from the other options."),
+    typer.Option("--name", metavar="NAME", help="The name under which it resumes. Default: from the other options."),
 ]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Only count what would be published.")]
 
@@ -77,7 +77,7 @@ def replay(
 ) -> None:
     """Publish messages of a topic again, from its log or its lake table, exactly once.
 
-    A replay that was interrupted goes on with the same command; one that is complete publishes nothing again.
+    The same command resumes a replay that was interrupted; one that is complete publishes nothing again.
     """
     topic = from_topic or from_table
     if topic is None or (from_topic and from_table):

@@ -136,7 +136,7 @@ def revoke(
     """Revoke a token and those that were created with it; their connections are closed."""
     from millstream.client.admin.security import list_tokens, revoke_token
 
-    # Whoever pastes the whole token means its id, and the secret must not reach a log.
+    # A user who pastes the whole token means its id, and the secret must not reach a log.
     token_id, _ = split_token(token_id)
     try:
         ask(brokers, timeout, lambda client: revoke_token(client, token_id))

@@ -180,7 +180,7 @@ class Config:
     session_max_ms: int = setting(
         "session-max-ms",
         0,
-        "How long a client that authenticated by SASL may go on before it has to authenticate again; 0 for as long as "
+        "How long a client that authenticated by SASL may stay before it has to authenticate again; 0 for as long as "
         "its credential is valid.",
         minimum=0,
     )

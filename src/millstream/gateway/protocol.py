@@ -97,7 +97,7 @@ time."""
 REFUSED_S_MAX: Final = 5.0
 
 REFUSED_BYTES_MAX: Final = 16 * 1024 * 1024
-"""The time and bytes for which a refused client may go on sending; closed earlier, it would not see the answer."""
+"""The time and bytes that a refused client may still send; closed earlier, it would not see the response."""
 
 WRITE_S_MAX: Final = 30.0
 
@@ -262,7 +262,7 @@ class Protocol(HttpToolsProtocol):
             self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
         super().on_response_complete()
         if self._ahead and not self.transport.is_closing():
-            # Uvicorn goes on receiving.
+            # Uvicorn continues to receive.
             self.flow.pause_reading()
             self.loop.call_soon(self._read_ahead)
 

@@ -49,7 +49,7 @@ class Machine(Protocol):
         """Stop its process for a while."""
 
     def resume(self) -> None:
-        """Let its process go on."""
+        """Resume its process."""
 
     def step_clock(self, milliseconds: int) -> None:
         """Set its wall clock."""

@@ -175,7 +175,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._leave(process)
 
     def resume(self, process: Process) -> None:
-        """Let a process go on where it was stopped."""
+        """Resume a process where it was stopped."""
         process.paused = False
         if process.alive and process.ready:
             self._join(process)

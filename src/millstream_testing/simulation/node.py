@@ -231,7 +231,7 @@ class SimulatedNode:
             self.around.loop.pause(self._process)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         if self._process is not None:
             self.around.loop.resume(self._process)
 

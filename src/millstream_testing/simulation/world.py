@@ -165,7 +165,7 @@ class World:
         self.loop.pause(self.network.endpoints[STORE])
 
     def resume_store(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         self.loop.resume(self.network.endpoints[STORE])
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -649,7 +649,7 @@ class Catalog:
             return begin_run(connection, self._insert(job_runs), run)
 
     def update_job_run(self, before: JobRun, after: JobRun) -> bool:
-        """Store how a run goes on; return False if another node has made another attempt at it."""
+        """Store the progress of a run; return False if another node has made another attempt at it."""
         with self._change() as connection:
             return update_run(connection, before, after)
 

@@ -168,7 +168,7 @@ def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, r
 
 
 def update_run(connection: Connection, before: JobRun, after: JobRun) -> bool:
-    """Store how a run goes on; return False if another node has made another attempt at it."""
+    """Store the progress of a run; return False if another node has made another attempt at it."""
     changed = {name: value for name, value in _row(after).items() if name not in ("pipeline_id", "number")}
     same = (
         job_runs.c.pipeline_id == str(before.pipeline_id),

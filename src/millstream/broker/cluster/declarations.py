@@ -192,7 +192,7 @@ class Declarations:
         return await self.call(lambda catalog: catalog.begin_job_run(run))
 
     async def update_job_run(self, before: JobRun, after: JobRun) -> bool:
-        """Store how a run goes on; return False if another node has taken over."""
+        """Store the progress of a run; return False if another node has taken over."""
         return await self.call(lambda catalog: catalog.update_job_run(before, after))
 
     async def schema_changes(self, since: int) -> SchemaChanges:

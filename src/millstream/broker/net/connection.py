@@ -309,7 +309,7 @@ class Connection(asyncio.BufferedProtocol):
         self._note_delivered()
         self.presence.leave()
         self._close_when_drained()
-        # TLS cannot go on with one side only.
+        # TLS cannot continue with one side only.
         return self._transport is not None and self.ssl_object is None
 
     def pause_writing(self) -> None:

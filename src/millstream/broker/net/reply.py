@@ -142,7 +142,7 @@ class Started:
         waits_for = self._waits_for
         try:
             if waits_for is None:
-                # It only wanted to go on in a task.
+                # It only has to continue in a task.
                 waits_for = self._coroutine.send(None)
             while True:
                 try:
@@ -161,7 +161,7 @@ class Started:
                 self._latency.observe(time.perf_counter() - self._started)
 
     def close(self) -> None:
-        """Cancel it if no task has continued it, so that it gives back what it holds."""
+        """Cancel it if no task has continued it, so that it releases what it holds."""
         if not self._is_continued:
             self._is_continued = True
             with suppress(asyncio.CancelledError, StopIteration):

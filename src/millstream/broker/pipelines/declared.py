@@ -221,7 +221,7 @@ class Pipelines:
         return await self._declarations.begin_job_run(run)
 
     async def update_run(self, before: JobRun, after: JobRun) -> bool:
-        """Store how a run goes on; return False if another node has made another attempt at it."""
+        """Store the progress of a run; return False if another node has made another attempt at it."""
         return await self._declarations.update_job_run(before, after)
 
     async def lock_requirements(self, pipeline: Pipeline, lock: str) -> Pipeline:

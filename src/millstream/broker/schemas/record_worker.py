@@ -1,7 +1,7 @@
 """The child process that decompresses and decodes records of topics with a schema rule.
 
-Whatever a batch does to it, the broker goes on: memory is limited here, time by the broker. It keeps the codecs of the
-schemas it has used, and asks for those that it lacks.
+The broker is not affected by what a batch does to it: memory is limited here, time by the broker. It keeps the codecs
+of the schemas it has used, and asks for those that it lacks.
 """
 
 from __future__ import annotations

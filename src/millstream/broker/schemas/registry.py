@@ -1,7 +1,7 @@
 """What is registered: every schema, version and setting in memory, changed through the catalog.
 
-Reads are answered from memory, also while the catalog is away. A change is prepared from what is known, and stored only
-if the catalog says that the subject has not changed since; otherwise it is prepared again.
+Reads are answered from memory, also while the catalog is unavailable. A change is prepared from what is known, and
+stored only if the catalog says that the subject has not changed since; otherwise it is prepared again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The child process that examines schemas: requests on its standard input, responses on its standard output.
 
-Whatever a schema does to it, the broker goes on: memory is limited here, time by the broker, which kills a child that
-takes too long. Messages are MessagePack.
+The broker is not affected by what a schema does to it: memory is limited here, time by the broker, which kills a child
+that takes too long. Messages are MessagePack.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Listeners:
         membership: Membership,
         supervise: Supervise,
     ) -> RevokedSessions | None:
-        """Accept connections everywhere; returns what closes those that may not go on."""
+        """Accept connections everywhere; returns a function that closes those no longer allowed."""
         if not self._config.authorizes:
             for bound in self._bound:
                 tls = None if bound.tls is None else bound.tls.context

@@ -174,5 +174,5 @@ def owner_refusal(state: SecurityState, owner: Owner, needs: Iterable[tuple[Oper
         for operation, kind, name in needs:
             rights.require(operation, kind, name)
     except NotAuthorized as error:
-        return f"its owner may not go on: {error}"
+        return f"its owner may no longer act: {error}"
     return ""

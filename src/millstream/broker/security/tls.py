@@ -1,7 +1,7 @@
 """TLS of the listeners and between nodes: contexts that follow their files, and who a certificate names.
 
 Files are looked at when a client begins a handshake, so a renewed certificate is used from the next connection on, and
-connections that are open go on. Files that do not fit together are refused, and the last ones that did stay in use.
+connections that are open continue. Files that do not fit together are refused, and the last ones that did stay in use.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ letters are in flight than a log remembers of a producer, and none is planned be
 number the log rejects is therefore certainly not stored, and gets a new number.
 
 A letter that the topic refuses for its content (too large, or unreadable) is retried with growing pauses, up to
-`REFUSED_S_MAX`, and does not hold up the others; the queue keeps how many there are, and why.
+`REFUSED_S_MAX`, and does not delay the others; the queue keeps how many there are, and why.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads messages for pages: some from a position on, or all that match a filter, in both cases within bounds.
 
-Filters are evaluated in a child process, a few thousand messages at a time, so a search holds up neither other requests
+Filters are evaluated in a child process, a few thousand messages at a time, so a search delays neither other requests
 nor the broker; it stops when its reader does.
 """
 

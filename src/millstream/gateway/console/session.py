@@ -200,7 +200,7 @@ class Sessions:
         await app.send_page(exchange, status, "login.html", context, cookies)
 
     async def _sign_in(self, exchange: Any, signed_in: SignedIn, app: ConsoleApp) -> None:
-        # Whoever signs in may have an older session, which the login form does not know.
+        # The user may have an older session, which the login form does not know.
         form = await self._form(exchange, SignedIn(form_key=signed_in.form_key))
         user, secret, token = form.get("user", "").strip(), form.get("password", ""), form.get("token", "").strip()
         to = _own_page(form.get("next", ""))

@@ -2,7 +2,7 @@
 
 Each step commits its messages and the position behind them with one record at the coordinator, as pipelines do (see
 `batch_loop.py`). The position is the offsets of the group `replay-NAME`. Where the replay ends is fixed when it first
-starts, as the offsets of the group `replay-NAME.end`. So whatever ends a replay, the same command goes on behind the
+starts, as the offsets of the group `replay-NAME.end`. So however a replay ends, the same command continues after the
 last commit; a second one at the same time can commit nothing twice, since steps are numbered.
 """
 

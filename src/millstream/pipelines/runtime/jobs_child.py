@@ -230,7 +230,7 @@ class JobsChild:
             if key in wanted:
                 job.change(wanted[key])
             elif self._owner.is_mine and not self._idle_reason:
-                # Nobody wants it any more.
+                # It is no longer wanted.
                 job.stop()
             else:
                 job.leave()

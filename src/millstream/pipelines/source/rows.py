@@ -295,7 +295,7 @@ def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> i
 
 
 def _skip_damage(link: Link, one: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
-    """Where to go on behind what the disk of the broker lost; raise while another replica may bring it back."""
+    """Return the offset after what the broker's disk lost; raise while another replica may restore it."""
     topic = link.call(find_topic(link.client, one.topic))
     for lost in link.call(find_damage(link.client, topic, [one.partition])) or ():
         if lost.first <= position < lost.next_offset and not lost.is_repaired:

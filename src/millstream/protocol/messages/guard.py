@@ -3,7 +3,7 @@
 kio's native reader takes an announced array length at its word and allocates for it, so a frame of nine bytes
 that announces four billion items ends the process. `guard_of` compiles, once per message class, a walk that
 steps over the same fields without building anything, and raises `ProtocolViolation` when a length does not fit
-into the bytes that are there, or when a message has so many items that building them would hold up the loop.
+into the bytes that are there, or when a message has so many items that building them would block the loop.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
 is not a wall clock. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of them, so that it
-never holds up the loop; `left_out` says how many more there are.
+never blocks the loop; `left_out` says how many more there are.
 """
 
 from __future__ import annotations

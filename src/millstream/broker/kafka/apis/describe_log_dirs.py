@@ -40,7 +40,7 @@ class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
 
     async def handle(self, request: DescribeLogDirsRequest, client: ClientInfo) -> DescribeLogDirsResponse:
         try:
-            # A disk that hangs must not hold up the loop.
+            # A disk that hangs must not block the loop.
             usage = await asyncio.to_thread(shutil.disk_usage, self._folder)
         except OSError:
             result = DescribeLogDirsResult(error_code=ErrorCode.kafka_storage_error, log_dir=self._folder, topics=())

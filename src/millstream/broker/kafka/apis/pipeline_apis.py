@@ -389,7 +389,7 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
 
 
 class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
-    """Ends the running run of a job, which is not tried again; its schedule goes on.
+    """Ends the running run of a job, which is not retried; its schedule continues.
 
         {"name": "nightly"}     answer: {"error": 0, "message": null, "run": 7}
 

@@ -230,7 +230,7 @@ class Produce:
         return await answer if isinstance(answer, Promise) else answer
 
     def _is_heavy(self, portion: Portion) -> bool:
-        """Whether looking at the records, where the topic needs it, would hold up the loop."""
+        """Whether looking at the records, where the topic needs it, would block the loop."""
         records = portion.records
         if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
             return False

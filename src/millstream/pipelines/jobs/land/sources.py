@@ -87,7 +87,7 @@ class Sources:
                 client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
             )
         except OffsetOutOfRange:
-            # Retention has deleted it since. The tasks go on without it, and so does this.
+            # Retention has deleted it since. The tasks continue without it, and so does this.
             return None
         batches = find_batches(answer.records)
         if batches.next_offset is None or batches.next_offset <= start:

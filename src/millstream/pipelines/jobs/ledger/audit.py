@@ -394,7 +394,7 @@ async def committed_ranges(
                 topic, partition, offset, max_bytes=_FETCH_BYTES, max_wait_ms=0, isolation=isolation
             )
         except OffsetOutOfRange:
-            # Retention goes on while the audit runs; what it deletes now had been there at the mark.
+            # Retention continues while the audit runs; what it deletes now was there at the mark.
             break
         aborted = AbortedBatches(answer.aborted)
         before = offset
