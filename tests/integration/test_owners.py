@@ -30,6 +30,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
 from millstream_testing.security import declare_security
 from millstream_testing.server import Server
+from millstream_testing.waiting import until_answered
 from millstream_testing.webhook import Webhook
 
 WAIT_S = 240.0
@@ -90,14 +91,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
         yield Locked(server)
 
 
-async def until(question: Any) -> Any:
-    """Ask until there is an answer."""
-    async with asyncio.timeout(WAIT_S):
-        while not (answer := await question()):
-            await asyncio.sleep(0.2)
-    return answer
-
-
 async def publish(client: Client, topic: str, value: bytes) -> None:
     await client.produce(topic, 0, encode_batch([NewRecord(None, value)]))
 
@@ -121,11 +114,11 @@ async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone
             assert not any(one["parked"] for one in found), found
             return all(one["report"] and one["report"]["rows"] for one in found)
 
-        await until(have_run)
+        await until_answered(have_run)
         assert (await described())["owner"] == "User:olga"
         assert {token.owner for token in await list_tokens(admin)} == {"User:olga"}
         await delete_user(admin, "olga")
-        parked = await until(lambda: _parked(described))
+        parked = await until_answered(lambda: _parked(described))
         assert "its owner User:olga was deleted" in parked
         assert not await list_tokens(admin), "a deleted user's tokens are revoked"
         await put_user(admin, "olga", "another-password")
@@ -169,7 +162,7 @@ async def test_push_is_parked_while_its_owner_may_not_read(locked: Locked) -> No
             found = await state()
             return bool(found) and found["state"] == "parked"
 
-        await until(is_parked)
+        await until_answered(is_parked)
         assert "User:petra may not read topic 'petra-in'" in (await state())["last_error"]
         await publish(admin, "petra-in", b"2")
         assert len(hook.requests) == 1

@@ -48,6 +48,7 @@ from millstream.protocol.wire.replica_fetch import FETCH_KEY, VERSION, ReplicaFe
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
+from millstream_testing.waiting import until_answered
 
 WAIT_S = 60.0
 CLUSTER = "locked"
@@ -103,13 +104,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres:
             node.kill()
 
 
-async def until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not await condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
     admin = locked.credentials(ADMIN)
     async with Client.connect(locked.nodes[0].kafka, credentials=admin) as client:
@@ -119,7 +113,7 @@ async def test_nodes_replicate_and_work_together(locked: Locked) -> None:
             described = (await client.metadata(["orders"])).topics["orders"].partitions.values()
             return all(len(partition.in_sync) == 2 for partition in described)
 
-        await until(in_sync)
+        await until_answered(in_sync)
         nodes = (await client.metadata()).nodes.values()
         assert {f"{node.host}:{node.port}" for node in nodes} == {node.kafka for node in locked.nodes}
     handled: asyncio.Queue[Any] = asyncio.Queue()
@@ -152,7 +146,7 @@ async def test_a_token_of_one_node_is_good_at_the_other_at_once(locked: Locked) 
             except AuthenticationFailed:
                 return True
 
-        await until(is_refused)
+        await until_answered(is_refused)
 
 
 async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -> None:
@@ -179,13 +173,13 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
         await put_user(client, *ALICE)
         assert not await publishes()
         await add_acls(client, [rule])
-        await until(publishes)
+        await until_answered(publishes)
         await delete_user(client, ALICE[0])
 
         async def is_out() -> bool:
             return not await publishes()
 
-        await until(is_out)
+        await until_answered(is_out)
 
 
 def open_with(locked: Locked, node: Server, assertion: str) -> Any:
@@ -220,7 +214,7 @@ async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> No
             assert {one.status_code for one in answers} <= {401, 404, 503}
             return all(one.status_code == 404 for one in answers)
 
-        await until(is_known)
+        await until_answered(is_known)
         for partition in range(4):
             for url in (first, second):
                 headers = {"message-partition": str(partition)}
@@ -355,12 +349,12 @@ async def test_a_node_opens_secrets_of_others_as_soon_as_it_has_their_key(locked
             described = await SubscriptionClient(client).describe(["sealed-here"])
             return {state["state"] for one in described for state in one["push"] if state["node"] == 2} == {"parked"}
 
-        await until(is_parked)
+        await until_answered(is_parked)
         write_keys(keys[1], [*read_keys(keys[1]), key], replace=True)
 
         async def is_pushed() -> bool:
             return not await is_parked()
 
-        await until(is_pushed)
+        await until_answered(is_pushed)
         assert [one.problem for one in (await list_secrets(client)).secrets] == [""]
         await SubscriptionClient(client).delete("sealed-here", force=True)

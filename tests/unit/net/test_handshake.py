@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from millstream.broker.net.listener import Door, Listener, bind
 from millstream.broker.security.tls import FollowedTls, TlsFiles
 from millstream.protocol.wire.credentials import client_tls
 from millstream_testing.security import Certificates
+from millstream_testing.waiting import until
 
 LIMITS = ConnectionLimits(frame_bytes_max=1 << 20)
 
@@ -47,12 +48,6 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     await listener.start(sock, Door(service=Echo(), limits=LIMITS, tls=FollowedTls(files).context))
     yield Running(listener, port, client_tls(certificates.ca))
     await listener.drain(1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def frame(payload: bytes) -> bytes:

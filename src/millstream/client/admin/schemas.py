@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from millstream.core.errors import ProtocolViolation, SchemaRegistryError
-from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.message import decode_response, encode
 from millstream.protocol.private.schema_messages import (
     CHECK_KEY,
     CONFIGURE_KEY,
@@ -37,7 +37,6 @@ from millstream.protocol.private.schema_messages import (
     SubjectsResponse,
 )
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.error_codes import error_from_code
 
 R = TypeVar("R", bound=RegistryResponse)
 
@@ -109,9 +108,7 @@ class SchemaClient:
 
     async def _ask(self, key: int, request: msgspec.Struct, kind: type[R]) -> R:
         body = await self._client.private(None, key, encode(request), waits=key in _EXAMINING)
-        response = decode(body, kind)
-        if response.error:
-            raise error_from_code(response.error, response.message)
+        response = decode_response(body, kind)
         if response.code:
             raise SchemaRegistryError(response.message or "the registry refuses this", code=response.code)
         return response
