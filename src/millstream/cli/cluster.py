@@ -351,7 +351,7 @@ def adopt(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
     undo: Annotated[
-        bool, typer.Option("--undo", help="Give the folder back, as long as no node has started in the cluster.")
+        bool, typer.Option("--undo", help="Undo it, as long as no node has started in the cluster.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -247,7 +247,7 @@ def failover(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = LONG_TIMEOUT_S,
 ) -> None:
-    """Make the copies writable, at once and whatever has become of the source."""
+    """Make the copies writable at once, whether or not the source is reachable."""
     ask_person(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
     report = _ask(brokers, timeout, lambda mirrors: mirrors.fail_over(name, topics))
     if as_json:
@@ -384,7 +384,7 @@ def switch(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = LONG_TIMEOUT_S,
 ) -> None:
-    """Turn a mirror around without losing anything: the source stops taking writers, is drained, and follows.
+    """Change the direction of a mirror without loss: the source stops accepting writers, is drained, and follows.
 
     The --source options say how it signs in here.
     """

@@ -194,7 +194,7 @@ def job(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Run a PySpark program of your own: once, at a pace, at certain times, or without end."""
+    """Run your own PySpark program: once, at an interval, on a schedule, or continuously."""
     flags = Flags(
         file=file,
         requirements=requirements,

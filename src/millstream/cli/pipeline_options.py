@@ -223,7 +223,7 @@ Pace = Annotated[
     typer.Option(
         "--every",
         metavar="TIME",
-        help="Run at once and then at this pace, as in 90s, 15m or 1h.",
+        help="Run at once and then at this interval, as in 90s, 15m or 1h.",
         show_default=False,
     ),
 ]
@@ -243,7 +243,7 @@ Timezone = Annotated[
     ),
 ]
 Continuous = Annotated[
-    bool, typer.Option("--continuous", help="Run without end: the program returns streaming queries.")
+    bool, typer.Option("--continuous", help="Run continuously: the program returns streaming queries.")
 ]
 Parameters = Annotated[
     list[str] | None,

@@ -51,7 +51,7 @@ Until = Annotated[
 ]
 Rate = Annotated[
     str | None,
-    typer.Option("--rate", metavar="N/s", help="At most so many messages a second.", show_default=False),
+    typer.Option("--rate", metavar="N/s", help="The maximum number of messages per second.", show_default=False),
 ]
 Named = Annotated[
     str,

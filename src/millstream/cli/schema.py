@@ -57,7 +57,7 @@ References = Annotated[
 @app.command("list")
 def list_(
     prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
-    deleted: Annotated[bool, typer.Option("--deleted", help="Deleted ones, too.")] = False,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Include deleted ones.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -79,7 +79,7 @@ def list_(
 def show(
     subject: Subject,
     version: Version = "latest",
-    deleted: Annotated[bool, typer.Option("--deleted", help="Also if it is deleted.")] = False,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Also show a deleted version.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -95,7 +95,7 @@ def show(
 def diff(
     subject: Subject,
     old: Annotated[str, typer.Argument(metavar="OLD", help="A version.", show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")] = "latest",
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The other version.")] = "latest",
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
@@ -148,9 +148,7 @@ def register(
 def delete(
     subject: Subject,
     version: Annotated[str | None, typer.Option("--version", metavar="NUMBER", help="Only this version.")] = None,
-    permanent: Annotated[
-        bool, typer.Option("--permanent", help="Permanently, which is for what is deleted already.")
-    ] = False,
+    permanent: Annotated[bool, typer.Option("--permanent", help="Delete permanently what is already deleted.")] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
@@ -214,9 +212,9 @@ def check(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Tell whether a schema could be registered, and which stored messages it would not read.
+    """Check whether a schema could be registered, and which stored messages it could not read.
 
-    Ends with 5 if it is incompatible or does not read a message.
+    Exits with 5 if it is incompatible or cannot read a message.
     """
     from millstream.client.admin.topic_schema import try_schema
     from millstream.protocol.private.schema_messages import CheckSchema

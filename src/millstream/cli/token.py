@@ -35,7 +35,7 @@ def create(
     ] = None,
     owner: Annotated[
         str,
-        typer.Option("--owner", metavar="PRINCIPAL", help="Whom it acts for, such as User:alice. Default: who asks."),
+        typer.Option("--owner", metavar="PRINCIPAL", help="The principal, such as User:alice. Default: yours."),
     ] = "",
     expires: Annotated[
         str, typer.Option("--expires", metavar="TIME", help="How long it is valid: 90s, 15m, 2h, 30d; up to 366d.")
