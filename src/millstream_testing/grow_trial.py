@@ -145,7 +145,7 @@ class GrowTrial:
             "catalog": self._postgres.new_database(),
             "cluster": uuid.uuid4().hex,
         }
-        # Every node is a machine of its own here.
+        # Every node is a separate machine here.
         self._nodes |= {node: self._server(node, {**self._stores, "rack": f"machine-{node}"}) for node in JOINED}
         for server in self._nodes.values():
             self._stack.callback(server.kill)

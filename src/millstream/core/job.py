@@ -97,7 +97,7 @@ def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
         if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise InvalidSetting(f"a function is named as module:function, not {given!r}")
         if name in found:
-            raise InvalidSetting(f"two functions are called {name!r}; the statement could not tell them apart")
+            raise InvalidSetting(f"two functions are called {name!r}; the statement could not distinguish them")
         found[name] = module
         if module in code:
             _check_function(code[module], module, name)

@@ -149,7 +149,7 @@ class Pipeline:
 
     @property
     def has_own_driver(self) -> bool:
-        """Whether it runs code of users, and so in a process of its own."""
+        """Whether it runs code of users, and so in a separate process."""
         return self.kind is PipelineKind.JOB or bool(self.overrides.get(FUNCTIONS, "").strip())
 
     @property
@@ -160,7 +160,7 @@ class Pipeline:
             return settings
         if isinstance(settings, TransformSettings) and self.has_own_driver:
             return settings.as_job()
-        raise InvalidSetting(f"pipeline {self.name!r} has no driver of its own")
+        raise InvalidSetting(f"pipeline {self.name!r} has no separate driver")
 
     def flows(self) -> dict[str, set[str]]:
         """Return the topics that it reads by name, as far as known without Spark, each with the topics it leads to."""
@@ -589,7 +589,7 @@ class TransformSettings(MovingSettings):
         FUNCTIONS,
         "",
         "Python functions that the statement calls, as module:function with commas between them. The pipeline then has "
-        "a driver of its own, as jobs have.",
+        "its own driver, as jobs do.",
         needs_restart=False,
     )
     functions_code: str = setting(

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.security.assertion import ASSERTION_S, SESSION_S_MAX, Assertion, Assertions, public_text
-from millstream.broker.security.sasl import NOBODY, Verified
+from millstream.broker.security.sasl import UNAUTHENTICATED, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SHA_256, new_credentials, new_token
 from millstream.core.errors import AuthenticationFailed
@@ -58,7 +58,7 @@ async def test_a_session_ends_with_the_credential(state: SecurityState) -> None:
     ends = time.time() + 30
     found = await signer.verify(signer.sign(Verified(principal="User:oauth:a", expires_at=ends), HOST).encode())
     assert found.expires_at == ends
-    assert (await signer.verify(signer.sign(NOBODY, HOST).encode())).principal == "User:ANONYMOUS"
+    assert (await signer.verify(signer.sign(UNAUTHENTICATED, HOST).encode())).principal == "User:ANONYMOUS"
 
 
 async def test_assertions_of_others_are_refused(state: SecurityState) -> None:

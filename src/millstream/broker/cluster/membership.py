@@ -35,7 +35,7 @@ class Node:
     machine: NodeId | None = None
     """The first of the nodes that share its machine; None if it shares it with none."""
     secret: str = field(default="", repr=False)
-    """Shows other nodes that a request is this node's own, also where nobody authenticates; new with each start."""
+    """Proves to other nodes that a request is this node's, also without authentication; new with each start."""
 
     @property
     def failure_domain(self) -> NodeId:

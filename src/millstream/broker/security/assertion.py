@@ -105,7 +105,7 @@ class Assertions:
         return base64.b64encode(self._key.sign(purpose + asserted) + asserted).decode()
 
     def identity_of(self, verified: Verified) -> str:
-        """Tell callers apart whose rights or credentials differ."""
+        """Distinguish callers whose rights or credentials differ."""
         proof = _proof_of(verified)
         return verified.principal if proof is None else f"{verified.principal} {proof.digest.hex()}"
 

@@ -20,7 +20,7 @@ from millstream.broker.net.connection import Answer, Buffers, Connection, Connec
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.audit import HTTP
 from millstream.broker.security.rights import ANONYMOUS, Rights
-from millstream.broker.security.sasl import NOBODY, Authenticator, FailedAttempts, Mechanism, Verified
+from millstream.broker.security.sasl import UNAUTHENTICATED, Authenticator, FailedAttempts, Mechanism, Verified
 from millstream.broker.security.state import SecurityState
 from millstream.broker.security.tls import PrincipalRules, peer_certificate, uris_of
 from millstream.core.credential import TOKEN_PREFIX
@@ -117,7 +117,7 @@ class Gate:
     def _open(self, connection: Connection) -> Session:
         session = connection.session = Session(self, connection)
         if not self.requires:
-            session.admit(NOBODY)
+            session.admit(UNAUTHENTICATED)
             return session
         certificate = None if self.is_internal else peer_certificate(connection.ssl_object)
         if certificate is not None:

@@ -69,7 +69,7 @@ class Verified:
     """Where the client is, if a gateway acts for it; empty for the other end of the connection."""
 
 
-NOBODY: Final = Verified(principal=ANONYMOUS)
+UNAUTHENTICATED: Final = Verified(principal=ANONYMOUS)
 """A client that shows nothing, where it need not."""
 
 

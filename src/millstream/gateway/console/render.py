@@ -161,7 +161,7 @@ def chart(values: Sequence[float | None], label: str, *, as_size: bool = False) 
 
 def _run(points: list[tuple[float, float]]) -> Markup:
     if len(points) == 1:
-        # A point by itself would not be visible.
+        # A single point would not be visible.
         points = [(max(0.0, points[0][0] - 2), points[0][1]), points[0]]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return Markup(

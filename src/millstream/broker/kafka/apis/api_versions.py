@@ -60,7 +60,7 @@ class ServedApi(Protocol):
 
 
 class ApiVersions:
-    """Tells what is served. `served` may still grow until the first request; this API belongs in it too.
+    """Reports what is served. `served` may still grow until the first request; this API belongs in it too.
 
     Every client begins with it, at times all of them at once, so responses are encoded once.
     """

@@ -93,7 +93,7 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
     async def _verify(self, request: AuthenticateRequest, knowledge: Knowledge) -> Verified:
         if len(request.secret) > _SECRET_LENGTH_MAX or len(request.user) > _USER_LENGTH_MAX:
             raise AuthenticationFailed("the credential is too long")
-        from millstream.broker.security.sasl import NOBODY, BearerToken, Password
+        from millstream.broker.security.sasl import UNAUTHENTICATED, BearerToken, Password
 
         if request.scheme == BASIC and request.user and request.secret:
             return await knowledge.authenticator.verify(Password(user=request.user, secret=request.secret))
@@ -103,4 +103,4 @@ class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
             return await knowledge.assertions.verify_session(request.secret.encode())
         if request.scheme or self._requires:
             raise AuthenticationFailed("authentication failed: the user or the password is wrong")
-        return NOBODY
+        return UNAUTHENTICATED

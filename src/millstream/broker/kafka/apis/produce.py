@@ -13,7 +13,7 @@ A batch that starts a transaction on a partition is appended once the coordinato
 Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 
 A batch is stored as a whole or not at all. If some of its records are invalid, the response names them. Records of a
-topic with a schema rule are checked first (`SchemaRules`), whoever sends them; where that needs a child process, the
+topic with a schema rule are checked first (`SchemaRules`), from any sender; where that needs a child process, the
 connection waits.
 
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10

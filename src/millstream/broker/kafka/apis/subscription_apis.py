@@ -477,11 +477,12 @@ class AppendLetter(PrivateApi[AppendLetterRequest, AppendLetterAnswer]):
         answer, when all replicas have it: [error, message, offset]
 
     A letter is exempt from the schema rule of its topic, since the message that it holds may not conform to it. So the
-    sender has to be a node also where nobody authenticates: it shows the secret of its registration, which other nodes
+    sender has to be a node also without authentication: it shows the secret of its registration, which other nodes
     read in the coordination store. Any other sender gets CLUSTER_AUTHORIZATION_FAILED.
     """
 
     key = APPEND_LETTER_KEY
+    changes = None
 
     def __init__(self, topics: Topics, membership: Membership) -> None:
         self._topics = topics

@@ -1,7 +1,7 @@
 """The ledger's table: events in Delta Lake, each landed once, and sealed commit by commit.
 
 A commit carries, besides the next offset of each partition of `__subscriptions`, a seal: the digest of every file that
-it adds, the offsets that it lands, and the seal before it. Whoever changes, adds or removes a file or a commit later
+it adds, the offsets that it lands, and the seal before it. Changing, adding or removing a file or a commit later
 breaks the chain, unless all later seals are recomputed; the last seal is reported by every audit, so that it can be
 kept elsewhere.
 """
