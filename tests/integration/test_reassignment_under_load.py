@@ -178,6 +178,6 @@ def remove_by_a_plan(cluster: ServerGroup, admin: AdminClient, topic: str) -> No
     assert (shown["moved"], shown["overtaken"], shown["drained"]) == (len(plan["moves"]), 0, [3])
     assert all(3 not in now and now_in_sync == set(now) for now, now_in_sync in replicas(admin, topic))
     # A drained node gets nothing.
-    assert millstream("topic", "create", f"{topic}-later", "--partitions", 6).code == 0
+    assert millstream("topic", "create", f"{topic}-later", "--partitions", 6, "--replication", 2).code == 0
     assert all(3 not in now for now, _ in replicas(admin, f"{topic}-later"))
     assert "not drained" in millstream("cluster", "undrain", 1).err

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from millstream import __version__
 from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.folder import LOCK_NAME, make_private
+from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, make_private
 from millstream.broker.net.listener import ORPHAN_S, bind_patiently, listen
 from millstream.broker.security.listeners import Listeners, address_of
 from millstream.cli.exit_code import CommandFailed, ExitCode
@@ -208,6 +208,7 @@ class BrokerProcess(SupervisedChild):
         self.internal_address = announced["internal"]
         self._failed_starts = 0
         self._is_ready = True
+        self._machine.started(NodeId(self.node_id))
         if not self.ready.done():
             self.ready.set_result(announced)
         while line := await process.stdout.readline():
@@ -360,11 +361,13 @@ class Machine:
 
     async def _prepare_gateway(self) -> None:
         """Bind the addresses of the gateway; it is started when the brokers are ready, or are late."""
-        config = self._config
+        config, files = self._config, self._files
+        # After a kill, the gateway of the last run may not have noticed it yet.
+        was_killed = any(not files.exists(f"{folder}/{CLEAN_STOP_NAME}") for folder in self._layout.present(files))
+        wait_s = ORPHAN_S if was_killed else 0.0
         for given, flag in ((config.http, "http"), (config.registry, "registry")):
             if given:
-                # What held the lock may have been killed a moment ago, and its gateway may not know it yet.
-                bound = await bind_patiently(*parse_address(given, name=flag), flag=flag, wait_s=ORPHAN_S)
+                bound = await bind_patiently(*parse_address(given, name=flag), flag=flag, wait_s=wait_s)
                 self._gateway_sockets.append(bound)
                 self._stack.callback(bound.close)
         http, *registry = self._gateway_sockets
@@ -429,6 +432,10 @@ class Machine:
         }
 
     # -- a broker that stays dead ---------------------------------------------------------------------------
+
+    def started(self, node: NodeId) -> None:
+        """Note that a broker is ready, perhaps one that had been given up."""
+        self._given_up.pop(node, None)
 
     async def hand_over(self, dead: BrokerProcess) -> None:
         """Move the logs of a broker that cannot be started to the folders of the others, if they can be read."""
