@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -486,3 +487,62 @@ def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: st
     documented = set(re.findall(r"`((?:millstream|process)_\w+)`", pages))
     served = set(re.findall(r"^# HELP (\S+)", metrics, re.MULTILINE))
     assert documented == served, "the pages list every metric"
+
+
+def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, topic: str) -> None:
+    create(cluster, topic)
+    with httpx.Client(timeout=WAIT_S) as client:
+        made = client.post(
+            f"http://{cluster[1].http}/v1/subscriptions", json={"name": topic, "topics": [topic], "start": "start"}
+        )
+        assert made.status_code == 201, made.text
+        for number in range(30):
+            url = f"http://{cluster[1 + number % 3].http}/v1/topics/{topic}/messages"
+            client.post(url, json={"number": number}, headers={"message-key": str(number)}).raise_for_status()
+
+        def shown(node: Server, path: str) -> str:
+            page = client.get(f"http://{node.http}/console{path}")
+            assert page.status_code == 200, (path, page.text)
+            return page.text
+
+        def all_messages(node: Server) -> bool:
+            # Until the partitions of a dead node have other leaders, the page says that they cannot be reached.
+            page = client.get(f"http://{node.http}/console/topics/{topic}/messages")
+            return page.status_code == 200 and page.text.count("&#34;number&#34;") == 30
+
+        for node in cluster:
+            assert re.search(rf"{topic}.*?<td class=\"num\">30</td>", shown(node, f"/topics?search={topic}"), re.DOTALL)
+            found = shown(node, f"/topics/{topic}/messages?filter=payload.number+%3E%3D+20&from=start")
+            assert "10 found in 30 of 30 messages." in found
+            assert all_messages(node)
+            assert '<span class="chip good">in sync</span>' in shown(node, f"/topics/{topic}")
+            assert re.search(r"Waiting</span><span class=\"value\">30", shown(node, f"/subscriptions/{topic}"))
+            assert shown(node, "/cluster").count(">ready<") == 3
+            for path in (
+                "",
+                "/cluster/plan",
+                "/subscriptions",
+                "/dead-letters",
+                "/groups",
+                "/pipelines",
+                "/transactions",
+            ):
+                shown(node, path)
+        page = client.get(f"http://{cluster[2].http}/console/cluster/plan")
+        found_token = re.search(r'name="csrf" value="(\w+)"', page.text)
+        assert found_token is not None
+        csrf = found_token[1]
+        computed = client.post(page.url, data={"csrf": csrf, "kind": "drain", "node": "3"})
+        assert computed.status_code == 200, computed.text
+        (plan,) = set(re.findall(r'name="plan" value="([^"]+)"', computed.text))
+        assert "Takes about" in computed.text
+        cancelled = client.post(f"{page.url}/cancel", data={"csrf": csrf, "plan": plan, "confirm": plan})
+        assert cancelled.status_code == 303, cancelled.text
+        cluster[3].kill()
+        left = [cluster[1], cluster[2]]
+        wait_until(lambda: all("Needs attention" in shown(node, "") for node in left), patience_s=WAIT_S)
+        wait_until(lambda: all("Partitions in trouble" in shown(node, "/cluster") for node in left))
+        for node in left:
+            wait_until(partial(all_messages, node))
+            assert "catching up" in shown(node, f"/topics/{topic}")
+            assert re.search(r">(unreachable|away)<", shown(node, "/cluster"))

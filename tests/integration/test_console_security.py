@@ -239,6 +239,43 @@ def test_reading_messages_is_audited(guarded: Guarded) -> None:
     assert (seen["message"]["partition"], seen["message"]["offset"]) == (0, 0)
 
 
+def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
+    with guarded.client(follow_redirects=True) as admin, guarded.client() as alice:
+        assert sign_in(admin, "admin").status_code == 200
+        token = _token(admin.get("/console/access"))
+
+        def do(change: str, **form: str) -> str:
+            return admin.post(f"/console/access/{change}", data={"csrf": token, **form}).text
+
+        assert "millstream user create carol --password-stdin" in do(
+            "user", what="create", name="carol", password="password-1"
+        )
+        assert "exists already" in do("user", what="create", name="carol", password="password-2")
+        assert "has another password" in do("user", what="password", name="carol", password="password-3")
+        rule = {"permission": "allow", "principal": "User:carol", "operations": "read", "type": "topic", "name": "car"}
+        assert "millstream acl allow User:carol read topic:car --prefixed" in do("rule", **rule, prefixed="1")
+        assert "User:carol" in admin.get("/console/access?search=topic:car").text
+        assert "no operation of a topic" in do("rule", **{**rule, "operations": "cluster_action"})
+        written = "allow User:carol read topic:car*"
+        assert "nothing was changed" in do("remove-rule", rule=written, confirm="wrong")
+        assert "millstream acl remove User:carol read topic:car --prefixed" in do(
+            "remove-rule", rule=written, confirm="User:carol"
+        )
+        made = do("token", owner="User:carol", expires="1h", operations="read", resource="topic:cars")
+        (secret,) = re.findall(r"mst_\w+\.[\w-]+", made)
+        token_id = secret.partition(".")[0]
+        assert secret not in admin.get("/console/access").text
+        assert token_id in admin.get("/console/access").text
+        assert "is revoked" in do("revoke", token=token_id, confirm=token_id)
+        assert "is deleted" in do("delete-user", name="carol", confirm="carol")
+        assert sign_in(alice, "alice").status_code == 303
+        page = alice.get("/console/access")
+        assert "Create a user" not in page.text
+        form = {"csrf": _token(page), "what": "create", "name": "x", "password": "y"}
+        refused = alice.post("/console/access/user", data=form)
+        assert refused.status_code == 403
+
+
 def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
     with guarded.client() as client:
         assert "Sign in with your organization" in client.get("/console/login").text

@@ -12,7 +12,6 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
 from millstream.core.acl import (
-    CLUSTER_NAME,
     ROLES,
     WILDCARD,
     Acl,
@@ -20,13 +19,13 @@ from millstream.core.acl import (
     Operation,
     PatternType,
     Permission,
-    ResourceType,
     check_principal,
     name_of,
     parse_name,
+    parse_resource,
+    parse_rules,
     role_operations,
 )
-from millstream.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
@@ -247,36 +246,6 @@ def _role_rules(role: str, principal: str, resources: Iterable[str], prefixed: b
         operations = ",".join(map(name_of, role_operations(role, parse_resource(resource)[0])))
         rules += parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
     return rules
-
-
-def parse_rules(
-    permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
-) -> list[Acl]:
-    """Read the rules of a command, one for each operation, or raise `InvalidRequest`."""
-    kind, name = parse_resource(resource)
-    return [
-        Acl(
-            resource_type=kind,
-            resource_name=name,
-            pattern=PatternType.PREFIXED if prefixed and kind is not ResourceType.CLUSTER else PatternType.LITERAL,
-            principal=principal,
-            host=host,
-            operation=parse_name(Operation, operation),
-            permission=permission,
-        ).check()
-        for operation in operations.split(",")
-    ]
-
-
-def parse_resource(text: str) -> tuple[ResourceType, str]:
-    """Read TYPE:NAME, or raise `InvalidRequest`."""
-    kind_text, colon, name = text.partition(":")
-    kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
-    if kind is ResourceType.CLUSTER:
-        return kind, name or CLUSTER_NAME
-    if not colon or not name:
-        raise InvalidRequest(f"a resource is written as in topic:orders, not {text!r}")
-    return kind, name
 
 
 def _document(acl: Acl) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import print_answer, print_json, print_line, print_table, sized
-from millstream.core.quota import CLIENT_ID, CONSUMER_BYTE_RATE, DEFAULT, LIMITS, PRODUCER_BYTE_RATE, USER, QuotaEntity
+from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 
 app = typer.Typer(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
 
@@ -41,7 +40,7 @@ def set_(
     changes = {key: rate for key, rate in rates.items() if rate is not None}
     if not changes:
         raise CommandFailed("give --produce, --consume or both", ExitCode.USAGE)
-    _change(_parse(entity), changes, brokers, timeout, as_json)
+    _change(QuotaEntity.parse(entity), changes, brokers, timeout, as_json)
 
 
 @app.command("remove")
@@ -52,7 +51,7 @@ def remove(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Remove a quota; the next, less specific one applies."""
-    _change(_parse(entity), dict.fromkeys(LIMITS), brokers, timeout, as_json)
+    _change(QuotaEntity.parse(entity), dict.fromkeys(LIMITS), brokers, timeout, as_json)
 
 
 @app.command("list")
@@ -80,16 +79,6 @@ def _change(
     ask(brokers, timeout, lambda client: alter_quota(client, entity, changes))
     limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())
     print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=as_json)
-
-
-def _parse(texts: Iterable[str]) -> QuotaEntity:
-    parts: list[tuple[str, str | None]] = []
-    for text in texts:
-        kind, colon, name = text.partition(":")
-        if kind not in (USER, CLIENT_ID):
-            raise CommandFailed(f"quotas are for user:NAME and client-id:ID, not {text!r}", ExitCode.USAGE)
-        parts.append((kind, name if colon else DEFAULT))
-    return QuotaEntity.of(parts)
 
 
 def _document(entity: QuotaEntity, limits: Any) -> dict[str, Any]:

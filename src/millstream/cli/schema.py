@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -85,10 +83,10 @@ def show(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Print a version of a subject."""
-    from millstream.client.admin.schemas import SchemaClient
+    from millstream.client.admin.schemas import SchemaClient, readable
 
     found = ask(brokers, timeout, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
-    print_answer(_document(found), _readable(found).rstrip("\n"), as_json=as_json)
+    print_answer(_document(found), readable(found).rstrip("\n"), as_json=as_json)
 
 
 @app.command("diff")
@@ -100,20 +98,12 @@ def diff(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Print the lines in which two versions of a subject differ."""
-    from millstream.client.admin.schemas import SchemaClient
+    from millstream.client.admin.schemas import SchemaClient, difference
 
     async def both(client: Client) -> list[SchemaMessage]:
         return [await SchemaClient(client).version(subject, version) for version in (old, new)]
 
-    before, after = ask(brokers, timeout, both)
-    lines = difflib.unified_diff(
-        _readable(before).splitlines(),
-        _readable(after).splitlines(),
-        f"{subject} version {before.version}",
-        f"{subject} version {after.version}",
-        lineterm="",
-    )
-    for line in lines:
+    for line in difference(*ask(brokers, timeout, both)):
         print_line(line)
 
 
@@ -129,14 +119,14 @@ def register(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Register a schema as the next version of a subject."""
-    from millstream.client.admin.schemas import SchemaClient
+    from millstream.client.admin.schemas import SchemaClient, parse_reference
     from millstream.protocol.private.schema_messages import RegisterSchema
 
     request = RegisterSchema(
         subject=subject,
         schema=file.read_text(encoding="utf-8"),
         schema_type=_type_of(file, schema_type),
-        references=[_reference(text) for text in references or ()],
+        references=[parse_reference(text) for text in references or ()],
         normalize=normalize,
     )
     made = ask(brokers, timeout, lambda client: SchemaClient(client).register(request))
@@ -216,6 +206,7 @@ def check(
 
     Exits with 5 if it is incompatible or cannot read a message.
     """
+    from millstream.client.admin.schemas import parse_reference
     from millstream.client.admin.topic_schema import try_schema
     from millstream.protocol.private.schema_messages import CheckSchema
 
@@ -225,7 +216,7 @@ def check(
         subject=subject,
         schema=file.read_text(encoding="utf-8"),
         schema_type=_type_of(file, schema_type),
-        references=[_reference(text) for text in references or ()],
+        references=[parse_reference(text) for text in references or ()],
     )
     begin = None if since is None else parse_position(since)
     found = ask(
@@ -303,14 +294,6 @@ def _type_of(file: Path, given: str | None) -> str:
     return chosen
 
 
-def _reference(text: str) -> tuple[str, str, int]:
-    name, equals, rest = text.partition("=")
-    subject, colon, version = rest.rpartition(":")
-    if not (name and equals and subject and colon and version.isdigit()):
-        raise InvalidRequest(f"a reference is written NAME=SUBJECT:VERSION, not {text!r}")
-    return name, subject, int(version)
-
-
 def _document(schema: SchemaMessage) -> dict[str, Any]:
     return {
         "subject": schema.subject,
@@ -324,9 +307,3 @@ def _document(schema: SchemaMessage) -> dict[str, Any]:
         "rule_set": schema.rule_set,
         "deleted": schema.deleted,
     }
-
-
-def _readable(schema: SchemaMessage) -> str:
-    if schema.schema_type == PROTOBUF:
-        return schema.schema
-    return json.dumps(json.loads(schema.schema), indent=2, ensure_ascii=False)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.acl import parse_rules
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import print_answer, print_json, print_line, print_note, print_table
-from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission
+from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission, parse_rules
 from millstream.core.credential import split_token
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
 

@@ -245,3 +245,33 @@ def canonical_host(text: str) -> str:
         return str(ip_address(text))
     except ValueError:
         return text
+
+
+def parse_rules(
+    permission: Permission, principal: str, operations: str, resource: str, prefixed: bool, host: str
+) -> list[Acl]:
+    """Read rules as people write them, one for each operation, or raise `InvalidRequest`."""
+    kind, name = parse_resource(resource)
+    return [
+        Acl(
+            resource_type=kind,
+            resource_name=name,
+            pattern=PatternType.PREFIXED if prefixed and kind is not ResourceType.CLUSTER else PatternType.LITERAL,
+            principal=principal,
+            host=host,
+            operation=parse_name(Operation, operation),
+            permission=permission,
+        ).check()
+        for operation in operations.split(",")
+    ]
+
+
+def parse_resource(text: str) -> tuple[ResourceType, str]:
+    """Read TYPE:NAME, or raise `InvalidRequest`."""
+    kind_text, colon, name = text.partition(":")
+    kind = parse_name(ResourceType, "group" if kind_text == "subscription" else kind_text)
+    if kind is ResourceType.CLUSTER:
+        return kind, name or CLUSTER_NAME
+    if not colon or not name:
+        raise InvalidRequest(f"a resource is written as in topic:orders, not {text!r}")
+    return kind, name

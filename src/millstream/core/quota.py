@@ -60,6 +60,22 @@ class QuotaEntity:
             raise InvalidRequest("the quota's entity is empty; name a user, a client id or both")
         return cls(tuple((kind, parts[kind]) for kind in ENTITY_TYPES if kind in parts))
 
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> QuotaEntity:
+        """Read TYPE:NAME, or TYPE for the default; raise `InvalidRequest` for anything else."""
+        parts: list[tuple[str, str | None]] = []
+        for text in texts:
+            kind, colon, name = text.partition(":")
+            if kind not in (USER, CLIENT_ID):
+                raise InvalidRequest(f"quotas are for user:NAME and client-id:ID, not {text!r}")
+            parts.append((kind, name if colon else DEFAULT))
+        return cls.of(parts)
+
+    @property
+    def words(self) -> list[str]:
+        """What `parse` reads."""
+        return [kind if name is DEFAULT else f"{kind}:{name}" for kind, name in self.parts]
+
     def __str__(self) -> str:
         return ", ".join(f"{kind} {'(default)' if name is DEFAULT else name}" for kind, name in self.parts)
 

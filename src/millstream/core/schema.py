@@ -74,6 +74,12 @@ class QualifiedSubject(NamedTuple):
         return self.name if self.context == DEFAULT_CONTEXT else f":{self.context}:{self.name}"
 
 
+def subject_topic(subject: str) -> str:
+    """Return the topic whose access rules apply to a subject."""
+    name = QualifiedSubject.parse(subject).name
+    return name.removesuffix("-value") if name.endswith("-value") else name.removesuffix("-key")
+
+
 class SchemaReference(NamedTuple):
     """A schema that another one uses by a name: an Avro type, a JSON Schema URI or a Protobuf file."""
 

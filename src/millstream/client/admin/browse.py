@@ -66,13 +66,13 @@ async def topics_page(
         search=search, names=names, internal=internal, order=order, descending=descending, offset=offset, limit=limit
     )
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
-        first = await _ask(client, nodes[0] if nodes else None, TOPICS_KEY, request, ListTopicsResponse)
+        node, first = await _first_answer(client, nodes, request)
         others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit)
-        found = await gather_or_cancel(list_topics(client, node, others) for node in nodes[1:])
+        found = await gather_or_cancel(list_or_nothing(client, one, others) for one in nodes if one != node)
         summed = _sum([first, *found])
         return TopicsPage([summed[one.name] for one in first.topics], first.total)
     every = msgspec.structs.replace(request, order=BY_NAME, descending=False, offset=0, limit=PAGE_MAX)
-    found = await gather_or_cancel(list_topics(client, node, every) for node in nodes)
+    found = await gather_or_cancel(list_or_nothing(client, node, every) for node in nodes)
     topics = sorted(_sum(found).values(), key=lambda one: getattr(one, order), reverse=descending)
     return TopicsPage(topics[offset : offset + limit], max(one.total for one in found))
 
@@ -80,6 +80,27 @@ async def topics_page(
 async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRequest) -> ListTopicsResponse:
     """Return what one node lists."""
     return await _ask(client, node, TOPICS_KEY, request, ListTopicsResponse)
+
+
+async def list_or_nothing(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
+    """Return what one node lists; nothing if it does not answer, so that one dead node does not hide all others."""
+    try:
+        return await list_topics(client, node, request)
+    except (BrokerUnreachable, RequestTimedOut):
+        return ListTopicsResponse()
+
+
+async def _first_answer(
+    client: Client, nodes: Sequence[NodeId], request: ListTopicsRequest
+) -> tuple[NodeId | None, ListTopicsResponse]:
+    """Ask one node after the other: each knows all topics."""
+    for node in nodes[:-1]:
+        try:
+            return node, await list_topics(client, node, request)
+        except (BrokerUnreachable, RequestTimedOut):
+            continue
+    last = nodes[-1] if nodes else None
+    return last, await list_topics(client, last, request)
 
 
 def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:

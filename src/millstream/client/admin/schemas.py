@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from typing import Final, TypeVar
 
 import msgspec
 
-from millstream.core.errors import ProtocolViolation, SchemaRegistryError
+from millstream.core.errors import InvalidRequest, ProtocolViolation, SchemaRegistryError
+from millstream.core.schema import PROTOBUF
 from millstream.protocol.private.message import decode_response, encode
 from millstream.protocol.private.schema_messages import (
     CHECK_KEY,
@@ -118,3 +121,31 @@ def _found(schema: SchemaMessage | None) -> SchemaMessage:
     if schema is None:
         raise ProtocolViolation("the registry's answer has no schema")
     return schema
+
+
+def parse_reference(text: str) -> tuple[str, str, int]:
+    """Read NAME=SUBJECT:VERSION, or raise `InvalidRequest`."""
+    name, equals, rest = text.partition("=")
+    subject, colon, version = rest.rpartition(":")
+    if not (name and equals and subject and colon and version.isdigit()):
+        raise InvalidRequest(f"a reference is written NAME=SUBJECT:VERSION, not {text!r}")
+    return name, subject, int(version)
+
+
+def readable(schema: SchemaMessage) -> str:
+    """Return a schema as people read it: JSON is indented."""
+    if schema.schema_type == PROTOBUF:
+        return schema.schema
+    return json.dumps(json.loads(schema.schema), indent=2, ensure_ascii=False)
+
+
+def difference(before: SchemaMessage, after: SchemaMessage) -> list[str]:
+    """Return the lines in which two versions of a subject differ."""
+    lines = difflib.unified_diff(
+        readable(before).splitlines(),
+        readable(after).splitlines(),
+        f"{before.subject} version {before.version}",
+        f"{after.subject} version {after.version}",
+        lineterm="",
+    )
+    return list(lines)

@@ -22,7 +22,7 @@ from millstream.gateway.api.problem import Refused, refusal_of, stopped
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers, Shown
-from millstream.gateway.console.history import History
+from millstream.gateway.console.history import History, Recent
 from millstream.gateway.console.render import render, static_file
 from millstream.gateway.console.search import Searches
 from millstream.gateway.console.session import Sessions, SignedIn
@@ -97,6 +97,7 @@ class ConsoleApp:
         """Authenticates people; None where everyone may do everything."""
         self._settings = settings or ConsoleSettings()
         self.history = History(services)
+        self.recent = Recent()
         self.searches = Searches()
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
@@ -162,10 +163,12 @@ class ConsoleApp:
                     form=form,
                     memory=memory,
                     history=self.history,
+                    recent=self.recent,
                     searches=self.searches,
                     settings=self._settings,
                     principal=principal,
                     host=host_of(scope),
+                    is_refresh=exchange.is_partial,
                     can_sign_out=bool(signed_in.cookie),
                     csrf=signed_in.csrf,
                     notice=signed_in.notice,
@@ -178,6 +181,8 @@ class ConsoleApp:
                 else:
                     await self._answer(exchange, visit, signed_in, await _unless_gone(exchange, route, visit))
             finally:
+                if route.method == "POST":
+                    self.recent.clear()
                 memory.release()
                 pressure.leave(route.lane)
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from millstream.client.admin.browse import list_topics, node_sums
+from millstream.client.admin.browse import list_or_nothing, node_sums
 from millstream.client.admin.subscriptions import summary_of
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import OWN_PREFIX
 from millstream.core.tasks import gather_or_cancel
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.browse_messages import PAGE_MAX, ListedTopic, ListTopicsRequest
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ HOUR_SAMPLES: Final = 360
 MINUTE_SAMPLES: Final = 60
 TOP_TOPICS: Final = 20
 SERIES_MAX: Final = 10_000
+RECENT_MAX: Final = 200
 COST_MAX: Final = 0.01
 """The share of time that sampling everything may take."""
 
@@ -79,6 +82,48 @@ class Series:
         """Return the values of one rate, oldest first, for a chart of the whole hour."""
         known = [None if one is None else float(getattr(one, name)) for one in self.rates]
         return [None] * ((self.rates.maxlen or 0) - len(known)) + known
+
+
+class Recent:
+    """What pages that refresh by themselves show, shared by all browsers of a person.
+
+    It is asked for again when that takes no more than a hundredth of the time, however many browsers are open.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+
+    async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what is known for a principal and a page, or ask; those who come meanwhile wait for the answer."""
+        kept = self._kept.setdefault(key, _Kept())
+        self._kept.move_to_end(key)
+        while len(self._kept) > RECENT_MAX:
+            self._kept.popitem(last=False)
+        async with kept.lock:
+            started = self._clock()
+            if kept.until <= started:
+                kept.value = await ask()
+                ended = self._clock()
+                kept.until = ended + min(FULL_S, (ended - started) / COST_MAX)
+            found: T = kept.value
+            return found
+
+    def clear(self) -> None:
+        """Forget everything: someone has changed something."""
+        for kept in self._kept.values():
+            kept.until = 0.0
+
+
+class _Kept:
+    """One answer; `until` says for how long it is shown."""
+
+    __slots__ = ("lock", "until", "value")
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.until = 0.0
+        self.value: Any = None
 
 
 class QueueSums(NamedTuple):
@@ -150,7 +195,7 @@ class History:
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
-        answers = await gather_or_cancel(list_topics(client, node, request) for node in nodes)
+        answers = await gather_or_cancel(list_or_nothing(client, node, request) for node in nodes)
         sums = await node_sums(client)
         self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
         self.stored_bytes = sum(one.stored_bytes for one in sums)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from millstream.gateway.console.pages import (
+    access,
     cluster,
     dead_letters,
     groups,
     messages,
+    mirrors,
     overview,
     pipelines,
+    plans,
+    schemas,
     subscriptions,
     topics,
 )
@@ -25,4 +29,8 @@ ROUTES: Final[tuple[PageRoute, ...]] = (
     *groups.ROUTES,
     *pipelines.ROUTES,
     *cluster.ROUTES,
+    *plans.ROUTES,
+    *mirrors.ROUTES,
+    *schemas.ROUTES,
+    *access.ROUTES,
 )

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import quote, urlencode
 
 from millstream.client.admin.browse import Right, allowed_rights, note_reading
@@ -18,8 +18,10 @@ from millstream.gateway.request_memory import RequestMemory
 from millstream.protocol.private.browse_messages import NoteReadingRequest
 
 if TYPE_CHECKING:
-    from millstream.gateway.console.history import History
+    from millstream.gateway.console.history import History, Recent
     from millstream.gateway.console.search import Searches
+
+T = TypeVar("T")
 
 PREFIX: Final = "/console"
 PAGE_ROWS: Final = 50
@@ -49,12 +51,15 @@ class Visit:
     form: Mapping[str, str]
     memory: RequestMemory
     history: History
+    recent: Recent
     searches: Searches
     settings: ConsoleSettings
     principal: str = ""
     """Who is signed in; empty where everyone may do everything."""
     host: str = ""
     """Where the browser is."""
+    is_refresh: bool = False
+    """Whether a page that is open asks for new numbers, and not a person for the page."""
     can_sign_out: bool = False
     csrf: str = ""
     notice: str = ""
@@ -107,6 +112,12 @@ class Visit:
         """Record that the person is shown messages, where there is an audit log."""
         if self.principal:
             await note_reading(self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
+
+    async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return what the page shows: asked for by a person, it is new; refreshed by itself, it may be shared."""
+        if not self.is_refresh:
+            return await ask()
+        return await self.recent.get((self.principal, self.here()), ask)
 
     # -- what may be done -----------------------------------------------------------------------------------
 
@@ -181,7 +192,14 @@ def address(*parts: object) -> str:
 
 def command(*words: object) -> str:
     """Return the command that does the same as a page, for a shell."""
-    return shlex.join(["millstream", *(str(word) for word in words)])
+    return " ".join(["millstream", *(_quoted(str(word)) for word in words)])
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell: conditions, which have single quotes, are easier to read in double ones."""
+    if "'" in word and word.isprintable() and not any(one in word for one in '"$`\\!'):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def refuse_read_only() -> Refused:

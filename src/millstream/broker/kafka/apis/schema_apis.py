@@ -26,6 +26,7 @@ from millstream.core.schema import (
     SchemaReference,
     StoredSchema,
     SubjectVersion,
+    subject_topic,
 )
 from millstream.protocol.private.schema_messages import (
     CHECK_KEY,
@@ -68,22 +69,16 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
 
 
-def topic_of(subject: str) -> str:
-    """The topic whose access rules apply to a subject."""
-    name = QualifiedSubject.parse(subject).name
-    return name.removesuffix("-value") if name.endswith("-value") else name.removesuffix("-key")
-
-
 def subject_need(operation: Operation, subject: str) -> Need:
     """What a request about a subject needs; one about a context needs the cluster."""
     if not QualifiedSubject.parse(subject).name:
         return (operation, ResourceType.CLUSTER, CLUSTER_NAME)
-    return (operation, ResourceType.TOPIC, topic_of(subject))
+    return (operation, ResourceType.TOPIC, subject_topic(subject))
 
 
 def may_describe(rights: Rights, subject: str) -> bool:
     """Whether a client may see a subject."""
-    return rights.topic(Operation.DESCRIBE, topic_of(subject))
+    return rights.topic(Operation.DESCRIBE, subject_topic(subject))
 
 
 class RegistryApi(PrivateApi[RequestT, AnswerT]):

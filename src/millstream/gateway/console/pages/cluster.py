@@ -1,16 +1,12 @@
-"""The cluster and everything beside it: nodes, transactions, clients, schemas, users, tokens, rules and quotas."""
+"""The cluster: nodes, partitions in trouble, transactions, clients."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, Final
+from typing import Final
 
 from millstream.client.admin.browse import node_sums
 from millstream.client.admin.clients import list_clients
 from millstream.client.admin.cluster_status import AWAY, UNREACHABLE, ClusterStatus, cluster_status
-from millstream.client.admin.quotas import list_quotas
-from millstream.client.admin.schemas import SchemaClient
-from millstream.client.admin.security import list_acls, list_tokens, list_users, revoke_token
 from millstream.client.admin.transactions import (
     OPEN_STATES,
     abort_on_partition,
@@ -19,14 +15,11 @@ from millstream.client.admin.transactions import (
     hanging_transactions,
     list_transactions,
 )
-from millstream.core.acl import AclFilter, Operation, ResourceType, name_of
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.render import as_json
 from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
-from millstream.protocol.private.schema_messages import GetSubject, ListSubjects
 
 SHOWN: Final = 200
 MEASURED_S: Final = 0.5
@@ -35,7 +28,7 @@ MEASURED_S: Final = 0.5
 async def cluster(visit: Visit) -> Answer:
     """Show the nodes, and partitions in trouble; all partitions are looked at only if some are."""
     client = visit.services.client
-    nodes = await node_sums(client)
+    nodes = await visit.shared(lambda: node_sums(client))
     known = (await client.metadata([])).nodes
     places = {int(node_id): f"{node.host}:{node.port}" for node_id, node in known.items()}
     status: ClusterStatus | None = None
@@ -125,86 +118,9 @@ async def clients(visit: Visit) -> Answer:
     return Page("clients.html", context)
 
 
-async def schemas(visit: Visit) -> Answer:
-    """List the subjects of the registry."""
-    search, page = visit.text("search", length_max=249), visit.number("page", 0, high=1_000_000)
-    found = (await SchemaClient(visit.services.client).subjects(ListSubjects())).subjects
-    names = sorted(name for name in found if search.lower() in name.lower())
-    shown = names[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
-    context = {"subjects": shown, "total": len(names), "search": search, "page": page, "rows": PAGE_ROWS}
-    return Page("schemas.html", context)
-
-
-async def schema(visit: Visit) -> Answer:
-    """Show a version of a subject."""
-    name, version = visit.names["subject"], visit.text("version") or "latest"
-    client = SchemaClient(visit.services.client)
-    versions = (await client.subject(GetSubject(subject=name))).versions
-    found = await client.version(name, version)
-    settings = await client.settings(name, default_to_global=True)
-    context = {
-        "name": name,
-        "versions": versions,
-        "found": found,
-        "text": as_json(found.schema.encode()) or found.schema,
-        "compatibility": getattr(settings, "config", None),
-    }
-    return Page("schema.html", context)
-
-
-async def access(visit: Visit) -> Answer:
-    """Show users, tokens, access rules and quotas, as far as the person may see them."""
-    client = visit.services.client
-    problems: list[str] = []
-
-    async def seen(asked: Awaitable[Any], empty: Any) -> Any:
-        try:
-            return await asked
-        except MillstreamError as error:
-            problems.append(str(error))
-            return empty
-
-    rules = await seen(list_acls(client, AclFilter()), [])
-    context = {
-        "users": sorted((await seen(list_users(client), {})).items())[:SHOWN],
-        "tokens": list(await seen(list_tokens(client), []))[:SHOWN],
-        "rules": [
-            (
-                one.principal,
-                name_of(one.permission),
-                name_of(one.operation),
-                name_of(one.resource_type),
-                one.resource_name,
-                name_of(one.pattern),
-                one.host,
-            )
-            for one in sorted(rules)[:SHOWN]
-        ],
-        "rules_total": len(rules),
-        "quotas": [(str(entity), dict(limits)) for entity, limits in (await seen(list_quotas(client), {})).items()][
-            :SHOWN
-        ],
-        "problems": sorted(set(problems)),
-        "may_alter": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
-    }
-    return Page("access.html", context)
-
-
-async def revoke(visit: Visit) -> Answer:
-    """Revoke an API token."""
-    token = visit.text("token")
-    visit.confirm(token)
-    await revoke_token(visit.services.client, token)
-    return Done(address("access"), f"Token {token} is revoked: {command('token', 'revoke', token)}")
-
-
 ROUTES: Final = (
     PageRoute(path="/cluster", handle=cluster),
     PageRoute(path="/transactions", handle=transactions),
     change("/transactions/abort", abort),
     PageRoute(path="/clients", handle=clients),
-    PageRoute(path="/schemas", handle=schemas),
-    PageRoute(path="/schemas/{subject}", handle=schema),
-    PageRoute(path="/access", handle=access),
-    change("/access/revoke", revoke),
 )

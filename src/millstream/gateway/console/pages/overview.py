@@ -10,7 +10,7 @@ from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import NotAuthorized
+from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.console.pages.subscriptions import rows_of
@@ -33,16 +33,22 @@ class Warned(NamedTuple):
 
 async def show(visit: Visit) -> Answer:
     """Show the state of everything that the person may see."""
+    return Page("overview.html", await visit.shared(lambda: _state(visit)))
+
+
+async def _state(visit: Visit) -> dict[str, Any]:
     may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
     nodes: list[NodeSumsResponse] = []
     if may_describe:
         visit.history.start()
         nodes = await node_sums(visit.services.client)
-    described = await visit.services.subscriptions.describe(without_silent=True)
+    # A node that is down is when people look at this page, so what needs that node is left out, not an error.
+    missing: list[str] = []
+    described = await _or_empty(visit.services.subscriptions.describe(without_silent=True), missing)
     rows = rows_of(described)
-    letters = await _or_empty(count_letters(visit.services.client, described))
-    pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe())]
-    context = {
+    letters = await _or_empty(count_letters(visit.services.client, described), missing)
+    pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe(), missing)]
+    return {
         "may_describe": may_describe,
         "nodes": nodes,
         "partitions": max((one.partitions for one in nodes), default=0),
@@ -54,16 +60,21 @@ async def show(visit: Visit) -> Answer:
         "dropped": sum(row["dropped"] for row in rows),
         "pipelines": pipelines,
         "top": visit.history.top(5) if may_describe else [],
-        "warnings": _warnings(nodes, rows, letters, pipelines),
+        "warnings": [
+            *(Warned(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
+            *_warnings(nodes, rows, letters, pipelines),
+        ],
     }
-    return Page("overview.html", context)
 
 
-async def _or_empty(asked: Any) -> list[Any]:
-    """Return what the person may see; nothing if that is nothing."""
+async def _or_empty(asked: Any, missing: list[str]) -> list[Any]:
+    """Return what the person may see; nothing if that is nothing, or cannot be reached now, which is noted."""
     try:
         found: list[Any] = await asked
     except NotAuthorized:
+        return []
+    except MillstreamError as error:
+        missing.append(str(error))
         return []
     return found
 

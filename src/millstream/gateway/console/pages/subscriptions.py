@@ -81,7 +81,7 @@ async def list_all(visit: Visit) -> Answer:
     page = visit.number("page", 0, high=1_000_000)
     rows = [
         row
-        for row in rows_of(await visit.services.subscriptions.describe(without_silent=True))
+        for row in await visit.shared(lambda: _all_rows(visit))
         if search.lower() in row["subscription"].lower()
         or any(search.lower() in topic.lower() for topic in row["topics"])
     ]
@@ -97,6 +97,10 @@ async def list_all(visit: Visit) -> Answer:
         "may_create": not visit.settings.read_only,
     }
     return Page("subscriptions.html", context)
+
+
+async def _all_rows(visit: Visit) -> list[dict[str, Any]]:
+    return rows_of(await visit.services.subscriptions.describe(without_silent=True))
 
 
 async def create(visit: Visit) -> Answer:
@@ -166,14 +170,14 @@ async def show(visit: Visit) -> Answer:
         if context["to"]:
             context["plan"] = await plan_seek(visit.services.client, described, parse_position(context["to"]))
         if context["try_filter"] and reads:
-            context["tried"] = await _try_filter(visit, topics, context["try_filter"])
+            context["tried"] = await try_condition(visit, topics, context["try_filter"])
     except MillstreamError as error:
         context["problem"] = str(error)
     return Page("subscription.html", context)
 
 
-async def _try_filter(visit: Visit, topics: Sequence[str], text: str) -> list[dict[str, Any]]:
-    """Try a filter on the newest messages of each topic."""
+async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[dict[str, Any]]:
+    """Try a condition on the newest messages of each topic."""
     condition = await compiled(text)
     tried = []
     async with visit.searches.admitted(visit.person):

@@ -1,0 +1,64 @@
+"""Mirrors: what is copied from other clusters, and how far; pause, resume, fail over."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.client.admin.mirrors import MirrorClient
+from millstream.core.acl import Operation, ResourceType
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+
+PARTITIONS_SHOWN: Final = 200
+
+
+async def list_all(visit: Visit) -> Answer:
+    """List mirrors."""
+    return Page("mirrors.html", {"mirrors": await MirrorClient(visit.services.client).describe()})
+
+
+async def show(visit: Visit) -> Answer:
+    """Show one mirror and its copies; those that are furthest behind come first."""
+    name = visit.names["mirror"]
+    (described,) = await MirrorClient(visit.services.client).describe([name])
+    partitions = sorted(described["partitions"], key=lambda one: -(one["lag"] or 0))
+    context = {
+        "name": name,
+        "described": described,
+        "partitions": partitions[:PARTITIONS_SHOWN],
+        "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
+        "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
+    }
+    return Page("mirror.html", context)
+
+
+async def pause(visit: Visit) -> Answer:
+    """Stop copying for now."""
+    return await _want(visit, "pause", "is paused; its copies stay readable", is_wanted=False)
+
+
+async def resume(visit: Visit) -> Answer:
+    """Continue copying."""
+    return await _want(visit, "resume", "copies again", is_wanted=True)
+
+
+async def _want(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Answer:
+    name = visit.names["mirror"]
+    await MirrorClient(visit.services.client).want(name, is_wanted=is_wanted)
+    return Done(address("mirrors", name), f"Mirror {name} {said}: {command('mirror', verb, name)}")
+
+
+async def fail_over(visit: Visit) -> Answer:
+    """Make the copies writable."""
+    name = visit.names["mirror"]
+    visit.confirm(name)
+    await MirrorClient(visit.services.client).fail_over(name)
+    return Done(address("mirrors", name), f"The copies of {name} are writable: {command('mirror', 'failover', name)}")
+
+
+ROUTES: Final = (
+    PageRoute(path="/mirrors", handle=list_all),
+    PageRoute(path="/mirrors/{mirror}", handle=show),
+    change("/mirrors/{mirror}/pause", pause),
+    change("/mirrors/{mirror}/resume", resume),
+    change("/mirrors/{mirror}/failover", fail_over),
+)

@@ -1,0 +1,110 @@
+"""Plans that move partitions between nodes: compute, review, apply, follow, cancel."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from millstream.client.admin import cluster_plans
+from millstream.client.admin.cluster_plans import (
+    apply_plan,
+    cancel_plan,
+    compute_plan,
+    current_plan,
+    describe_plan,
+    describe_progress,
+    propose_plan,
+)
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.cluster_plan import BALANCE, DRAIN, REMOVE, THROTTLE_BYTES
+from millstream.core.errors import InvalidRequest
+from millstream.gateway.api.problem import invalid
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+
+MOVES_SHOWN: Final = 200
+MIB: Final = 1024 * 1024
+_KINDS: Final = (BALANCE, DRAIN, REMOVE)
+
+
+async def show(visit: Visit) -> Answer:
+    """Show the last plan, and how far it is."""
+    try:
+        current = await current_plan(visit.services.client)
+    except InvalidRequest as error:
+        # A node by itself has no plans.
+        return Page("plan.html", {"problem": str(error)})
+    nodes = sorted(int(one) for one in (await visit.services.client.metadata([])).nodes)
+    context = {
+        "problem": "",
+        "plan": describe_progress(current),
+        "moves": [(one, one.move().moved_bytes) for one in current.moves[:MOVES_SHOWN]],
+        "left_out": max(0, len(current.moves) - MOVES_SHOWN),
+        "computed": None,
+        "nodes": nodes,
+        "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
+        "throttle_mib": (current.throttle_bytes or THROTTLE_BYTES) // MIB,
+    }
+    return Page("plan.html", context)
+
+
+async def propose(visit: Visit) -> Answer:
+    """Compute a plan and store it for review; nothing moves yet."""
+    kind = visit.choice("kind", _KINDS)
+    node = visit.number("node", -1) if kind != BALANCE else None
+    if node is not None and node < 0:
+        raise invalid(f"choose the node to {kind}")
+    throttle = visit.number("throttle", THROTTLE_BYTES // MIB, low=1, high=1_000_000) * MIB
+    client = visit.services.client
+    plan = await compute_plan(client, kind, node=node)
+    words = command("cluster", "plan", kind, *(() if node is None else (node,)))
+    if not plan.moves and kind == BALANCE:
+        return Done(address("cluster", "plan"), f"The cluster is balanced; there is nothing to move: {words}")
+    proposed = await propose_plan(client, plan, throttle_bytes=throttle)
+    document: dict[str, Any] = describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
+    context = {
+        "problem": "",
+        "plan": describe_progress(await current_plan(client)),
+        "moves": [(one, one.move().moved_bytes) for one in proposed.moves[:MOVES_SHOWN]],
+        "left_out": max(0, len(proposed.moves) - MOVES_SHOWN),
+        "computed": document,
+        "nodes": sorted(int(one) for one in (await client.metadata([])).nodes),
+        "may_change": True,
+        "throttle_mib": throttle // MIB,
+    }
+    return Page("plan.html", context)
+
+
+async def apply(visit: Visit) -> Answer:
+    """Let the cluster carry out the plan."""
+    plan_id = visit.text("plan", length_max=100)
+    throttle = visit.number("throttle", 0, high=1_000_000) * MIB
+    await apply_plan(visit.services.client, plan_id, throttle_bytes=throttle or None)
+    flags = ("--throttle", throttle) if throttle else ()
+    return _done(f"Plan {plan_id} runs: {command('cluster', 'apply', plan_id, *flags)}")
+
+
+async def cancel(visit: Visit) -> Answer:
+    """Stop the plan."""
+    plan_id = visit.text("plan", length_max=100)
+    visit.confirm(plan_id)
+    cancelled = await cancel_plan(visit.services.client, plan_id)
+    return _done(f"Plan {plan_id} is {cancelled.state}: {command('cluster', 'cancel', plan_id)}")
+
+
+async def undrain(visit: Visit) -> Answer:
+    """Let a drained node get leaders and replicas again."""
+    node = visit.number("node", -1)
+    await cluster_plans.undrain(visit.services.client, node)
+    return _done(f"Node {node} may get leaders and replicas again: {command('cluster', 'undrain', node)}")
+
+
+def _done(notice: str) -> Done:
+    return Done(address("cluster", "plan"), notice)
+
+
+ROUTES: Final = (
+    PageRoute(path="/cluster/plan", handle=show),
+    change("/cluster/plan", propose),
+    change("/cluster/plan/apply", apply),
+    change("/cluster/plan/cancel", cancel),
+    change("/cluster/plan/undrain", undrain),
+)

@@ -1,0 +1,158 @@
+"""Schemas: subjects and their versions; register, compare, delete, and choose which schemas are compatible."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final
+
+from millstream.client.admin.schemas import SchemaClient, difference, parse_reference, readable
+from millstream.core.acl import Operation, ResourceType
+from millstream.core.errors import InvalidRequest, SchemaRegistryError
+from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_topic
+from millstream.gateway.api.problem import invalid
+from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.protocol.private.schema_messages import (
+    CheckSchema,
+    Configure,
+    DeleteSubject,
+    GetSubject,
+    ListSubjects,
+    RegisterSchema,
+)
+
+SCHEMA_CHARACTERS_MAX: Final = 1024 * 1024
+DIFF_LINES_MAX: Final = 2000
+DEFAULT: Final = "default"
+_FILES: Final = {AVRO: "schema.avsc", JSON_SCHEMA: "schema.json", PROTOBUF: "schema.proto"}
+_TOPIC: Final = ResourceType.TOPIC
+
+
+async def list_all(visit: Visit) -> Answer:
+    """List the subjects of the registry."""
+    return await _listed(visit, {})
+
+
+async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Page:
+    # Read from the address: the page also answers a form.
+    search = visit.query.get("search", "").strip()[:249]
+    page = 0 if visit.method == "POST" else visit.number("page", 0, high=1_000_000)
+    client = SchemaClient(visit.services.client)
+    found = (await client.subjects(ListSubjects())).subjects
+    names = sorted(name for name in found if search.lower() in name.lower())
+    shown = names[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
+    rows = []
+    for name in shown:
+        try:
+            rows.append(await client.version(name))
+        except SchemaRegistryError:
+            # Deleted meanwhile.
+            continue
+    settings = await client.settings(default_to_global=True)
+    context = {
+        "subjects": rows,
+        "total": len(names),
+        "search": search,
+        "page": page,
+        "rows": PAGE_ROWS,
+        "level": (settings.config or {}).get("compatibilityLevel", ""),
+        "levels": LEVELS,
+        "types": list(_FILES),
+        "may_configure": await visit.may_change(Operation.ALTER_CONFIGS, ResourceType.CLUSTER),
+        "may_register": not visit.settings.read_only,
+        "tried": {"subject": "", "type": AVRO, "schema": "", "references": "", "said": "", "problem": "", **tried},
+    }
+    return Page("schemas.html", context, status)
+
+
+async def register(visit: Visit) -> Answer:
+    """Register a schema, or say what registering it would do."""
+    subject, kind = visit.text("subject", length_max=1024), visit.choice("type", list(_FILES))
+    text = visit.text("schema", length_max=SCHEMA_CHARACTERS_MAX)
+    lines = visit.text("references", length_max=65_536).splitlines()
+    if not subject or not text:
+        raise invalid("a schema has a subject and a text")
+    client = SchemaClient(visit.services.client)
+    tried = {"subject": subject, "type": kind, "schema": text, "references": "\n".join(lines)}
+    try:
+        references = [parse_reference(line.strip()) for line in lines if line.strip()]
+        body: dict[str, Any] = {"subject": subject, "schema": text, "schema_type": kind, "references": references}
+        if visit.text("only") == "check":
+            trial = await client.try_out(CheckSchema(**body, compiled=True))
+            said = "It is compatible and could be registered." if not trial.reasons else ""
+            problem = "\n".join(trial.reasons)
+            return await _listed(visit, {**tried, "said": said, "problem": problem})
+        made = await client.register(RegisterSchema(**body))
+    except (SchemaRegistryError, InvalidRequest) as error:
+        return await _listed(visit, {**tried, "problem": str(error)}, HTTPStatus.UNPROCESSABLE_ENTITY)
+    flags = [word for line in lines if line.strip() for word in ("--reference", line.strip())]
+    words = command("schema", "register", subject, _FILES[kind], *flags)
+    return Done(
+        address("schemas", subject), f"Version {made.version} of {subject} is registered with id {made.id}: {words}"
+    )
+
+
+async def show(visit: Visit) -> Answer:
+    """Show a version of a subject, and how it differs from the one before."""
+    name, version = visit.names["subject"], visit.text("version") or "latest"
+    client = SchemaClient(visit.services.client)
+    versions = (await client.subject(GetSubject(subject=name))).versions
+    found = await client.version(name, version)
+    config = (await client.settings(name, default_to_global=True)).config or {}
+    earlier = [one for one in versions if one < found.version]
+    lines: list[str] = []
+    if earlier:
+        lines = difference(await client.version(name, str(earlier[-1])), found)[2 : DIFF_LINES_MAX + 2]
+    topic = subject_topic(name)
+    await visit.look_up((Operation.DELETE, _TOPIC, topic), (Operation.ALTER_CONFIGS, _TOPIC, topic))
+    context = {
+        "name": name,
+        "versions": versions,
+        "found": found,
+        "text": readable(found),
+        "earlier": earlier[-1] if earlier else None,
+        "lines": [(line, {"+": "added", "-": "removed", "@": "place"}.get(line[:1], "")) for line in lines],
+        "level": config.get("compatibilityLevel", ""),
+        "levels": LEVELS,
+        "default": DEFAULT,
+        "may_delete": await visit.may_change(Operation.DELETE, _TOPIC, topic),
+        "may_configure": await visit.may_change(Operation.ALTER_CONFIGS, _TOPIC, topic),
+    }
+    return Page("schema.html", context)
+
+
+async def configure(visit: Visit) -> Answer:
+    """Set which schemas are compatible, of a subject or of all that have no level of their own."""
+    name, level = visit.names.get("subject", ""), visit.choice("level", (DEFAULT, *LEVELS))
+    if level == DEFAULT:
+        request = Configure(subject=name, reset_config=True)
+    else:
+        request = Configure(subject=name, config={"compatibilityLevel": level})
+    await SchemaClient(visit.services.client).configure(request)
+    words = command("schema", "compatibility", *((name,) if name else ()), "--set", level)
+    to = address("schemas", name) if name else address("schemas")
+    return Done(to, f"The compatibility of {name or 'subjects without a level of their own'} is set: {words}")
+
+
+async def delete(visit: Visit) -> Answer:
+    """Delete a subject or one of its versions."""
+    name, version = visit.names["subject"], visit.text("version")
+    visit.confirm(name)
+    client = SchemaClient(visit.services.client)
+    deleted = await client.delete(DeleteSubject(subject=name, version=version or None))
+    flags = ("--version", version) if version else ()
+    is_left = name in (await client.subjects(ListSubjects(prefix=name))).subjects
+    numbers = ", ".join(map(str, deleted))
+    return Done(
+        address("schemas", name) if is_left else address("schemas"),
+        f"Version {numbers} of {name} deleted: {command('schema', 'delete', name, *flags)}",
+    )
+
+
+ROUTES: Final = (
+    PageRoute(path="/schemas", handle=list_all),
+    change("/schemas", register),
+    change("/schemas-compatibility", configure),
+    PageRoute(path="/schemas/{subject}", handle=show),
+    change("/schemas/{subject}/compatibility", configure),
+    change("/schemas/{subject}/delete", delete),
+)
