@@ -1,0 +1,103 @@
+"""Parts of the console by themselves: what refreshing pages share, charts, commands for shells, ages."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.gateway.console.history import COST_MAX, FULL_S, Counters, Recent, Series
+from millstream.gateway.console.render import age, chart
+from millstream.gateway.console.visit import command
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_browsers_share_an_answer_for_a_hundred_times_its_cost() -> None:
+    async def run() -> None:
+        clock = Clock()
+        recent, asked = Recent(clock=clock), 0
+
+        async def ask() -> int:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0)
+            clock.now += 0.2
+            return asked
+
+        key = ("User:alice", "/console")
+        assert await asyncio.gather(*(recent.get(key, ask) for _ in range(20))) == [1] * 20
+        clock.now += 0.2 / COST_MAX - 1
+        assert await recent.get(key, ask) == 1
+        assert await recent.get(("User:bob", "/console"), ask) == 2
+        clock.now += 2
+        assert await recent.get(key, ask) == 3
+        recent.clear()
+        assert await recent.get(key, ask) == 4
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_never_shared_for_more_than_a_minute_and_an_error_not_at_all() -> None:
+    async def run() -> None:
+        clock = Clock()
+        recent, asked = Recent(clock=clock), 0
+
+        async def ask() -> int:
+            nonlocal asked
+            asked += 1
+            clock.now += 10.0
+            if asked == 1:
+                raise ValueError("down")
+            return asked
+
+        with pytest.raises(ValueError, match="down"):
+            await recent.get(("", "/"), ask)
+        assert await recent.get(("", "/"), ask) == 2
+        clock.now += FULL_S + 0.1
+        assert await recent.get(("", "/"), ask) == 3
+
+    asyncio.run(run())
+
+
+def test_a_counter_that_starts_again_leaves_a_gap() -> None:
+    series = Series(6)
+    for at, count in enumerate((0, 100, 300, 50, 150)):
+        series.add(Counters(count, 0, 0), float(10 * at))
+    assert series.shown("records_in") == [None, None, 10.0, 20.0, None, 10.0]
+
+
+@given(st.lists(st.none() | st.floats(0, 1e12), max_size=400), st.booleans())
+def test_charts_stay_within_their_frame(values: list[float | None], as_size: bool) -> None:
+    drawn = str(chart(values, '<script>"', as_size=as_size))
+    assert "<script>" not in drawn
+    points = [one for part in drawn.split('points="')[1:] for one in part.split('"')[0].split()]
+    for point in points:
+        x, y = map(float, point.split(","))
+        assert -0.1 <= x <= 240.1
+        assert 0 <= y <= 56
+
+
+@given(st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word), min_size=1, max_size=4))
+def test_commands_are_what_a_shell_reads_back(words: list[str]) -> None:
+    assert shlex.split(command(*words)) == ["millstream", *words]
+
+
+def test_conditions_are_shown_in_double_quotes() -> None:
+    assert command("dlq", "redrive", "x", "--filter", "key = 'a'") == "millstream dlq redrive x --filter \"key = 'a'\""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0 s"), (59, "59 s"), (80, "1 min 20 s"), (3600, "1 h"), (90_000, "1 d 1 h")]
+)
+def test_ages_have_two_units_at_most(seconds: float, shown: str) -> None:
+    assert age(seconds) == shown
