@@ -28,7 +28,7 @@ from millstream.protocol.private.subscriptions import LeasedMessage
 LOOKED_AT_MAX: Final = 2000
 """Letters that a page looks at for its groups."""
 SHOWN: Final = 50
-REDRIVEN_MAX: Final = 1000
+REDRIVEN_MAX: Final = 10_000
 PATIENCE_S: Final = 5.0
 
 
@@ -159,7 +159,7 @@ def _done(topic: str, outcome: Outcome, text: str, words: str) -> Done:
     if outcome.held:
         text += f"; {counted(outcome.held, 'letter')} held by other commands"
     if outcome.done >= REDRIVEN_MAX:
-        text += f"; {REDRIVEN_MAX} at a time, repeat for more"
+        text += f"; {REDRIVEN_MAX:,} at a time, repeat for more"
     return Done(address("dead-letters", topic), f"{text}: {words}")
 
 

@@ -23,7 +23,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.setting import settings_of
 from millstream.core.subscription import OWN_PREFIX
-from millstream.core.topic import TopicSettings, check_topic_name
+from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE, TopicSettings, check_topic_name
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import (
     PAGE_ROWS,
@@ -116,6 +116,12 @@ async def show(visit: Visit) -> Answer:
         "partitions": partitions[:PARTITIONS_SHOWN],
         "left_out": max(0, len(partitions) - PARTITIONS_SHOWN),
         "numbers": listed,
+        "schemas": [
+            (field, described["settings"][key])
+            for field, key in (("key", SCHEMA_KEY), ("value", SCHEMA_VALUE))
+            if described["settings"].get(key)
+        ],
+        "validates": described["settings"].get(SCHEMA_VALIDATE) or "id",
         "series": series,
         "may_delete": await visit.may_change(Operation.DELETE, _TOPIC, name),
         "notes": [],
