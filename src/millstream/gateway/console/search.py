@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from millstream.broker.subscriptions.filter_worker import FilterWorker
 from millstream.client.admin.tailer import Fetched, step_over_damage
-from millstream.core.errors import CorruptBatch, OffsetOutOfRange
+from millstream.core.errors import BrokerUnreachable, CorruptBatch, OffsetOutOfRange
 from millstream.core.ids import Offset, OffsetRange, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.gateway.api.message import message_bytes
@@ -122,7 +122,11 @@ class Searches:
         fetch = FetchLimits(FETCH_BYTES, 0, isolation=READ_COMMITTED)
         while open_places:
             try:
-                answers = await services.reading.fetch_many(open_places, fetch)
+                try:
+                    answers = await services.reading.fetch_many(open_places, fetch)
+                except BrokerUnreachable:
+                    # The leader has died; now the new one is asked, once there is one.
+                    answers = await services.reading.fetch_many(open_places, fetch)
             except OffsetOutOfRange as error:
                 progress.skip(str(error))
                 return

@@ -309,15 +309,24 @@ class Client:
     ) -> dict[TopicPartition, FetchAnswer]:
         """Read from many partitions, with one concurrent request per leader.
 
-        Partitions whose leader has moved are missing from the result; the next call finds the new one.
+        Partitions whose leader has moved are missing from the result; the next call finds the new one. So does one
+        after a leader could not be reached, which is raised.
         """
+
+        async def fetch(leader: NodeId, wanted: dict[TopicPartition, Offset]) -> dict[TopicPartition, Any]:
+            try:
+                return {**await self.fetch_from(leader, wanted, limits)}
+            except (BrokerUnreachable, RequestTimedOut):
+                for partition in wanted:
+                    self._leaders.pop(partition, None)
+                raise
+
         by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
         for partition, offset in positions.items():
             leader = await self.leader_of(partition.topic, partition.partition)
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchAnswer] = {}
-        fetches = (self.fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
-        for answered in await gather_or_cancel(fetches):
+        for answered in await gather_or_cancel(fetch(*one) for one in by_leader.items()):
             for partition, found in answered.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
