@@ -165,7 +165,9 @@ class Searches:
                     if left <= 0:
                         return
             if not has_moved:
-                # What is left can no longer be read, or its transaction is open.
+                # What is left can no longer be read, its transaction is open, or its leader has moved.
+                for where in open_places.keys() - answers.keys():
+                    progress.skip(f"{where} has no leader that answers now; load the page again")
                 return
 
     async def matching(
