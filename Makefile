@@ -99,6 +99,9 @@ bench-cores: $(DEV_STAMP) ## Measure throughput and CPU per GB and per message w
 bench-commits: $(DEV_STAMP) ## Measure OffsetCommit and OffsetFetch against Produce on a busy broker (half a minute)
 	@$(BIN)/python -m benchmarks.commits $(BENCH_ARGS)
 
+bench-mirror: $(DEV_STAMP) ## Measure the lag of a mirror, its CPU, failover and the way back (a minute; BENCH_ARGS=--peer for MirrorMaker 2)
+	@$(BIN)/python -m benchmarks.mirror $(BENCH_ARGS)
+
 bench-cold-reads: $(DEV_STAMP) ## Measure what verifying stored records costs a fetch (a minute)
 	@$(BIN)/python -m benchmarks.cold_reads $(BENCH_ARGS)
 
@@ -162,7 +165,7 @@ chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while th
 soak: $(DEV_STAMP) ## Run an hour of mixed load with kills, and check that memory, file handles and latency stay flat
 	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
-simulate: $(DEV_STAMP) ## Simulate replication, transactions, machines and plans from thousands of seeds; prints every seed that breaks a rule
+simulate: $(DEV_STAMP) ## Simulate replication, transactions, machines, plans and mirrors from thousands of seeds; prints every seed that breaks a rule
 	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code

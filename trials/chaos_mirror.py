@@ -1,6 +1,6 @@
 """`make chaos-mirror`: two sites mirror each other through kills, cuts, failover, reverse and switch; all is judged.
 
-    python -m trials.chaos_mirror [--rounds N] [--faults N] [--delay-ms MS] [--seed S]
+    python -m trials.chaos_mirror [--rounds N] [--faults N] [--nodes N] [--delay-ms MS] [--loss SHARE] [--seed S]
 
 What is tried and how it is judged: `src/millstream_testing/mirror_trial.py`. The exit code is 1, and the seed is
 printed, when a promise was broken.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from millstream_testing.mirror_trial import MirrorTrial
+from millstream_testing.mirror_trial import Line, MirrorTrial
 
 
 def main() -> int:
@@ -23,6 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_mirror", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--faults", type=int, default=20, help="faults in each round before the failover")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of each site; more than one form a cluster")
+    parser.add_argument("--loss", type=float, default=0.01, help="which share of what passes the line is sent again")
     parser.add_argument("--delay-ms", type=float, default=25.0, help="how long the line takes, in each direction")
     parser.add_argument("--seed", type=int)
     arguments = parser.parse_args()
@@ -36,7 +38,7 @@ def main() -> int:
                 Path(folder),
                 seed=seed + number,
                 faults=arguments.faults,
-                delay_s=arguments.delay_ms / 1000,
+                line=Line(arguments.nodes, arguments.delay_ms / 1000, arguments.loss),
                 say=lambda text: print(f"  {text}", flush=True),
             )
             try:

@@ -1,7 +1,7 @@
-"""`make simulate`: run the simulations of replication, transactions, machines and plans for many seeds, on every core.
+"""`make simulate`: run the simulations of replication, transactions, machines, plans and mirrors for many seeds.
 
-python -m trials.simulate [replication|transactions|machine|plans] [--seeds N] [--first N] [--jobs N]
-python -m trials.simulate [replication|transactions|machine|plans] --seed N [--trace]
+python -m trials.simulate [replication|transactions|machine|plans|mirror] [--seeds N] [--first N] [--jobs N]
+python -m trials.simulate [replication|transactions|machine|plans|mirror] --seed N [--trace]
 
 Without a name all are run, with as many seeds each.
 
@@ -20,6 +20,7 @@ from multiprocessing import get_context
 from typing import Final
 
 from millstream_testing.machine_simulation import simulate_machine
+from millstream_testing.mirror_simulation import simulate_mirror
 from millstream_testing.plan_simulation import simulate_plans
 from millstream_testing.simulation.world import Outcome, simulate
 from millstream_testing.transaction_simulation.world import simulate_transactions
@@ -29,6 +30,7 @@ SIMULATIONS: Final[dict[str, Callable[..., Outcome]]] = {
     "transactions": simulate_transactions,
     "machine": simulate_machine,
     "plans": simulate_plans,
+    "mirror": simulate_mirror,
 }
 SEEDS = 5000
 CHUNK = 8

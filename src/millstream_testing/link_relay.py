@@ -8,6 +8,7 @@ trial itself may wait and sleep as it likes.
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable
@@ -21,6 +22,7 @@ EVERYBODY = ""
 _PIECES_MAX = 1000
 _CHUNK_BYTES = 64 * 1024
 _STOP_S_MAX = 10.0
+_RETRANSMISSION_S = 0.2
 _CLIENT_ID_AT = 12
 """Where the client id of a Kafka request begins: behind its size, its key, its version and its number."""
 
@@ -75,6 +77,7 @@ class LinkRelay:
         host: str = "127.0.0.1",
         named: bool = False,
         delay_s: float = 0.0,
+        stalls: float = 0.0,
     ) -> None:
         at, _, port = target.rpartition(":")
         self._target = (at, int(port))
@@ -82,6 +85,8 @@ class LinkRelay:
         self._named = named
         self._delay_s = delay_s
         """How long everything is on its way, in each direction; a line of any bandwidth."""
+        self._stalls = stalls
+        """Which share of the pieces waits for a retransmission, as TCP does after a loss."""
         self._thread = thread
         self._open: defaultdict[tuple[str, Way], asyncio.Event] = defaultdict(_set_event)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,14 +137,14 @@ class LinkRelay:
         try:
             onward.write(first)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_pass_on(reader, onward, asking, self._delay_s))
-                group.create_task(_pass_on(onward_reader, writer, answering, self._delay_s))
+                group.create_task(_pass_on(reader, onward, asking, self._delay_s, self._stalls))
+                group.create_task(_pass_on(onward_reader, writer, answering, self._delay_s, self._stalls))
         finally:
             onward.transport.abort()
 
 
 async def _pass_on(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event, delay_s: float
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_open: asyncio.Event, delay_s: float, stalls: float
 ) -> None:
     loop = asyncio.get_running_loop()
     on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_PIECES_MAX)
@@ -152,6 +157,8 @@ async def _pass_on(
                     break
                 if delay_s:
                     await asyncio.sleep(due - loop.time())
+                if stalls and random.random() < stalls:
+                    await asyncio.sleep(_RETRANSMISSION_S)
                 await is_open.wait()
                 writer.write(piece)
                 await writer.drain()

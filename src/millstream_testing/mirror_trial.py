@@ -1,16 +1,22 @@
 """Two sites, one of which mirrors the other, under load and faults; a checker judges every record and every queue.
 
-One round: load on the first site while nodes are killed and the line between them is cut; the first site dies and the
-second takes over; work goes on there; the first comes back and follows (`reverse`); both change sides as planned
-(`switch`). The load is transactions over two topics, which must never be torn, and single messages, which workers of a
-subscription accept.
+One round: load on the first site while nodes are killed or paused and the line between them is cut; the first site
+dies and the second takes over; work goes on there; the first comes back and follows (`reverse`); both change sides as
+planned (`switch`). The load is transactions over two topics, which must never be torn; single messages, which workers
+of a subscription accept; and an application that copies these in transactions that commit its offsets, too.
+
+A site is one node or a cluster. Only the other site reaches it through the line, a relay that delays what passes,
+stalls now and then as TCP does when packets are lost, and can be cut.
 
 Promises, each of which `violations` reports with what broke it:
 
-- every record acknowledged to a producer below the cut of a failover is there, at its offset;
+- below the cut of a failover, the second site has every record of the first at its offset, among them everything that
+  a producer was told to be stored;
 - no transaction is torn: both topics hold the same numbers for readers of committed records;
 - every message is accepted by a worker or delivered after a failover, so none is taken for one that was accepted;
 - a message whose acceptance was carried over is not delivered again;
+- offsets of groups are never ahead of the records that were written together with them;
+- `reverse` names every record that only the first site has, and saves it;
 - after `reverse` and after `switch` both sides have the same records at the same offsets;
 - a planned switch loses nothing.
 """
@@ -19,23 +25,33 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
+from millstream.cli.reserved_port import ReservedPort
 from millstream_testing.command import CommandLine, Outcome
+from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.link_relay import LinkRelay, RelayThread, Way
+from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 
 PATIENCE_S = 120.0
-LEFT, RIGHT, PLAIN = "left", "right", "plain"
-TOPICS = (LEFT, RIGHT, PLAIN)
-SUBSCRIPTION = "workers"
+STOP_S = 60.0
+LEFT, RIGHT, PLAIN, COPIED, SAVED = "left", "right", "plain", "copied", "saved"
+TOPICS = (LEFT, RIGHT, PLAIN, COPIED)
+PARTITIONS = 3
+SUBSCRIPTION, GROUP = "workers", "copiers"
 MIRROR = "site"
 CARRIED_S = 10.0
 """Acceptances older than this, on a line that works, have been carried over."""
@@ -48,20 +64,80 @@ class TrialBroken(Exception):
     """The trial itself could not go on."""
 
 
-class Site:
-    """One broker behind its own line, which delays and can be cut."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How many nodes each site has, and what the line between them is like."""
 
-    def __init__(self, folder: Path, name: str, thread: RelayThread, delay_s: float) -> None:
+    nodes: int = 1
+    delay_s: float = 0.025
+    """How long everything is on its way, in each direction."""
+    stalls: float = 0.0
+    """Which share of what passes waits for a retransmission, as after a loss."""
+
+
+class Site:
+    """One node or a cluster, behind a line of its own for the other site."""
+
+    def __init__(self, folder: Path, name: str, thread: RelayThread, line: Line, shared: Mapping[str, object]) -> None:
         self.name = name
-        self.server = Server(folder / name)
-        self.line = LinkRelay(thread, self.server.kafka, delay_s=delay_s)
-        self.server.settings["advertise"] = self.line.address
-        self.server.start()
+        self.lines: list[LinkRelay] = []
+        self.nodes: list[Server] = []
+        self._held: list[ReservedPort] = []
+        self.is_cluster = bool(shared)
+        for number in range(1, line.nodes + 1):
+            home = folder / name / str(number)
+            home.mkdir(parents=True)
+            outside = ReservedPort()
+            relay = LinkRelay(thread, outside.address, delay_s=line.delay_s, stalls=line.stalls)
+            config = home / "millstream.toml"
+            config.write_text(
+                f'[[listeners]]\nname = "outside"\naddress = "{outside.address}"\nadvertise = "{relay.address}"\n'
+            )
+            settings: dict[str, object] = {"config": config}
+            if shared:
+                settings |= {"node-id": number, "cluster": f"{name}-{folder.name}", **shared}
+            self.nodes.append(Server(home / "data", settings=settings))
+            self.lines.append(relay)
+            self._held.append(outside)
+        self.start()
 
     @property
     def brokers(self) -> str:
-        """Where everybody reaches it: through its line."""
-        return self.line.address
+        """Where its own clients reach it."""
+        return ",".join(node.kafka for node in self.nodes)
+
+    @property
+    def outside(self) -> str:
+        """Where the other site reaches it: through its line."""
+        return ",".join(line.address for line in self.lines)
+
+    def start(self) -> None:
+        """Start every node that does not run."""
+        down = [node for node in self.nodes if not node.is_running()]
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            list(pool.map(Server.start, down))
+
+    def kill(self) -> None:
+        """Kill every node."""
+        for node in self.nodes:
+            node.kill()
+
+    def cut(self, ways: Iterable[Way] = Way) -> None:
+        """Cut the line."""
+        for line in self.lines:
+            line.cut(ways=ways)
+
+    def heal(self) -> None:
+        """Let everything pass again."""
+        for line in self.lines:
+            line.heal()
+
+    def close(self) -> None:
+        """End everything."""
+        self.heal()
+        self.kill()
+        for line in self.lines:
+            line.close()
 
     def command(self, *arguments: str) -> Outcome:
         """Run a command in this process; only its main thread can."""
@@ -86,7 +162,8 @@ class Load:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._publish, self._transact, self._work)
+            threading.Thread(target=work, daemon=True)
+            for work in (self._publish, self._transact, self._work, self._copy)
         ]
 
     def start(self) -> None:
@@ -96,7 +173,7 @@ class Load:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(STOP_S)
 
     def _delivered(self, error: Any, message: Any) -> None:
         if error is None:
@@ -146,6 +223,49 @@ class Load:
             except KafkaException:
                 time.sleep(0.2)
 
+    def _copy(self) -> None:
+        """Copy messages to another topic, in transactions that commit the offsets of what they have read."""
+        while not self._stop.is_set():
+            consumer = Consumer(
+                {
+                    "bootstrap.servers": self.site.brokers,
+                    "group.id": GROUP,
+                    "auto.offset.reset": "earliest",
+                    "enable.auto.commit": False,
+                    "isolation.level": "read_committed",
+                    "log_level": 0,
+                }
+            )
+            producer = Producer(
+                {
+                    "bootstrap.servers": self.site.brokers,
+                    "transactional.id": f"{self.site.name}-copies",
+                    "message.timeout.ms": 10_000,
+                    "transaction.timeout.ms": 10_000,
+                    "log_level": 0,
+                }
+            )
+            try:
+                producer.init_transactions(10)
+                # Not as a member: one that leaves waits for its coordinator, which may be dead.
+                consumer.assign([TopicPartition(PLAIN, index) for index in range(PARTITIONS)])
+                while not self._stop.is_set():
+                    messages = [one for one in consumer.consume(200, 0.3) if one.error() is None]
+                    if not messages:
+                        continue
+                    producer.begin_transaction()
+                    ends: dict[int, int] = {}
+                    for message in messages:
+                        producer.produce(COPIED, message.value(), key=message.key())
+                        ends[int(message.partition() or 0)] = int(message.offset() or 0) + 1
+                    offsets = [TopicPartition(PLAIN, partition, end) for partition, end in ends.items()]
+                    producer.send_offsets_to_transaction(offsets, consumer.consumer_group_metadata(), 10)
+                    producer.commit_transaction(10)
+            except KafkaException:
+                time.sleep(0.2)
+            finally:
+                consumer.close()
+
     def _work(self) -> None:
         while not self._stop.is_set():
             # In its own process: commands in this one belong to its main thread.
@@ -161,53 +281,66 @@ class Load:
 class MirrorTrial:
     """One round on two sites."""
 
-    def __init__(self, folder: Path, *, seed: int, faults: int, delay_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, seed: int, faults: int, line: Line, say: Callable[[str], None]) -> None:
         self._random = random.Random(seed)
         self._faults = faults
         self._say = say
-        self._thread = RelayThread().__enter__()
         self._numbers = itertools.count()
-        self.first = Site(folder, "first", self._thread, delay_s)
-        self.second = Site(folder, "second", self._thread, delay_s)
         self.violations: list[str] = []
+        self._stack = ExitStack()
+        try:
+            thread = self._stack.enter_context(RelayThread())
+            shared: list[dict[str, object]] = [{}, {}]
+            if line.nodes > 1:
+                etcd = self._stack.enter_context(EtcdServer())
+                postgres = self._stack.enter_context(PostgresServer())
+                shared = [{"etcd": etcd.url, "catalog": postgres.new_database()} for _ in shared]
+            self.first = Site(folder, "first", thread, line, shared[0])
+            self._stack.callback(self.first.close)
+            self.second = Site(folder, "second", thread, line, shared[1])
+            self._stack.callback(self.second.close)
+        except BaseException:
+            self._stack.close()
+            raise
 
     def close(self) -> None:
         """Stop both sites."""
-        for site in (self.first, self.second):
-            site.line.heal()
-            site.server.kill()
-            site.line.close()
-        self._thread.__exit__(None, None, None)
+        self._stack.close()
 
     def run(self) -> None:
         """Run the round; `violations` says what was broken."""
         first, second = self.first, self.second
         for topic in TOPICS:
-            self._done(first, "topic", "create", topic, "--partitions", "3")
+            self._done(first, "topic", "create", topic, "--partitions", str(PARTITIONS))
         self._done(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN)
-        self._done(second, "mirror", "create", MIRROR, "--from", first.brokers)
+        self._done(second, "mirror", "create", MIRROR, "--from", first.outside, "--exclude", SAVED)
         load = Load(first, self._numbers)
         load.start()
         for _ in range(self._faults):
             self._fault()
         time.sleep(3)
         self._await_lag(second, 5_000)
-        first.server.kill()
+        first.kill()
         killed_at = time.monotonic()
         load.stop()
         report = self._done(second, "mirror", "failover", MIRROR, "--yes", "--json").document
         self._say(f"failed over in {report['waited_ms']} ms; {len(load.stored)} stored, {len(load.accepted)} accepted")
         self._check_failover(second, load, report, killed_at)
+        upper = self._read(second, "read_uncommitted")
 
         more = Load(second, self._numbers)
         more.start()
         time.sleep(3)
-        first.server.start()
-        reversed_ = self._done(second, "mirror", "reverse", MIRROR, "--yes", "--json").document
+        first.start()
+        only_here = self._check_common(first, upper, report)
+        reverse = ("mirror", "reverse", MIRROR, "--address", second.outside, "--save-to", SAVED, "--yes", "--json")
+        reversed_ = self._retried(second, *reverse)
+        self._check_removed(first, only_here, reversed_["removed"])
         self._say(f"reversed in {reversed_['waited_ms']} ms; {len(reversed_['removed'])} ranges dropped")
         self._fault()
         time.sleep(2)
-        switched = self._switch(first)
+        switch = ("mirror", "switch", MIRROR, "--address", first.outside, "--yes", "--json", "--timeout", "60")
+        switched = self._retried(first, *switch)
         more.stop()
         self._say(f"switched in {switched['waited_ms']} ms")
         if switched["removed"]:
@@ -221,35 +354,43 @@ class MirrorTrial:
         self._check_pairs(first)
         self._check_pairs(second)
 
-    def _switch(self, site: Site) -> dict[str, Any]:
-        """Switch; a fault may have left the mirror without a connection for a moment."""
+    def _retried(self, site: Site, *arguments: str) -> dict[str, Any]:
+        """Run a command; a fault may have left the mirror without a connection for a moment."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            done = site.command("mirror", "switch", MIRROR, "--yes", "--json", "--timeout", "60")
+            done = site.command(*arguments)
             if done.code == 0:
                 found: dict[str, Any] = done.document
                 return found
             if time.monotonic() > deadline:
-                raise TrialBroken(f"the switch fails: {done.err}")
+                raise TrialBroken(f"`{' '.join(arguments)}` fails: {done.err}")
+            self._say(f"retrying: {done.err.strip()[:200]}")
             time.sleep(1)
 
     # -- faults ---------------------------------------------------------------------------------------------
 
     def _fault(self) -> None:
         site = self._random.choice([self.first, self.second])
-        kind = self._random.choice(["kill", "cut", "cut one way", "pause"])
+        kind = self._random.choice(["kill", "freeze", "cut", "cut one way", "pause"])
+        node = self._random.choice(site.nodes)
         self._say(f"{kind} {site.name}")
         if kind == "kill":
-            site.server.kill()
-            site.server.start()
+            node.kill()
+            if site.is_cluster:
+                time.sleep(self._random.uniform(0, 8))
+            node.start()
+        elif kind == "freeze":
+            os.kill(node.pid, signal.SIGSTOP)
+            time.sleep(self._random.uniform(0.5, 8))
+            os.kill(node.pid, signal.SIGCONT)
         elif kind == "cut":
-            site.line.cut()
-            time.sleep(self._random.uniform(0.5, 5))
-            site.line.heal()
+            site.cut()
+            time.sleep(self._random.uniform(0.5, 10))
+            site.heal()
         elif kind == "cut one way":
-            site.line.cut(ways=[self._random.choice(list(Way))])
-            time.sleep(self._random.uniform(0.5, 5))
-            site.line.heal()
+            site.cut([self._random.choice(list(Way))])
+            time.sleep(self._random.uniform(0.5, 10))
+            site.heal()
         else:
             site.command("mirror", "pause", MIRROR)
             time.sleep(0.5)
@@ -269,6 +410,7 @@ class MirrorTrial:
                 )
                 break
         self._check_pairs(site)
+        self._check_group(site)
         plain = {value for place, value in everything.items() if place[0] == PLAIN}
         delivered: set[str] = set()
         idle_until = time.monotonic() + 15
@@ -287,6 +429,47 @@ class MirrorTrial:
         if again:
             self.violations.append(f"{len(again)} accepted messages were delivered again, for example {min(again)}")
         self._say(f"{len(plain)} messages here, {len(delivered)} delivered, {len(carried)} certainly accepted")
+
+    def _check_common(self, first: Site, upper: dict[Place, str], report: dict[str, Any]) -> dict[Place, str]:
+        """Compare what both sites have below the cuts; return what only the first has."""
+        cuts = {(one["topic"], one["partition"]): one["offset"] for one in report["partitions"]}
+        lower = self._read(first, "read_uncommitted")
+        for place in lower.keys() | upper.keys():
+            if place[2] < cuts[place[0], place[1]] and lower.get(place) != upper.get(place):
+                self.violations.append(
+                    f"below the cut, {place} is {lower.get(place)} on the first site and {upper.get(place)} there"
+                )
+                break
+        return {place: value for place, value in lower.items() if place[2] >= cuts[place[0], place[1]]}
+
+    def _check_removed(self, first: Site, only_here: dict[Place, str], removed: list[dict[str, Any]]) -> None:
+        """Check that every record that only the first site had was named and saved."""
+        ranges = [(one["topic"], one["partition"], one["start"], one["end"]) for one in removed]
+        unnamed = [
+            place
+            for place in only_here
+            if not any(place[:2] == (topic, index) and start <= place[2] < end for topic, index, start, end in ranges)
+        ]
+        if unnamed:
+            self.violations.append(f"{len(unnamed)} dropped records were not named, for example {min(unnamed)}")
+        if ranges:
+            saved = set(self._read(first, "read_uncommitted", {SAVED: 1}).values())
+            unsaved = {value for place, value in only_here.items() if place[0] == PLAIN} - saved
+            if unsaved:
+                self.violations.append(f"{len(unsaved)} dropped records were not saved, for example {min(unsaved)}")
+
+    def _check_group(self, site: Site) -> None:
+        """Check that what a group has read, according to its offsets, was written by the same transactions."""
+        described = site.command("group", "describe", GROUP, "--json")
+        if described.code != 0:
+            return
+        committed = {one["partition"]: one["committed"] for one in described.document["offsets"]}
+        found = self._read(site, "read_committed")
+        read = {value for place, value in found.items() if place[0] == PLAIN and place[2] < committed.get(place[1], 0)}
+        written = {value for place, value in found.items() if place[0] == COPIED}
+        if missing := read - written:
+            self.violations.append(f"offsets are ahead of {len(missing)} records, for example {min(missing)}")
+        self._say(f"the group has read {len(read)} messages, and written {len(written)}")
 
     def _check_pairs(self, site: Site) -> None:
         found = self._read(site, "read_committed")
@@ -314,11 +497,12 @@ class MirrorTrial:
                 raise TrialBroken(f"the mirror does not catch up: {described.out[:1000]} {described.err}")
             time.sleep(0.5)
 
-    def _read(self, site: Site, isolation: str) -> dict[Place, str]:
-        """Read everything that the topics hold."""
+    def _read(self, site: Site, isolation: str, topics: Mapping[str, int] | None = None) -> dict[Place, str]:
+        """Read everything that topics hold, by default those of the load."""
+        partitions = topics or dict.fromkeys(TOPICS, PARTITIONS)
         consumer = Consumer(
             {
-                "bootstrap.servers": site.server.kafka,
+                "bootstrap.servers": site.brokers,
                 "group.id": f"checker-{time.monotonic_ns()}",
                 "auto.offset.reset": "earliest",
                 "enable.auto.commit": False,
@@ -328,10 +512,10 @@ class MirrorTrial:
         )
         found: dict[Place, str] = {}
         ended: set[tuple[str, int]] = set()
-        consumer.subscribe(list(TOPICS))
+        consumer.assign([TopicPartition(topic, index, 0) for topic in partitions for index in range(partitions[topic])])
         deadline = time.monotonic() + PATIENCE_S
         try:
-            while len(ended) < 3 * len(TOPICS):
+            while len(ended) < sum(partitions.values()):
                 if time.monotonic() > deadline:
                     raise TrialBroken(f"{site.name} cannot be read to its end")
                 for message in consumer.consume(1000, 0.5):

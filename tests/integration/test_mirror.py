@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import httpx
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.core.acl import CLUSTER_NAME, Acl, Operation, PatternType, ResourceType
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.mirror_messages import ADOPT_KEY, AdoptRequest, AdoptResponse
+from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
+from millstream_testing.security import ADMIN, declare_security, locked_server
 from millstream_testing.server import Server
 
 PATIENCE_S = 60.0
@@ -24,12 +34,15 @@ class Sites:
         self.berlin = Server(folder / "berlin")
 
     def start(self) -> None:
-        self.paris.start()
-        self.berlin.start()
+        self.both(Server.start)
+
+    def both(self, work: Callable[[Server], object]) -> None:
+        """Do something with both at the same time."""
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, (self.paris, self.berlin)))
 
     def stop(self) -> None:
-        self.paris.stop()
-        self.berlin.stop()
+        self.both(Server.stop)
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +85,18 @@ def read(brokers: str, topic: str, count: int, *, isolation: str = "read_committ
         {
             "bootstrap.servers": brokers,
             "group.id": f"reader-{time.monotonic_ns()}",
-            "auto.offset.reset": "earliest",
             "enable.auto.commit": False,
             "isolation.level": isolation,
         }
     )
     try:
-        consumer.subscribe([topic])
         found: list[tuple[int, int, str]] = []
         deadline = time.monotonic() + PATIENCE_S
+        while not (partitions := consumer.list_topics(topic, PATIENCE_S).topics[topic].partitions):
+            assert time.monotonic() < deadline, f"{topic} is not there"
+            time.sleep(0.1)
+        # Not as a member of a group, which would wait for others.
+        consumer.assign([TopicPartition(topic, partition, 0) for partition in partitions])
         while len(found) < count and time.monotonic() < deadline:
             message = consumer.poll(0.5)
             if message is not None:
@@ -152,13 +168,11 @@ def test_a_mirror_resumes_after_both_sides_were_killed(
     wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up")
     sites.berlin.kill()
     publish(paris.brokers, topic, [f"b-{number}" for number in range(500)])
-    sites.berlin.start()
-    publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
     sites.paris.kill()
-    sites.paris.start()
-    publish(paris.brokers, topic, [f"d-{number}" for number in range(500)])
+    sites.start()
+    publish(paris.brokers, topic, [f"c-{number}" for number in range(500)])
     wait_for(lambda: caught_up(berlin, name, topic, paris), what="the copy has caught up again")
-    assert read(berlin.brokers, topic, 2000) == read(paris.brokers, topic, 2000)
+    assert read(berlin.brokers, topic, 1500) == read(paris.brokers, topic, 1500)
     berlin("mirror", "failover", name)
     sites.berlin.kill()
     sites.berlin.start()
@@ -180,16 +194,33 @@ def transact(brokers: str, name: str, topics: list[str], values: list[str], *, e
     return producer
 
 
+def subscribe(site: CommandLine, name: str, topic: str, *flags: str) -> None:
+    """Create a subscription that begins with the first message."""
+    earliest = ("--set", "share.auto.offset.reset=earliest")
+    made = site("subscription", "create", name, "--topic", topic, *earliest, *flags)
+    assert made.code == 0, made.err
+
+
+def switch_back(paris: CommandLine, berlin: CommandLine, mirror: str, topic: str) -> None:
+    """Let paris lead again, as planned, while berlin holds a to d."""
+    publish(berlin.brokers, topic, ["e"])
+    switched = paris("mirror", "switch", mirror, "--json")
+    assert switched.code == 0, switched.err
+    assert switched.document["removed"] == []
+    publish(paris.brokers, topic, ["f"])
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="berlin follows paris again")
+    values = ["a", "b", "c", "d", "e", "f"]
+    assert [value for _, _, value in read(berlin.brokers, topic, len(values))] == values
+
+
 def test_state_comes_along_and_the_way_back_names_what_it_drops(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     other = f"{topic}-other"
     for name in (topic, other):
         paris("topic", "create", name)
-    made = paris(
-        "subscription", "create", f"{topic}-workers", "--topic", topic, "--set", "share.auto.offset.reset=earliest"
-    )
-    assert made.code == 0, made.err
+    subscribe(paris, f"{topic}-workers", topic)
+    subscribe(paris, f"{topic}-failing", topic, "--dead-letter", f"{topic}-dead", "--backoff", "0:0")
     transact(paris.brokers, f"{topic}-t1", [topic, other], ["a", "b"])
     mirror = mirrored(paris, berlin, topic, "--exclude", ".*-saved")
     transact(paris.brokers, f"{topic}-t2", [topic, other], ["c"])
@@ -200,6 +231,10 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     group.close()
     taken = paris("subscription", "pull", f"{topic}-workers", "-n", "2", "--accept", "--json")
     assert taken.code == 0, taken.err
+    # Another one rejects a message, which becomes a dead letter, and releases one, which has then failed once.
+    failing = ("subscription", "pull", f"{topic}-failing", "-n", "1", "--wait", "20", "--json")
+    assert [one["value"] for one in paris(*failing, "--reject", "bad").documents] == ["a"]
+    assert [one["attempt"] for one in paris(*failing, "--release").documents] == [1]
 
     wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
     wait_for(lambda: caught_up(berlin, mirror, other, paris), what="the other copy has caught up")
@@ -211,18 +246,23 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
 
     wait_for(lambda: [one["committed"] for one in offsets()] == [2], what="the group's offset is here")
     wait_for(
-        lambda: berlin("mirror", "describe", mirror, "--json").document["queues"] > 0, what="the queue's state is here"
+        lambda: berlin("mirror", "describe", mirror, "--json").document["queues"] > 1, what="the queues' state is here"
     )
+    assert [value for _, _, value in read(berlin.brokers, f"{topic}-dead", 1)] == ["a"]
     refused = berlin("subscription", "pull", f"{topic}-workers", "-n", "1", "--json")
     assert mirror in refused.err
 
     report = berlin("mirror", "failover", mirror, "--json").document
-    assert {one["aborted"] for one in report["partitions"]} == {1}
+    aborted = {one["topic"]: one["aborted"] for one in report["partitions"]}
+    assert (aborted[topic], aborted[other]) == (1, 1)
     publish(berlin.brokers, topic, ["d"])
     assert [value for _, _, value in read(berlin.brokers, topic, 4)] == ["a", "b", "c", "d"]
     # What was accepted in paris is not delivered again, and nothing new is taken for accepted.
     pulled = berlin("subscription", "pull", f"{topic}-workers", "--accept", "--wait", "20", "-n", "2", "--json")
     assert [one["value"] for one in pulled.documents] == ["c", "d"], pulled.out
+
+    again = berlin(*failing, "--accept")
+    assert [(one["value"], one["attempt"]) for one in again.documents] == [("b", 2)], again.out + again.err
 
     # Paris did not notice, and has records that exist only there.
     hanging.abort_transaction(PATIENCE_S)
@@ -234,14 +274,196 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
     assert {value for _, _, value in read(paris.brokers, f"{topic}-saved", 2)} >= {"lost-1", "lost-2"}
 
-    # And back, as planned.
-    publish(berlin.brokers, topic, ["e"])
-    switched = paris("mirror", "switch", mirror, "--json")
-    assert switched.code == 0, switched.err
-    assert switched.document["removed"] == []
-    publish(paris.brokers, topic, ["f"])
-    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="berlin follows paris again")
-    values = ["a", "b", "c", "d", "e", "f"]
-    assert [value for _, _, value in read(berlin.brokers, topic, len(values))] == values
+    switch_back(paris, berlin, mirror, topic)
     berlin("mirror", "failover", mirror)
     assert berlin("mirror", "delete", mirror).code == 0
+
+
+def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: CommandLine, topic: str) -> None:
+    paris("topic", "create", f"paris.{topic}")
+    paris("topic", "create", f"paris.{topic}.skip")
+    berlin("topic", "create", f"berlin.{topic}", "--partitions", "2")
+    publish(paris.brokers, f"paris.{topic}", ["p"])
+    publish(berlin.brokers, f"berlin.{topic}", ["b"])
+    for site, other in ((paris, berlin), (berlin, paris)):
+        flags = ("--topics", f".*{topic}.*", "--exclude", ".*skip", "--rate", "1000000")
+        assert site("mirror", "create", f"m-{topic}", "--from", other.brokers, *flags).code == 0
+    renaming = ("--topics", f"paris.{topic}", "--rename", "copy-of-")
+    assert berlin("mirror", "create", f"r-{topic}", "--from", paris.brokers, *renaming).code == 0
+    assert read(berlin.brokers, f"paris.{topic}", 1) == [(0, 0, "p")]
+    assert [value for _, _, value in read(paris.brokers, f"berlin.{topic}", 1)] == ["b"]
+    assert read(berlin.brokers, f"copy-of-paris.{topic}", 1) == [(0, 0, "p")]
+
+    original = paris("topic", "describe", f"paris.{topic}", "--json").document
+    assert berlin("topic", "describe", f"paris.{topic}", "--json").document["id"] == original["id"]
+    assert berlin("topic", "describe", f"copy-of-paris.{topic}", "--json").document["id"] != original["id"]
+    wait_for(
+        lambda: any("not mirrored again" in note for note in described(paris, f"m-{topic}")["notes"]),
+        what="paris says that a copy is not mirrored again",
+    )
+    there, here = (
+        {one["topic"] for one in site("topic", "list", "--json").document["topics"] if topic in one["topic"]}
+        for site in (paris, berlin)
+    )
+    both = {f"paris.{topic}", f"berlin.{topic}"}
+    assert there == both | {f"paris.{topic}.skip"}
+    assert here == both | {f"copy-of-paris.{topic}"}
+    refused = berlin("mirror", "switch", f"r-{topic}")
+    assert "other names" in refused.err
+
+    # What is deleted on the source stays, unless the mirror says otherwise; then it goes.
+    paris("topic", "delete", f"paris.{topic}", "--yes")
+    wait_for(
+        lambda: any("is gone from the source" in note for note in described(berlin, f"m-{topic}")["notes"]),
+        what="berlin says that the original is gone",
+    )
+    assert berlin("mirror", "update", f"m-{topic}", "--set", "deletions=true").code == 0
+    wait_for(lambda: berlin("topic", "describe", f"paris.{topic}").code != 0, what="the copy is deleted, too")
+    assert read(berlin.brokers, f"copy-of-paris.{topic}", 1) == [(0, 0, "p")]
+    berlin("mirror", "failover", f"r-{topic}")
+    paris("mirror", "failover", f"m-{topic}")
+    for site, name in ((berlin, f"r-{topic}"), (paris, f"m-{topic}"), (berlin, f"m-{topic}")):
+        deleted = site("mirror", "delete", name)
+        assert deleted.code == 0, deleted.err
+
+
+def described(site: CommandLine, name: str) -> Any:
+    return site("mirror", "describe", name, "--json").document
+
+
+def test_changes_of_topics_follow_and_http_and_metrics_report(
+    sites: Sites, paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    name = f"m-{topic}"
+    paris("topic", "create", topic)
+    with httpx.Client(base_url=f"http://{sites.berlin.http}", timeout=PATIENCE_S) as http:
+        made = http.post(
+            "/v1/mirrors", json={"name": name, "settings": {"from": paris.brokers, "topics": topic, "rate": 10_000_000}}
+        )
+        assert made.status_code == 201, made.text
+        assert http.post("/v1/mirrors", json={"name": name, "settings": {"from": "x:1"}}).status_code == 409
+        assert http.post("/v1/mirrors", json={"name": "bad", "settings": {"from": "nowhere"}}).status_code == 422
+        publish(paris.brokers, topic, ["a"])
+        assert read(berlin.brokers, topic, 1) == [(0, 0, "a")]
+        assert http.post(f"/v1/mirrors/{name}/pause").json()["state"] == "paused"
+        paris("topic", "alter", topic, "--set", "retention.ms=1234567890", "--partitions", "3")
+        # Settings are compared when a mirror starts, and every few seconds.
+        assert http.patch(f"/v1/mirrors/{name}", json={"settings": {"rate": None}}).status_code == 200
+        assert http.post(f"/v1/mirrors/{name}/resume").status_code == 200
+
+        def grown() -> bool:
+            copy = berlin("topic", "describe", topic, "--json").document
+            return len(copy["partitions"]) == 3 and copy["overrides"] == {"retention.ms": "1234567890"}
+
+        wait_for(grown, what="partitions and settings have followed")
+        publish(paris.brokers, topic, [f"b{number}" for number in range(30)])
+        wait_for(lambda: caught_up(berlin, name, topic, paris), what="the new partitions are copied")
+        wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0, what="HTTP reports no lag")
+        assert name in {one["mirror"] for one in http.get("/v1/mirrors").json()["mirrors"]}
+        metrics = http.get("/metrics").text
+        for metric in ("lag", "lag_seconds"):
+            labels = f'{{mirror="{name}",partition="2",topic="{topic}"}}'
+            assert f"millstream_mirror_{metric}{labels} 0.0" in metrics, metrics
+        assert f'millstream_mirror_bytes_total{{mirror="{name}"}}' in metrics
+        refused = http.post(f"/v1/mirrors/{name}/reverse", json={"address": berlin.brokers})
+        assert refused.status_code == 422, refused.text
+        assert "switch" in refused.text
+        assert http.delete(f"/v1/mirrors/{name}").status_code == 422
+        report = http.post(f"/v1/mirrors/{name}/failover", json={}).json()
+        assert [one["missing"] for one in report["partitions"]] == [0, 0, 0]
+        assert http.delete(f"/v1/mirrors/{name}").status_code == 204
+        assert http.get(f"/v1/mirrors/{name}").status_code == 404
+
+
+def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    paris("topic", "create", topic)
+    topic_id = UUID(paris("topic", "describe", topic, "--json").document["id"])
+
+    async def fence() -> AdoptResponse:
+        asked = AdoptRequest(name=topic, step="fence", settings={"from": berlin.brokers}, topic_ids=[topic_id])
+        async with Client.connect(paris.brokers) as client:
+            return decode(await client.private(None, ADOPT_KEY, encode(asked)), AdoptResponse)
+
+    publish(paris.brokers, topic, ["before"])
+    assert asyncio.run(fence()).ends == {topic: {0: 1}}
+    with pytest.raises(AssertionError, match="POLICY_VIOLATION"):
+        publish(paris.brokers, topic, ["refused"])
+    assert "taking over" in paris("mirror", "switch", topic).err
+    assert paris("mirror", "failover", topic).code == 0
+    publish(paris.brokers, topic, ["after"])
+    assert [value for _, _, value in read(paris.brokers, topic, 2)] == ["before", "after"]
+    assert paris("mirror", "describe", topic).code != 0
+
+
+SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
+
+
+def acls_of(server: Server) -> frozenset[Acl]:
+    """Return the access rules in a catalog; the node itself does not list those that it does not enforce."""
+    catalog = Catalog(f"sqlite:///{server.data / CATALOG_NAME}")
+    try:
+        return catalog.security().acls
+    finally:
+        catalog.close()
+
+
+def test_a_locked_source_with_its_schemas_and_access_rules(
+    sites: Sites, berlin: CommandLine, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rights = {
+        (ResourceType.TOPIC, "*"): (Operation.READ, Operation.DESCRIBE_CONFIGS),
+        (ResourceType.GROUP, "*"): (Operation.READ,),
+        (ResourceType.CLUSTER, CLUSTER_NAME): (Operation.DESCRIBE,),
+    }
+    rules = frozenset(
+        Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:mirror", operation=one)
+        for (kind, name), operations in rights.items()
+        for one in operations
+    )
+    declare_security(tmp_path / "data", {"mirror": "mirror-password"}, rules)
+    (tmp_path / "password").write_text("mirror-password")
+    (tmp_path / "wrong").write_text("another-password")
+    (tmp_path / "order.avsc").write_text(SCHEMA)
+    name, subject = f"m-{topic}", f"{topic}-value"
+    with locked_server(tmp_path) as locked:
+        tls = {
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "sasl.username": ADMIN[0],
+            "sasl.password": ADMIN[1],
+            "ssl.ca.location": str(locked.certificates.ca),
+        }
+        publish(locked.server.kafka, topic, ["secret"], **tls)
+        group = Consumer({"bootstrap.servers": locked.server.kafka, "group.id": f"{topic}-group", **tls})
+        group.commit(offsets=[TopicPartition(topic, 0, 1)], asynchronous=False)
+        group.close()
+        with monkeypatch.context() as admin:
+            admin.setenv("MILLSTREAM_USER", ADMIN[0])
+            admin.setenv("MILLSTREAM_PASSWORD", ADMIN[1])
+            admin.setenv("MILLSTREAM_TLS_CA", str(locked.certificates.ca))
+            registered = CommandLine(locked.server.kafka)(
+                "schema", "register", subject, tmp_path / "order.avsc", "--json"
+            )
+        assert registered.code == 0, registered.err
+        flags = ["--source-user", "mirror", "--source-tls-ca", locked.certificates.ca, "--schemas", "--acls"]
+        wrong = ["--topics", topic, *flags, "--source-password-file", tmp_path / "wrong"]
+        assert berlin("mirror", "create", name, "--from", locked.server.kafka, *wrong).code == 0
+        wait_for(lambda: "password is wrong" in described(berlin, name)["error"], what="the wrong password is reported")
+        assert berlin("topic", "describe", topic).code != 0
+        assert berlin("mirror", "update", name, "--set", f"password=@{tmp_path / 'password'}").code == 0
+        assert read(berlin.brokers, topic, 1) == [(0, 0, "secret")]
+
+        def has_all() -> bool:
+            schema = berlin("schema", "show", subject, "--json")
+            committed = berlin("group", "describe", f"{topic}-group", "--json")
+            return schema.code == 0 and committed.code == 0 and rules <= acls_of(sites.berlin)
+
+        wait_for(has_all, what="schemas, access rules and offsets are here")
+        assert berlin("schema", "show", subject, "--json").document["id"] == registered.document["id"]
+        assert "mirror-password" not in berlin("mirror", "describe", name, "--json").out
+        refused = berlin("mirror", "create", f"{name}-2", "--from", locked.server.kafka, *wrong)
+        assert "registry here has" in refused.err
+    berlin("mirror", "failover", name)
+    assert berlin("mirror", "delete", name).code == 0

@@ -94,6 +94,12 @@ def create(
     rate: Annotated[
         int, typer.Option(metavar="BYTES", min=0, help="The most bytes per second and node; 0 for no limit.")
     ] = 0,
+    schemas: Annotated[
+        bool, typer.Option("--schemas", help="Mirror the schema registry, too; that of this cluster has to be empty.")
+    ] = False,
+    acls: Annotated[
+        bool, typer.Option("--acls", help="Mirror access rules, too; this cluster may have none of its own.")
+    ] = False,
     source_user: SourceUser = "",
     source_password_file: SourcePassword = None,
     source_token_file: SourceToken = None,
@@ -113,6 +119,8 @@ def create(
         "exclude": exclude,
         "rename": rename,
         "rate": str(rate) if rate else "",
+        "schemas": "true" if schemas else "",
+        "acls": "true" if acls else "",
         **_credentials(
             source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
         ),

@@ -78,7 +78,22 @@ class MirrorSettings:
         needs_restart=False,
     )
     deletions: bool = setting(
-        "deletions", False, "Whether a topic that is deleted on the source is deleted here, too.", needs_restart=False
+        "deletions",
+        False,
+        "Whether a topic or subscription that is deleted on the source is deleted here, too.",
+        needs_restart=False,
+    )
+    schemas: bool = setting(
+        "schemas",
+        False,
+        "Whether the schema registry is mirrored; that of this cluster has to be empty, and the source Millstream.",
+        needs_restart=False,
+    )
+    acls: bool = setting(
+        "acls",
+        False,
+        "Whether access rules are mirrored, users and their passwords not; this cluster may have none of its own.",
+        needs_restart=False,
     )
     tls: bool = setting("tls", False, "Whether connections to the source use TLS.", needs_restart=False)
     tls_ca: str = setting(
@@ -170,6 +185,8 @@ class Mirror:
     """Up to where each partition is certainly equal on both sides, from the last failover on."""
     verified: TopicOffsets = field(default_factory=dict)
     """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
+    is_gated: bool = False
+    """Whether readers wait at commits at all: once the source was seen to be Millstream."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
 
@@ -191,6 +208,10 @@ class Mirror:
     def shown_overrides(self) -> dict[str, str]:
         """Return the settings that were given, without secrets."""
         return {**hide_secrets(MirrorSettings, self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
+
+    def verified_until(self, topic: str, partition: int) -> int | None:
+        """Return up to where a partition holds whole transactions; None if the source cannot say."""
+        return self.verified.get(topic, {}).get(partition, 0) if self.is_gated else None
 
     def source_name(self, topic: Topic) -> str:
         """Return the name that a copy's original has on the source."""

@@ -857,6 +857,7 @@ def _mirror(row: Any) -> Mirror:
         version=row.version,
         cuts=_offsets(row.cuts),
         verified=_offsets(row.verified),
+        is_gated=row.is_gated,
     )
 
 
@@ -866,6 +867,7 @@ def _mirror_row(mirror: Mirror) -> dict[str, Any]:
         "version": mirror.version,
         "cuts": _offsets_row(mirror.cuts),
         "verified": _offsets_row(mirror.verified),
+        "is_gated": mirror.is_gated,
     }
 
 

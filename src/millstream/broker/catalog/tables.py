@@ -152,6 +152,7 @@ mirrors = Table(
     Column("version", BigInteger, nullable=False),
     Column("cuts", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
+    Column("is_gated", Boolean, nullable=False),
 )
 """Mirrors of other clusters. `cuts` and `verified` hold offsets, by topic and partition."""
 

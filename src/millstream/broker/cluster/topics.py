@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from uuid import UUID
@@ -597,6 +597,15 @@ class Topics:
             return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining)
 
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+
+    async def await_mirror(self, topic_ids: Collection[UUID], mirror: str, timeout_s: float = AGREEMENT_S) -> None:
+        """Wait until this node knows that a mirror writes topics."""
+
+        def known() -> bool:
+            topics = (self._by_id.get(topic_id) for topic_id in topic_ids)
+            return all(topic is None or topic.mirror == mirror for topic in topics)
+
+        await self._view.until(known, timeout_s, what=f"mirror {mirror!r}")
 
     async def _change(
         self,

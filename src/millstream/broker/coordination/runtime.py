@@ -114,6 +114,16 @@ class Runtime(Generic[S]):
         """Return every shard that this node runs."""
         return list(self._shards.values())
 
+    def led(self) -> list[tuple[int, int]]:
+        """Return the shards that this node runs, as partition and leader epoch."""
+        return sorted((index, shard.epoch) for index, shard in self._shards.items() if not shard.is_closed)
+
+    @property
+    def partitions(self) -> int:
+        """How many shards the cluster has; 0 before the topic is created."""
+        topic = self._topics.get(self._topic.name)
+        return 0 if topic is None else topic.partitions
+
     async def start(self) -> None:
         """Start loading every shard that this node leads; requests wait or are refused in the meantime."""
         self._watch_leadership()

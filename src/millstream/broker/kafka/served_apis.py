@@ -78,9 +78,12 @@ from millstream.broker.kafka.apis.mirror_apis import (
     MirrorDelete,
     MirrorExpose,
     MirrorFailover,
+    MirrorFence,
     MirrorHold,
     MirrorList,
+    MirrorNotice,
     MirrorOffer,
+    MirrorRegistry,
     MirrorReverse,
     MirrorSwitch,
 )
@@ -242,6 +245,8 @@ class ServedApis:
             parts.declared.mirrors,
             self._subscriptions,
             self._transactions.coordinator,
+            parts.declared.schemas,
+            parts.declared.security,
             parts.clock,
             parts.supervise,
         )
@@ -428,9 +433,12 @@ class ServedApis:
         yield MirrorFailover(mirrors)
         yield MirrorCut(mirrors)
         yield MirrorOffer(mirrors)
+        yield MirrorRegistry(mirrors)
         yield MirrorExpose(mirrors)
+        yield MirrorNotice(mirrors)
         yield MirrorBarrier(mirrors)
         yield MirrorHold(mirrors)
+        yield MirrorFence(mirrors)
         yield MirrorReverse(mirrors)
         yield MirrorSwitch(mirrors)
         yield MirrorAdopt(mirrors)

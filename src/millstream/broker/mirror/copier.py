@@ -16,6 +16,7 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
@@ -36,6 +37,8 @@ from millstream.core.errors import (
     RequestTimedOut,
 )
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset
+from millstream.core.mirror import TopicOffsets
+from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
@@ -46,8 +49,12 @@ _logger = logging.getLogger(__name__)
 
 LINES: Final = 4
 """How many fetches run concurrently for each leader of the source."""
+CHECKED_AT_ONCE: Final = 32
+"""How many partitions are compared with their originals concurrently: each takes a round trip or more."""
 FETCH_BYTES: Final = 8 * 1024 * 1024
 FETCH_WAIT_MS: Final = 500
+SILENT_MS: Final = 3000
+"""A source that has not answered for longer than this may have more than is known here."""
 HELD_FIRST_S: Final = 0.1
 HELD_MAX_S: Final = 10.0
 MARKERS_MAX: Final = 1_000_000
@@ -73,7 +80,9 @@ class Copy:
     checked_epoch: int = -2
     """The leader epoch here for which the history was compared with the source's."""
     caught_up_ms: int = 0
-    """When the exposed offset last was the source's high watermark."""
+    """When the exposed offset last was the source's high watermark; at first, when copying began."""
+    heard_ms: int = 0
+    """When the source last answered."""
     error: str = ""
     error_ms: int = 0
     failures: int = 0
@@ -98,6 +107,19 @@ class Copy:
         """How many offsets of the source clients cannot read here; None if that is unknown."""
         return None if self.source_end < 0 else max(0, self.source_end - self.partition.high_watermark)
 
+    def lag_ms(self, now_ms: int) -> int | None:
+        """For how long the copy has been behind, or the source has not said whether it is; None before it has."""
+        if self.lag is None:
+            return None
+        if self.lag:
+            return max(0, now_ms - self.caught_up_ms)
+        silent_ms = now_ms - self.heard_ms
+        return silent_ms if silent_ms > SILENT_MS else 0
+
+    def arrived(self, offsets: TopicOffsets) -> asyncio.Future[None] | None:
+        """Return None if all replicas of the copy reach its offset among these, otherwise a future for that."""
+        return self.partition.arrived(Offset(offsets.get(self.partition.topic.name, {}).get(self.partition.index, 0)))
+
     def verify(self, offset: int) -> None:
         """Note that transactions committed below an offset have arrived as a whole."""
         if offset > self.verified:
@@ -118,6 +140,7 @@ class Copier:
         rate: int,
         gates: bool,
         cut_of: Callable[[Partition], int | None],
+        on_commit: Callable[[], None],
     ) -> None:
         self._topics = topics
         self._source = source
@@ -127,10 +150,14 @@ class Copier:
         """Whether the source can say which transactions have ended everywhere."""
         self._cut_of = cut_of
         """Where a partition may be truncated, because it was the source's own before; None if it may not."""
+        self._on_commit = on_commit
+        """Called when clients begin to wait at a commit."""
         self.copies: dict[CopyKey, Copy] = {}
         self._lines: dict[tuple[NodeId, int], asyncio.Task[None]] = {}
         self._members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
         self._changed = asyncio.Event()
+        self._assigned = asyncio.Event()
+        """Set after each assignment, and replaced by the next."""
         self._next_slot_s = 0.0
         self.bytes_copied = 0
 
@@ -143,6 +170,14 @@ class Copier:
                 self.copies[key] = copy
         self._changed.set()
 
+    def verify(self, offsets: TopicOffsets) -> None:
+        """Note up to where transactions have arrived as a whole."""
+        for copy in self.copies.values():
+            if len(copy.commits) >= MARKERS_MAX:
+                # Copying had to wait for this.
+                self._changed.set()
+            copy.verify(offsets.get(copy.partition.topic.name, {}).get(copy.partition.index, 0))
+
     def drop(self, key: CopyKey) -> Copy | None:
         """Stop copying a partition: nothing is appended to it once this returns."""
         return self.copies.pop(key, None)
@@ -153,38 +188,54 @@ class Copier:
             while True:
                 self._changed.clear()
                 await self._assign()
-                try:
-                    async with asyncio.timeout(1.0):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._held_s()):
                         await self._changed.wait()
-                except TimeoutError:
-                    pass
         finally:
             for task in self._lines.values():
                 task.cancel()
             await asyncio.gather(*self._lines.values(), return_exceptions=True)
             self._lines.clear()
 
+    def _held_s(self) -> float | None:
+        """Return after how long a suspended partition is tried again; None if there is none."""
+        now = self._clock.monotonic()
+        return min((copy.held_until - now for copy in self.copies.values() if copy.held_until > now), default=None)
+
     async def _assign(self) -> None:
         """Let a line of its source leader fetch each partition."""
-        members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
+        for line in [line for line, task in self._lines.items() if task.done()]:
+            task = self._lines.pop(line)
+            if not task.cancelled() and (failed := task.exception()) is not None:
+                _logger.error("a line of a mirror failed because of a bug", exc_info=failed)
+                for copy in self._members.get(line, {}).values():
+                    self._hold(copy, MillstreamError(f"a bug: {failed!r}"))
         now = self._clock.monotonic()
-        for key, copy in list(self.copies.items()):
-            if copy.held_until > now:
-                continue
+        wanted = [copy for copy in self.copies.values() if copy.held_until <= now]
+        turn = asyncio.Semaphore(CHECKED_AT_ONCE)
+        leaders = await gather_or_cancel(self._leader_of(copy, turn) for copy in wanted)
+        members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
+        for copy, leader in zip(wanted, leaders, strict=True):
+            if leader is not None:
+                members.setdefault((leader, hash(copy.key) % LINES), {})[copy.key] = copy
+        self._members = members
+        done, self._assigned = self._assigned, asyncio.Event()
+        done.set()
+        for line in members.keys() - self._lines.keys():
+            task = self._lines[line] = asyncio.get_running_loop().create_task(self._run_line(line))
+            # It ends when it has no partitions; they may have come back while it did.
+            task.add_done_callback(lambda _: self._changed.set())
+
+    async def _leader_of(self, copy: Copy, turn: asyncio.Semaphore) -> NodeId | None:
+        """Return which node of the source leads a partition whose history is checked; None if it has to wait."""
+        async with turn:
             try:
                 leader = await self._source.client.leader_of(copy.source.topic, copy.source.partition)
                 await self._check_history(copy)
             except MillstreamError as error:
                 self._hold(copy, error)
-                continue
-            members.setdefault((leader, hash(key) % LINES), {})[key] = copy
-        self._members = members
-        for line in members.keys() - self._lines.keys():
-            self._lines[line] = asyncio.get_running_loop().create_task(self._run_line(line))
-        for line in [line for line, task in self._lines.items() if task.done()]:
-            task = self._lines.pop(line)
-            if not task.cancelled() and (failed := task.exception()) is not None:
-                _logger.error("a line of a mirror failed because of a bug", exc_info=failed)
+                return None
+        return leader
 
     def _hold(self, copy: Copy, error: MillstreamError) -> None:
         """Suspend a partition for a while."""
@@ -197,6 +248,7 @@ class Copier:
         copy.error, copy.error_ms = str(error), self._clock.now_ms()
         copy.held_until = self._clock.monotonic() + delay_after(copy.failures, first_s=HELD_FIRST_S, max_s=HELD_MAX_S)
         copy.failures += 1
+        self._changed.set()
 
     # -- histories ------------------------------------------------------------------------------------------
 
@@ -223,6 +275,8 @@ class Copier:
             await partition.cut_mirrored(point)
         copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
         partition.expose(copy.exposed)
+        if copy.commits:
+            self._on_commit()
         copy.checked_epoch = partition.leader_epoch
 
     # -- one line -------------------------------------------------------------------------------------------
@@ -234,7 +288,7 @@ class Copier:
             while members := self._members.get(line):
                 asked = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
                 if not asked:
-                    await asyncio.sleep(HELD_FIRST_S)
+                    await self._assigned.wait()
                     continue
                 try:
                     if ahead is None:
@@ -275,7 +329,8 @@ class Copier:
         self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
     ) -> asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]]:
         positions = {members[key].source: offset for key, offset in asked.items()}
-        limits = FetchLimits(FETCH_BYTES, FETCH_WAIT_MS)
+        # Not more than a second's worth at once, so that a limited mirror does not come in bursts.
+        limits = FetchLimits(min(FETCH_BYTES, self._rate or FETCH_BYTES), FETCH_WAIT_MS)
         return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
 
     def _next_positions(
@@ -345,7 +400,7 @@ class Copier:
             )
         if isinstance(answer, MillstreamError):
             raise answer
-        copy.source_end = answer.high_watermark
+        copy.source_end, copy.heard_ms = answer.high_watermark, self._clock.now_ms()
         headers = [header for header in iterate_whole_headers(answer.records) if header.next_offset > log.end_offset]
         stored = await self._append(copy, answer, headers) if headers else None
         start = min(answer.log_start, partition.high_watermark)
@@ -368,6 +423,8 @@ class Copier:
             for header in headers:
                 if header.is_control and _is_commit(answer.records, header):
                     copy.commits.append(header.base_offset)
+            if copy.commits:
+                self._on_commit()
         copy.bytes_copied += len(records)
         return partition.append_mirrored(records, exposed=copy.exposed)
 

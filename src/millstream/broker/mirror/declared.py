@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 from uuid import UUID
 
@@ -125,6 +125,33 @@ class Mirrors:
             stored = await self._declarations.note_mirror(mirror.mirror_id, noted)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
+
+    def verified_topics(self, name: str) -> Collection[str]:
+        """Return the copies of a mirror for which it is recorded up to where transactions are whole."""
+        found = self._by_name.get(name)
+        return () if found is None else found.verified.keys()
+
+    async def forget_verified(self, mirror: Mirror, topic: str) -> None:
+        """Forget durably up to where a copy holds whole transactions, because it is created anew."""
+
+        def forgotten(now: Mirror) -> Mirror:
+            return dataclasses.replace(
+                now, verified={name: offsets for name, offsets in now.verified.items() if name != topic}
+            )
+
+        async with self._changing:
+            self._by_name[mirror.name] = await self._declarations.alter_mirror(mirror.mirror_id, forgotten)
+
+    async def note_gated(self, mirror: Mirror) -> None:
+        """Record durably that readers wait at commits, before there is a copy: also a failover has to know."""
+        known = self._by_name.get(mirror.name)
+        if known is None or known.is_gated:
+            return
+        async with self._changing:
+            stored = await self._declarations.alter_mirror(
+                mirror.mirror_id, lambda now: dataclasses.replace(now, is_gated=True)
+            )
+            self._by_name[mirror.name] = stored
 
     @finishing
     async def delete(self, name: str) -> Mirror:

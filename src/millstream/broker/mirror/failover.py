@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Final, Literal
 
 import msgspec
 
 from millstream.broker.mirror.service import MirrorService, merged_offsets
 from millstream.broker.mirror.source import Source
-from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut
+from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror
 from millstream.core.regex import compile_regex
@@ -37,7 +39,8 @@ from millstream.protocol.private.mirror_messages import (
     ReverseRequest,
     ReverseResponse,
 )
-from millstream.protocol.records.batch import iterate_whole_headers
+from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
+from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +59,8 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     """Make copies writable here; nothing is copied to them any more. May be repeated after a failure."""
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
+    if any(topic.is_draining for topic in service.copied_topics(mirror.name)):
+        return await _end_fence(service, mirror, started)
     topics = chosen_topics(service, mirror, request.topics)
     was_wanted = mirror.is_wanted
     # Nothing is verified from here on, so every copy is cut at the same moment.
@@ -82,6 +87,30 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     return FailoverResponse(partitions=partitions, source_error=source_error, waited_ms=waited_ms)
 
 
+async def _end_fence(service: MirrorService, mirror: Mirror, started: float) -> FailoverResponse:
+    """As the source of a switch that was given up, because the other side is gone: take writers again."""
+    topics = [topic for topic in service.copied_topics(mirror.name) if topic.is_draining]
+    ends = await service.high_watermarks([topic.name for topic in topics])
+    await make_writable(service, topics)
+    partitions = [
+        CutPartition(topic=topic.name, partition=index, offset=end, epoch=_epoch_of(service, topic, index))
+        for topic in topics
+        for index, end in sorted(ends[topic.name].items())
+    ]
+    if not service.copied_topics(mirror.name):
+        await service.mirrors.delete(mirror.name)
+    return FailoverResponse(
+        partitions=partitions,
+        source_error="the copies of the other cluster were not cut",
+        waited_ms=int((service.clock.monotonic() - started) * 1000),
+    )
+
+
+def _epoch_of(service: MirrorService, topic: Topic, index: int) -> int:
+    state = service.topics.state_of(topic, index)
+    return -1 if state is None else state.leader_epoch
+
+
 def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[Topic]:
     """Return the copies of a mirror whose names match; raise `InvalidMirror` if there are none."""
     copied = service.copied_topics(mirror.name)
@@ -92,7 +121,10 @@ def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str
         of = "" if patterns is None else f" that match {', '.join(patterns)}"
         raise InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
     if any(topic.is_draining for topic in copied):
-        raise InvalidMirror(f"a switch of mirror {mirror.name!r} is under way on the other side; wait for its end")
+        raise InvalidMirror(
+            f"the other side of mirror {mirror.name!r} is taking over; wait for its end. If that side is gone, "
+            f"`millstream mirror failover {mirror.name}` lets clients write here again"
+        )
     return copied
 
 
@@ -118,9 +150,20 @@ async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[To
 
 async def make_writable(service: MirrorService, topics: Sequence[Topic]) -> None:
     """Let clients write topics that are cut."""
-    for topic in topics:
-        await service.topics.set_mirror(topic.name, "")
-        service.release(topic)
+    await _set_mirror(service, topics, "")
+
+
+async def _set_mirror(
+    service: MirrorService, topics: Sequence[Topic], mirror: str, *, is_draining: bool = False
+) -> None:
+    """Let a mirror write topics, or clients."""
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def change(topic: Topic) -> None:
+        async with turn:
+            await service.topics.set_mirror(topic.name, mirror, is_draining=is_draining)
+
+    await gather_or_cancel(change(topic) for topic in topics)
 
 
 async def _source_ends(mirror: Mirror, topics: Sequence[Topic]) -> tuple[dict[TopicPartition, int], str]:
@@ -258,9 +301,7 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
         raise InvalidMirror("none of these topics exists here with the same id, so there is nothing to follow")
     declared = service.mirrors.get(request.name)
     if request.step == "release":
-        for topic in topics:
-            if topic.is_draining:
-                await service.topics.set_mirror(topic.name, "")
+        await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
         if declared is not None:
             await service.mirrors.delete(request.name)
         return AdoptResponse()
@@ -268,11 +309,11 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
         await service.mirrors.create(request.name, request.settings, is_wanted=False)
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
         raise InvalidMirror(f"the old source has another mirror {request.name!r}; delete that one first")
-    for topic in topics:
-        await service.topics.set_mirror(topic.name, request.name, is_draining=request.step == "fence")
-    names = [topic.name for topic in topics]
+    await _set_mirror(service, topics, request.name, is_draining=request.step == "fence")
+    # From here on nobody writes them, on any node, and nothing that was written is still to be acknowledged.
+    await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
-        return AdoptResponse(ends=await service.barrier(names))
+        return AdoptResponse(ends=await service.barrier([topic.name for topic in topics]))
     return await _follow(service, request, topics)
 
 
@@ -285,53 +326,95 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
         for index, cut in offsets.items()
         if ends.get(topic, {}).get(index, 0) > cut
     ]
+    scanned = [(one, await _scan(service, one)) for one in beyond]
     # Markers of transactions that the other side has aborted as well need not be saved.
-    removed = [one for one in beyond if await _has_records(service, one)]
-    if request.save_to:
-        for one in removed:
-            await _save(service, one, request.save_to)
+    removed = [one for one, found in scanned if found.has_records]
+    if request.save_to and removed:
+        if service.topics.get(request.save_to) is None:
+            with suppress(TopicExists):
+                await service.topics.create(request.save_to, partitions=1)
+        for one, found in scanned:
+            await _save(service, one, found, request.save_to)
     await _cut_queues(service, request, topics)
     await service.mirrors.change(
         request.name,
-        lambda now: dataclasses.replace(now, cuts=request.cuts, overrides=dict(request.settings), is_wanted=True),
+        # Below the cuts, both sides have the same transactions as a whole.
+        lambda now: dataclasses.replace(
+            now,
+            cuts=request.cuts,
+            verified=request.cuts,
+            is_gated=True,
+            overrides=dict(request.settings),
+            is_wanted=True,
+        ),
     )
     _logger.info("this cluster follows another", extra={"mirror": request.name, "ranges_removed": len(removed)})
     return AdoptResponse(removed=removed)
 
 
-async def _has_records(service: MirrorService, removed: RemovedRange) -> bool:
-    """Whether a range holds anything but control batches."""
+class _Scan:
+    """What a range holds besides its records: the markers of each producer, as offset and whether it commits."""
+
+    def __init__(self) -> None:
+        self.has_records = False
+        self._markers: dict[int, list[tuple[int, bool]]] = {}
+
+    def add_marker(self, header: BatchHeader, *, commit: bool) -> None:
+        self._markers.setdefault(header.producer_id, []).append((header.base_offset, commit))
+
+    def is_committed(self, header: BatchHeader) -> bool:
+        """Whether a batch counts: it belongs to no transaction, or to one that was committed."""
+        if not header.is_transactional:
+            return True
+        markers = self._markers.get(header.producer_id, [])
+        at = bisect_left(markers, (header.base_offset, False))
+        return at < len(markers) and markers[at][1]
+
+
+async def _batches(service: MirrorService, removed: RemovedRange) -> AsyncIterator[tuple[memoryview, BatchHeader]]:
+    """Yield the batches of a range."""
     client, offset = service.client(), removed.start
     while offset < removed.end:
         answer = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
         before = offset
         for header in iterate_whole_headers(answer.records):
-            if header.record_count and not header.is_control and header.next_offset > removed.start:
-                return True
+            if removed.start < header.next_offset and header.base_offset < removed.end:
+                yield answer.records, header
             offset = max(offset, header.next_offset)
         if offset == before:
             break
-    return False
 
 
-async def _save(service: MirrorService, removed: RemovedRange, target: str) -> None:
-    """Publish records that are about to be dropped to a topic of this cluster."""
-    client, offset = service.client(), removed.start
-    while offset < removed.end:
-        answer = await client.fetch(removed.topic, removed.partition, offset, max_wait_ms=0)
-        kept: list[NewRecord] = []
-        for header in iterate_whole_headers(answer.records):
-            if not header.is_control and header.record_count:
-                for record in decode_batch(answer.records, header):
-                    if offset <= record.offset < removed.end:
-                        original = f"{removed.topic}/{removed.partition}/{record.offset}".encode()
-                        headers = (*record.headers, (ORIGINAL_HEADER, original))
-                        kept.append(NewRecord(record.key, record.value, headers, record.timestamp_ms))
-            offset = max(offset, header.next_offset)
+async def _scan(service: MirrorService, removed: RemovedRange) -> _Scan:
+    """Find out whether a range holds records, and which transactions were committed."""
+    found = _Scan()
+    async for records, header in _batches(service, removed):
+        marker = read_marker(records, header) if header.is_control else None
+        if marker is not None:
+            found.add_marker(header, commit=marker.commit)
+        elif header.record_count and not header.is_control:
+            found.has_records = True
+    return found
+
+
+async def _save(service: MirrorService, removed: RemovedRange, found: _Scan, target: str) -> None:
+    """Publish the committed records of a range that is about to be dropped to a topic of this cluster."""
+    client = service.client()
+    async for records, header in _batches(service, removed):
+        if header.is_control or not header.record_count or not found.is_committed(header):
+            continue
+        kept = [
+            NewRecord(
+                record.key,
+                record.value,
+                (*record.headers, (ORIGINAL_HEADER, f"{removed.topic}/{removed.partition}/{record.offset}".encode())),
+                record.timestamp_ms,
+            )
+            for record in decode_batch(records, header)
+            if removed.start <= record.offset < removed.end
+        ]
         for at in range(0, len(kept), SAVED_AT_ONCE):
             await client.produce(target, 0, encode_batch(kept[at : at + SAVED_AT_ONCE]))
-        if not answer.records:
-            break
 
 
 async def _cut_queues(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> None:

@@ -7,11 +7,13 @@ the controller for a moment do no harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from millstream.broker.mirror.copier import Copier
+from millstream.broker.mirror.declared_copies import DeclaredCopies
 from millstream.broker.mirror.source import Source
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -22,7 +24,7 @@ from millstream.core.errors import (
     SubscriptionExists,
     TopicExists,
 )
-from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import gather_or_cancel, run_until_first
@@ -54,11 +56,20 @@ Vector = Mapping[str, Mapping[int, int]]
 TOPICS_S: Final = 1.0
 """How often the source is asked for its topics."""
 GROUPS_S: Final = 1.0
+ABSENT_TIMES: Final = 3
+"""How often in a row something has to be missing at the source before it is deleted here."""
+RECONNECT_S: Final = 30.0
+"""After how long without an answer the source is looked up again."""
+DECLARED_S: Final = 2.0
+"""How often the source is asked for schemas and access rules."""
 QUEUES_S: Final = 0.5
 TRANSACTIONS_S: Final = 0.2
 """How often the source is asked for a barrier, while clients wait at a commit."""
 ARRIVAL_S: Final = 30.0
-ARRIVAL_LOOK_S: Final = 0.02
+ARRIVAL_WAIT_S: Final = 5.0
+ARRIVAL_RETRY_S: Final = 0.1
+NOTICE_LOST_S: Final = 5.0
+"""After how long the owner asks all nodes whether clients wait at a commit, although none has said so."""
 CONFIGS_S: Final = 10.0
 """How often the source is asked for the settings of known topics."""
 
@@ -85,30 +96,53 @@ class Follower:
         """Where the state of other queues was cut, and the write it was of."""
         self._absent: dict[str, int] = {}
         """Copies whose original is gone, and how often in a row it was not found."""
+        self._absent_subscriptions: dict[UUID, int] = {}
+        """Subscriptions of the source, and how often in a row each was not found."""
 
     async def run(self) -> None:
         """Run until cancelled or until the source cannot be reached."""
         work = [self._loop(self._sync_topics, TOPICS_S)]
+        copies = DeclaredCopies(self._run, self._source)
+        if self._settings.acls:
+            work.append(self._loop(copies.sync_acls, DECLARED_S))
+        if self._settings.schemas and self._source.is_millstream:
+            work.append(self._loop(copies.sync_schemas, DECLARED_S))
         if self._settings.groups:
             work.append(self._loop(self._sync_groups, GROUPS_S))
         if self._source.is_millstream:
-            work.append(self._loop(self._sync_transactions, TRANSACTIONS_S))
+            work.append(self._loop(self._sync_transactions, TRANSACTIONS_S, self._run.wants_barrier))
             if self._settings.subscriptions and not self._settings.rename:
                 work.append(self._loop(self._sync_subscriptions, QUEUES_S))
         await run_until_first(work)
 
-    async def _loop(self, work: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """Do one thing again and again, while this node is the owner."""
-        what = f"{work.__name__.removeprefix('_sync_')} cannot be mirrored now"
+    async def _loop(
+        self, work: Callable[[], Awaitable[None]], pause_s: float, wanted: asyncio.Event | None = None
+    ) -> None:
+        """Do one thing again and again, or when it is wanted, while this node is the owner."""
+        what = f"{work.__name__.lstrip('_').removeprefix('sync_')} cannot be mirrored now"
+        unreachable_since: float | None = None
         while True:
+            if wanted is not None:
+                # A notice may be lost with the node that was the owner.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(NOTICE_LOST_S):
+                        await wanted.wait()
+                wanted.clear()
             if self._service.is_owner:
                 try:
                     await work()
                     self._run.notes.pop(what, None)
-                except (BrokerUnreachable, AuthenticationFailed):
+                    unreachable_since = None
+                except AuthenticationFailed:
                     raise
                 except MillstreamError as error:
                     self._run.notes[what] = f"{what}: {error}"
+                    if isinstance(error, BrokerUnreachable):
+                        # One node of several may be down. If it is the whole source, another may come up in its place.
+                        now = self._service.clock.monotonic()
+                        unreachable_since = now if unreachable_since is None else unreachable_since
+                        if now - unreachable_since > RECONNECT_S:
+                            raise
             await asyncio.sleep(pause_s)
 
     async def sync_all(self) -> None:
@@ -174,6 +208,9 @@ class Follower:
 
     async def _create(self, original: TopicMetadata, name: str) -> None:
         service, settings = self._service, self._settings
+        if name in self._run.service.mirrors.verified_topics(self._run.mirror.name):
+            # A topic of this name was mirrored before; its offsets are not those of the new one.
+            await service.mirrors.forget_verified(self._run.mirror, name)
         nodes = len(service.membership.nodes())
         replication = min(settings.replication or original.replication or 1, nodes)
         topic_id = None if settings.rename or not original.topic_id.int else original.topic_id
@@ -213,7 +250,7 @@ class Follower:
             self._absent[name] = self._absent.get(name, 0) + 1
             if not self._settings.deletions:
                 self._run.notes[f"topic {name}"] = f"topic {name!r} is gone from the source; its copy stays"
-            elif self._absent[name] >= 3:
+            elif self._absent[name] >= ABSENT_TIMES:
                 await self._service.topics.delete(copy.name)
 
     # -- transactions ---------------------------------------------------------------------------------------
@@ -225,20 +262,21 @@ class Follower:
         reach them, whatever is committed below has arrived as a whole. That is recorded before clients see it, so that
         a failover cuts every copy at the same moment.
         """
-        if not await self._waiting():
-            self._applicable = self._committed
-            return
         committed = self._committed
+        if not await self._waiting() and committed == self._applicable:
+            return
         name = self._run.mirror.name
         prefix = self._settings.rename
         copied = [topic.name.removeprefix(prefix) for topic in self._service.copied_topics(name)]
         barrier = await self._source.ask(None, BARRIER_KEY, BarrierRequest(topics=copied), BarrierResponse, waits=True)
         offsets = {prefix + topic: found for topic, found in barrier.offsets.items()}
         deadline = self._service.clock.monotonic() + ARRIVAL_S
-        while missing := _missing(offsets, await self._reached(offsets, is_verified=False)):
+        while missing := _missing(offsets, await self._reached(offsets, wait_s=ARRIVAL_WAIT_S)):
             if self._service.clock.monotonic() > deadline:
-                raise RequestTimedOut(f"reads stop at a commit marker because {missing} has not arrived")
-            await asyncio.sleep(ARRIVAL_LOOK_S)
+                raise RequestTimedOut(
+                    f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
+                )
+            await asyncio.sleep(ARRIVAL_RETRY_S)
         mirror = self._service.mirrors.get(name)
         if mirror is None:
             return
@@ -252,25 +290,35 @@ class Follower:
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
         await self._service.mirrors.note_verified(mirror, verified)
         await self._reached(offsets, is_verified=True)
-        # Offsets from before the barrier: what they were committed for is below it.
+        # Offsets from before the barrier: the transactions that committed them have arrived as a whole.
         self._applicable = committed
+        await self._apply_groups(committed)
 
     async def _waiting(self) -> bool:
-        await self._reached({}, is_verified=False)
+        await self._reached({})
         return bool(self._waiting_at)
 
     async def _reached(
-        self, offsets: Mapping[str, Mapping[int, int]], *, is_verified: bool
+        self, offsets: Mapping[str, Mapping[int, int]], *, is_verified: bool = False, wait_s: float = 0.0
     ) -> dict[str, dict[int, int]]:
-        """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets."""
+        """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets.
+
+        Nodes answer when their copies have reached the offsets, or after a while.
+        """
         request = ExposeRequest(
             mirror=self._run.mirror.name,
             offsets={topic: dict(found) for topic, found in offsets.items()},
             is_verified=is_verified,
+            wait_ms=int(wait_s * 1000),
         )
-        answers = [self._service.expose(request)]
-        answers += await gather_or_cancel(
-            self._service.ask_node(node, EXPOSE_KEY, request, ExposeResponse) for node in self._service.others
+        answers = await gather_or_cancel(
+            [
+                self._service.expose(request),
+                *(
+                    self._service.ask_node(node, EXPOSE_KEY, request, ExposeResponse, waits=wait_s > 0)
+                    for node in self._service.others
+                ),
+            ]
         )
         self._waiting_at = {(topic, index) for answer in answers for topic, index in answer.waiting}
         reached: dict[str, dict[int, int]] = {}
@@ -300,6 +348,9 @@ class Follower:
         self._committed = found
         if not self._source.is_millstream:
             self._applicable = found
+        elif found != self._applicable:
+            # A transaction that committed offsets may have records that have not arrived.
+            self._run.wants_barrier.set()
         await self._apply_groups(self._applicable)
 
     async def _apply_groups(self, groups: Mapping[str, Mapping[TopicPartition, int]]) -> None:
@@ -333,20 +384,45 @@ class Follower:
         topics = {topic.topic_id: topic for topic in self._service.copied_topics(self._run.mirror.name)}
         if not topics:
             return
+        unreachable: BrokerUnreachable | None = None
+        offered: set[UUID] = set()
         for node in (await self._source.metadata([])).nodes:
-            has_more = True
-            while has_more:
-                known = [
-                    QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
-                    for key, sequence in self._queues.items()
-                ]
-                request = OfferRequest(topics=list(topics), known=known)
-                offer = await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
-                for subscription in offer.subscriptions:
-                    await self._sync_subscription(subscription)
-                applied = await self._apply_queues(offer.queues, topics)
-                has_more = offer.has_more and applied > 0
+            try:
+                offered |= await self._sync_queues_of(node, topics)
+            except BrokerUnreachable as error:
+                unreachable = error
         self._run.queues = len(self._queues)
+        if unreachable is not None:
+            raise unreachable
+        if self._settings.deletions:
+            await self._delete_subscriptions(offered)
+
+    async def _delete_subscriptions(self, offered: Set[UUID]) -> None:
+        """Delete subscriptions that the source had, and no longer has."""
+        self._absent_subscriptions.update(dict.fromkeys(offered, 0))
+        for one in self._service.subscriptions.declared.all():
+            if one.subscription_id in self._absent_subscriptions and one.subscription_id not in offered:
+                self._absent_subscriptions[one.subscription_id] += 1
+                if self._absent_subscriptions[one.subscription_id] >= ABSENT_TIMES:
+                    await self._service.subscriptions.declared.delete(one.name)
+
+    async def _sync_queues_of(self, node: NodeId, topics: Mapping[UUID, Topic]) -> set[UUID]:
+        """Carry over what one node of the source has; return the subscriptions that it knows."""
+        offered: set[UUID] = set()
+        has_more = True
+        while has_more:
+            known = [
+                QueueKeyMessage(key.subscription_id.bytes, key.topic_id.bytes, key.partition, sequence)
+                for key, sequence in self._queues.items()
+            ]
+            request = OfferRequest(topics=list(topics), known=known)
+            offer = await self._source.ask(node, OFFER_KEY, request, OfferResponse, waits=True)
+            for subscription in offer.subscriptions:
+                offered.add(subscription.subscription_id)
+                await self._sync_subscription(subscription)
+            applied = await self._apply_queues(offer.queues, topics)
+            has_more = offer.has_more and applied > 0
+        return offered
 
     async def _sync_subscription(self, offered: OfferedSubscription) -> None:
         declared, key = self._service.subscriptions.declared, f"subscription {offered.name}"

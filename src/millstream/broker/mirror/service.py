@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import UUID
@@ -21,6 +21,8 @@ from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
+from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.broker.security.state import SecurityState
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -40,12 +42,16 @@ from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import (
     CUT_KEY,
+    FENCE_KEY,
     HOLD_KEY,
+    NOTICE_KEY,
+    CommitNotice,
     CutPartition,
     CutRequest,
     CutResponse,
     ExposeRequest,
     ExposeResponse,
+    FenceRequest,
     HoldRequest,
     HoldResponse,
     OfferedSubscription,
@@ -65,10 +71,13 @@ _logger = logging.getLogger(__name__)
 
 HOLD_S: Final = 2.0
 """How long the decisions of transactions are held back for a barrier, at most."""
+FENCE_S: Final = 10.0
+"""How long an old source waits until what was written is acknowledged, before it gives up its role."""
+NOTICE_S: Final = 0.05
+"""How often the owner is told at most that clients wait."""
+NOTICE_RETRY_S: Final = 0.5
 HOLDS_MAX: Final = 100
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
-REFRESH_S: Final = 1.0
-"""How often a node looks which copies it leads."""
 EPOCH_STEP: Final = 1000
 """How far a cut raises the epoch: the old source does not elect that often before it follows this cluster."""
 R = TypeVar("R", bound=Response)
@@ -92,6 +101,10 @@ class MirrorRun:
         self.queues = 0
         """The number of queues whose state was applied."""
         self.refreshed = asyncio.Event()
+        """Set when this node may lead other copies than before."""
+        self.wants_barrier = asyncio.Event()
+        """On the owner: set when clients of any node wait at a commit, or offsets of groups wait to be applied."""
+        self._commit_waits = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -105,6 +118,8 @@ class MirrorRun:
                     if source.cluster_id == self.service.membership.cluster_id:
                         raise InvalidMirror(f"{self.settings.source} is this cluster itself")
                     self.source = source
+                    if source.is_millstream:
+                        await self.service.mirrors.note_gated(self.mirror)
                     self.copier = Copier(
                         self.service.topics,
                         source,
@@ -112,11 +127,13 @@ class MirrorRun:
                         rate=self.settings.rate,
                         gates=source.is_millstream,
                         cut_of=self._cut_of,
+                        on_commit=self._commit_waits.set,
                     )
                     self.error = ""
                     backoff.reset()
                     follower = self.follower = Follower(self, source, self.copier)
-                    await run_until_first([self.copier.run(), self._refresh(self.copier), follower.run()])
+                    parts = [self.copier.run(), self._refresh(self.copier), self._notify_owner(), follower.run()]
+                    await run_until_first(parts)
             except MillstreamError as error:
                 if self.error != str(error):
                     _logger.warning(
@@ -135,24 +152,43 @@ class MirrorRun:
     async def _refresh(self, copier: Copier) -> None:
         """Follow the partitions that this node leads; runs forever."""
         while True:
+            self.refreshed.clear()
             mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
             copier.follow(self._led(mirror))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_S):
-                    await self.refreshed.wait()
-            self.refreshed.clear()
+            await self.refreshed.wait()
+
+    async def _notify_owner(self) -> None:
+        """Tell the owner when clients wait at a commit here; runs forever."""
+        while True:
+            await self._commit_waits.wait()
+            self._commit_waits.clear()
+            if self.service.is_owner:
+                self.wants_barrier.set()
+                continue
+            try:
+                notice = CommitNotice(mirror=self.mirror.name)
+                await self.service.ask_node(self.service.membership.controller_id, NOTICE_KEY, notice, Response)
+            except MillstreamError:
+                await asyncio.sleep(NOTICE_RETRY_S)
+                self._commit_waits.set()
+            else:
+                await asyncio.sleep(NOTICE_S)
 
     def _led(self, mirror: Mirror) -> Iterator[Copy]:
         topics = self.service.topics
         for topic in topics.all():
             if topic.mirror != mirror.name or topic.is_draining:
                 continue
-            verified = mirror.verified.get(topic.name, {})
             for partition in topics.partitions_of(topic):
                 key = topic.topic_id, partition.index
-                if partition.is_leader and key not in self.service.cutting:
+                if partition.is_leader and key not in self.service.cutting.get(mirror.mirror_id, ()):
                     original = TopicPartition(mirror.source_name(topic), partition.index)
-                    yield Copy(partition, original, verified=verified.get(partition.index, 0))
+                    yield Copy(
+                        partition,
+                        original,
+                        verified=mirror.verified_until(topic.name, partition.index) or 0,
+                        caught_up_ms=self.service.clock.now_ms(),
+                    )
 
     # -- what is shown --------------------------------------------------------------------------------------
 
@@ -184,19 +220,13 @@ class MirrorRun:
                     "end": copy.end,
                     "exposed": copy.partition.high_watermark,
                     "lag": copy.lag,
-                    "lag_ms": _lag_ms(copy, now_ms),
+                    "lag_ms": copy.lag_ms(now_ms),
                     "epoch": copy.partition.leader_epoch,
                     "error": copy.error,
                 }
                 for copy in self.copies()
             ],
         }
-
-
-def _lag_ms(copy: Copy, now_ms: int) -> int | None:
-    if copy.lag is None:
-        return None
-    return max(0, now_ms - copy.caught_up_ms) if copy.lag else 0
 
 
 class MirrorService:
@@ -209,10 +239,14 @@ class MirrorService:
         mirrors: Mirrors,
         subscriptions: SubscriptionService,
         transactions: TransactionCoordinator,
+        schemas: SchemaRegistry,
+        security: SecurityState,
         clock: Clock,
         supervise: Supervise,
     ) -> None:
         self.topics = topics
+        self.schemas = schemas
+        self.security = security
         self.membership = membership
         self.mirrors = mirrors
         self.subscriptions = subscriptions
@@ -220,8 +254,8 @@ class MirrorService:
         self._held: dict[str, asyncio.Task[None]] = {}
         """What holds back the decisions of transactions here, by token."""
         self.clock = clock
-        self.cutting: set[CopyKey] = set()
-        """Copies that are being made writable; nothing is copied to them any more."""
+        self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
+        """Copies that were cut, and are not writable yet, by the mirror's id, and where: nothing is copied to them."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
@@ -236,8 +270,9 @@ class MirrorService:
 
     def start(self) -> None:
         """Restrict what clients may read, then run the declared mirrors."""
-        for mirror in self.mirrors.all():
-            self._restrict(mirror)
+        self._restrict(self.topics.hosted())
+        self.topics.on_roles_change(self._roles_changed)
+        self.topics.on_dropped(self._dropped)
         self.mirrors.on_change(self._changed.set)
         self._changed.set()
         self._task = self._supervise("mirrors", self._run())
@@ -267,14 +302,36 @@ class MirrorService:
         """Return the topics that a mirror writes."""
         return [topic for topic in self.topics.all() if topic.mirror == name]
 
-    def _restrict(self, mirror: Mirror) -> None:
-        """After a restart: let clients read only up to where transactions are known to be whole."""
-        for topic in self.copied_topics(mirror.name):
-            verified = mirror.verified.get(topic.name, {})
-            for partition in self.topics.partitions_of(topic):
-                if partition.index in verified:
-                    commits = commits_from(partition, verified[partition.index])
-                    partition.expose(Offset(commits[0]) if commits else None)
+    def _roles_changed(self, partitions: Sequence[Partition]) -> None:
+        """Follow the partitions that this node leads now, and no others."""
+        self._restrict(partitions)
+        self._forget_cuts(partition for partition in partitions if not partition.topic.mirror)
+        for name in {partition.topic.mirror for partition in partitions}:
+            run = self._runs.get(name)
+            if run is not None:
+                run.refreshed.set()
+
+    def _dropped(self, partitions: Sequence[Partition]) -> None:
+        """Forget partitions that are not hosted here any more."""
+        self._forget_cuts(partitions)
+        self._roles_changed(partitions)
+
+    def _forget_cuts(self, partitions: Iterable[Partition]) -> None:
+        for partition in partitions:
+            for cut in self.cutting.values():
+                cut.pop((partition.topic.topic_id, partition.index), None)
+
+    def _restrict(self, partitions: Iterable[Partition]) -> None:
+        """As a new leader of copies: let clients read up to where transactions are known to be whole.
+
+        What clients could read when this node last heard of it is among that. The source is not needed.
+        """
+        for partition in partitions:
+            mirror = self.mirrors.get(partition.topic.mirror) if partition.awaits_exposure else None
+            if mirror is None or not partition.is_leader:
+                continue
+            verified = mirror.verified_until(partition.topic.name, partition.index)
+            partition.expose(None if verified is None else _commit_from(partition, verified))
 
     async def _run(self) -> None:
         try:
@@ -288,6 +345,9 @@ class MirrorService:
 
     async def _apply(self) -> None:
         """Start, restart and stop what the declarations have changed."""
+        self._restrict(self.topics.hosted())
+        known = {mirror.mirror_id for mirror in self.mirrors.all()}
+        self.cutting = {mirror_id: keys for mirror_id, keys in self.cutting.items() if mirror_id in known}
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
@@ -334,16 +394,19 @@ class MirrorService:
         if not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
         key = topic.topic_id, partition.index
-        self.cutting.add(key)
+        mirror = await self.mirrors.find(request.mirror)
+        cutting = self.cutting.setdefault(mirror.mirror_id, {})
+        before = cutting.get(key)
+        if before is not None and before.epoch == partition.leader_epoch:
+            # A failover that is repeated because another copy could not be cut.
+            return before
+        cutting[key] = None
         try:
             run = self._runs.get(request.mirror)
             if run is not None and run.copier is not None:
                 run.copier.drop(key)
             log = partition.log
-            limit = partition.exposed
-            if request.verified is not None:
-                commits = commits_from(partition, request.verified)
-                limit = Offset(commits[0]) if commits else None
+            limit = None if request.verified is None else _commit_from(partition, request.verified)
             end = log.end_offset
             if limit is not None and limit < end:
                 await partition.cut_mirrored(limit)
@@ -357,7 +420,7 @@ class MirrorService:
             await self.topics.raise_epoch(topic, partition.index, epoch)
             await partition.begin_own_history()
             aborted = await partition.abort_open()
-            return CutPartition(
+            done = cutting[key] = CutPartition(
                 topic=topic.name,
                 partition=partition.index,
                 offset=cut,
@@ -365,13 +428,10 @@ class MirrorService:
                 dropped=int(end) - cut,
                 aborted=aborted,
             )
+            return done
         except BaseException:
-            self.cutting.discard(key)
+            cutting.pop(key, None)
             raise
-
-    def release(self, topic: Topic) -> None:
-        """Note that a topic is writable now, or no longer to be cut."""
-        self.cutting -= {(topic.topic_id, PartitionIndex(index)) for index in range(topic.partitions)}
 
     async def ask_leader(self, where: TopicPartition, key: int, request: Any, kind: type[R]) -> R:
         """Send a request to the node that leads a partition."""
@@ -390,16 +450,20 @@ class MirrorService:
             mirror=mirror.name,
             topic=where.topic,
             partition=where.partition,
-            verified=mirror.verified.get(where.topic, {}).get(where.partition),
+            verified=mirror.verified_until(where.topic, where.partition),
         )
         answer = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
         if answer.cut is None:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
         return answer.cut
 
-    async def ask_node(self, node: NodeId, key: int, request: Any, kind: type[R]) -> R:
-        """Send a request to another node of this cluster."""
-        answer = decode(await self.peers.send_private(node, key, encode(request)), kind)
+    async def ask_node(self, node: NodeId, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
+        """Send a request to another node of this cluster; one that may wait has a connection of its own."""
+        body = encode(request)
+        if waits:
+            answer = decode(await self.client().private(node, key, body, waits=True), kind)
+        else:
+            answer = decode(await self.peers.send_private(node, key, body), kind)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about=f"node {node}")
         return answer
@@ -412,15 +476,27 @@ class MirrorService:
 
     # -- transactions ---------------------------------------------------------------------------------------
 
-    def expose(self, request: ExposeRequest) -> ExposeResponse:
+    def note_commit(self, mirror: str) -> None:
+        """As the owner: learn that clients of another node wait at a commit."""
+        run = self._runs.get(mirror)
+        if run is not None:
+            run.wants_barrier.set()
+
+    async def expose(self, request: ExposeRequest) -> ExposeResponse:
         """Say how far this node's copies are, and where clients wait; expose them up to verified offsets."""
         run = self._runs.get(request.mirror)
+        if run is not None and request.wait_ms:
+            arrivals = [copy.arrived(request.offsets) for copy in run.copies()]
+            # One that this node no longer leads is another's to report on.
+            with suppress(TimeoutError, MillstreamError):
+                async with asyncio.timeout(request.wait_ms / 1000):
+                    await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
         reached: dict[str, dict[int, int]] = {}
         waiting: list[tuple[str, int]] = []
+        if request.is_verified and run is not None and run.copier is not None:
+            run.copier.verify(request.offsets)
         for copy in [] if run is None else run.copies():
             topic, index = copy.partition.topic.name, copy.partition.index
-            if request.is_verified:
-                copy.verify(request.offsets.get(topic, {}).get(index, 0))
             reached.setdefault(topic, {})[index] = copy.partition.replicated_offset
             if copy.commits:
                 waiting.append((topic, index))
@@ -435,30 +511,38 @@ class MirrorService:
         others = self.others
         try:
             async with asyncio.timeout(HOLD_S), self._transactions.held():
+                own = self._transactions.led()
                 hold = HoldRequest(token=token, hold_ms=int(HOLD_S * 1000))
-                await gather_or_cancel(self.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others)
+                began = await gather_or_cancel(self.ask_node(node, HOLD_KEY, hold, HoldResponse) for node in others)
                 offsets = await self.high_watermarks(topics)
                 release = HoldRequest(token=token)
-                held = await gather_or_cancel(self.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others)
+                ended = await gather_or_cancel(self.ask_node(node, HOLD_KEY, release, HoldResponse) for node in others)
+                is_same = own == self._transactions.led() and [one.shards for one in began] == [
+                    one.shards for one in ended
+                ]
         except TimeoutError:
             raise RequestTimedOut("transactions take long to end; no barrier was possible") from None
-        if not all(one.held for one in held):
+        if not all(one.held for one in (*began, *ended)):
             raise RequestTimedOut("a node did not hold back transactions long enough")
+        # A coordinator that was between two nodes was held back by neither.
+        held = sorted(index for shards in (own, *(one.shards for one in began)) for index, _ in shards)
+        if not is_same or held != list(range(self._transactions.partitions)):
+            raise RequestTimedOut("a coordinator of transactions moved to another node; no barrier was possible")
         return offsets
 
-    async def hold(self, request: HoldRequest) -> bool:
-        """Hold back decisions here for a while, or let them through again; return whether they were held."""
+    async def hold(self, request: HoldRequest) -> HoldResponse:
+        """Hold back decisions here for a while, or let them through again; say whether they were held."""
         if not request.hold_ms:
-            holding = self._held.pop(request.token, None)
+            holding, shards = self._held.pop(request.token, None), self._transactions.led()
             if holding is None or holding.done():
-                return False
+                return HoldResponse(held=False)
             holding.cancel()
             await asyncio.wait([holding])
-            return True
+            return HoldResponse(held=True, shards=shards)
         ready = asyncio.Event()
 
         async def keep() -> None:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.hold_ms / 1000), self._transactions.held():
                     ready.set()
                     await asyncio.Event().wait()
@@ -470,7 +554,28 @@ class MirrorService:
         is_ready = asyncio.ensure_future(ready.wait())
         await asyncio.wait([holding, is_ready], return_when=asyncio.FIRST_COMPLETED)
         is_ready.cancel()
-        return ready.is_set()
+        return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
+
+    async def fence(self, request: FenceRequest) -> None:
+        """As an old source: wait until this node refuses clients of topics, and what they wrote is acknowledged."""
+        await self.topics.await_mirror(request.topic_ids, request.mirror)
+        led = [
+            partition
+            for partition in self.topics.hosted()
+            if partition.topic.topic_id in request.topic_ids and partition.is_leader
+        ]
+        try:
+            async with asyncio.timeout(FENCE_S):
+                for partition in led:
+                    await partition.settled()
+        except TimeoutError:
+            raise RequestTimedOut("records that were written before are not replicated yet; try again") from None
+
+    async def fence_everywhere(self, mirror: str, topic_ids: Collection[UUID]) -> None:
+        """Let every node of this cluster fence topics."""
+        request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids))
+        others = (self.ask_node(node, FENCE_KEY, request, Response, waits=True) for node in self.others)
+        await gather_or_cancel([self.fence(request), *others])
 
     async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
         """Return up to where clients may read topics of this cluster."""
@@ -603,8 +708,8 @@ class MirrorService:
         yield Metric(
             "millstream_mirror_lag_seconds",
             "gauge",
-            "For how long a copy has been behind its source.",
-            by_copy(lambda copy: None if (lag_ms := _lag_ms(copy, now_ms)) is None else lag_ms / 1000),
+            "For how long a copy has been behind its source, or its source has not answered.",
+            by_copy(lambda copy: None if (lag_ms := copy.lag_ms(now_ms)) is None else lag_ms / 1000),
         )
         yield Metric(
             "millstream_mirror_bytes_total",
@@ -618,6 +723,15 @@ class MirrorService:
             "Copies that cannot be continued now.",
             [Sample(sum(bool(copy.error) for copy in run.copies()), (("mirror", name),)) for name, run in runs],
         )
+
+
+def _commit_from(partition: Partition, verified: int) -> Offset | None:
+    """Return the first commit of a copy that may lack other parts of its transaction; None if there is none.
+
+    Whatever clients could read before has arrived as a whole.
+    """
+    commits = commits_from(partition, max(verified, partition.high_watermark))
+    return Offset(commits[0]) if commits else None
 
 
 def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
+from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import EpochEnd, NodeId
 from millstream.core.mirror import MirrorSettings
@@ -89,6 +90,37 @@ class Source:
             return EpochEnd(answer.leader_epoch, answer.end_offset)
 
         return await self.client.call_leader(where.topic, where.partition, attempt)
+
+    async def acls(self) -> list[Acl]:
+        """Return every access rule."""
+        from kio.schema.describe_acls.v3.request import DescribeAclsRequest
+        from kio.static.primitive import i8
+
+        anything = DescribeAclsRequest(
+            resource_type_filter=i8(ResourceType.ANY),
+            resource_name_filter=None,
+            pattern_type_filter=i8(PatternType.ANY),
+            principal_filter=None,
+            host_filter=None,
+            operation=i8(Operation.ANY),
+            permission_type=i8(Permission.ANY),
+        )
+        answer = await self.client.send(None, anything)
+        if answer.error_code:
+            raise error_from_code(answer.error_code, answer.error_message, about="access rules of the source")
+        return [
+            Acl(
+                resource_type=ResourceType(resource.resource_type),
+                resource_name=resource.resource_name,
+                pattern=PatternType(resource.pattern_type),
+                principal=one.principal,
+                host=one.host,
+                operation=Operation(one.operation),
+                permission=Permission(one.permission_type),
+            )
+            for resource in answer.resources
+            for one in resource.acls
+        ]
 
     async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the high watermarks of partitions; those that cannot be asked are missing."""

@@ -19,7 +19,11 @@ from millstream.broker.log.log import READ_ALL, AppendedRange, Log
 from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.log.store import LogStore
 from millstream.broker.log.transactions import Guard, OpenTransaction
-from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementListener
+from millstream.broker.replication.acknowledgement import (
+    AcknowledgementFuture,
+    AcknowledgementListener,
+    AcknowledgementQueue,
+)
 from millstream.broker.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, any_replica
 from millstream.broker.replication.replica import Replica, diverging_end
 from millstream.broker.replication.shared_reads import SharedReads
@@ -105,12 +109,14 @@ class Partition(Replica):
 
     __slots__ = (
         "_append_listeners",
+        "_arriving",
         "_clock",
         "_in_sync",
         "_is_behind",
         "_listeners",
         "_stale_epoch",
         "_wants_handover",
+        "awaits_exposure",
         "bytes_out",
         "exposed",
         "in_sync_manager",
@@ -141,6 +147,10 @@ class Partition(Replica):
         self._append_listeners: dict[AppendListener, None] = {}
         self.exposed: Offset | None = None
         """Up to where clients may read a mirrored partition; None if all that is acknowledged."""
+        self.awaits_exposure = False
+        """Whether this leader of a mirrored partition does not know yet up to where clients may read."""
+        self._arriving: AcknowledgementQueue | None = None
+        """Those who wait for mirrored records that clients may not read yet."""
         self.bytes_out = 0
         self.records_in = 0
         log.damage.on_change = self.damage_changed
@@ -366,7 +376,7 @@ class Partition(Replica):
         log.append_replica(batches, leader_epoch=self.leader_epoch)
         self.bytes_in += len(batches)
         self.records_in += log.end_offset - before
-        self.exposed = exposed
+        self.exposed, self.awaits_exposure = exposed, False
         if in_sync is not None and log.end_offset > before:
             self._notify_followers(in_sync, before)
         self._sync_or_advance()
@@ -378,16 +388,26 @@ class Partition(Replica):
         own = self.promised_offset
         return own if self._in_sync is None else Offset(max(self._in_sync.acknowledged(own), self.high_watermark))
 
+    def arrived(self, offset: Offset) -> asyncio.Future[None] | None:
+        """Return None if every replica that counts has a mirrored log up to an offset, otherwise a future for that."""
+        if self.replicated_offset >= offset:
+            return None
+        if self._arriving is None:
+            self._arriving = AcknowledgementQueue()
+        acknowledgement = AcknowledgementFuture()
+        self._arriving.add(offset, acknowledgement)
+        return acknowledgement.future
+
     def expose(self, offset: Offset | None) -> None:
         """Let clients read a mirrored partition up to an offset, or everything; it may also be taken back."""
-        self.exposed = offset
+        self.exposed, self.awaits_exposure = offset, False
         if offset is not None and offset < self.high_watermark:
             self.high_watermark = max(offset, self.log.start_offset)
         self._advance()
 
     async def cut_mirrored(self, offset: Offset) -> None:
         """Truncate a mirrored partition, durably."""
-        self.exposed = None
+        self.exposed, self.awaits_exposure = None, False
         cut = self.log.begin_truncation(offset) if offset >= self.log_start else self.log.begin_restart(offset)
         done = self._cut(cut)
         self._notify_listeners()
@@ -465,6 +485,8 @@ class Partition(Replica):
     def change_settings(self, topic: Topic, settings: TopicSettings) -> None:
         """Apply changed settings; a stricter `flush` never hides what was already visible."""
         self.topic = topic
+        if not topic.mirror:
+            self.exposed, self.awaits_exposure = None, False
         self.log.change_settings(settings)
         if self._in_sync is not None:
             self._in_sync.change_min(settings.min_insync_replicas)
@@ -478,6 +500,7 @@ class Partition(Replica):
         self._closed = True
         self.is_leader = False
         self._in_sync = None
+        self._fail_arriving()
         self._fail_waiting(reason or PartitionClosed(f"partition {self.log.partition} was closed"))
         self._notify_listeners()
 
@@ -510,9 +533,12 @@ class Partition(Replica):
     def _lead(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
         state, log, now = versioned.state, self.log, self._clock.monotonic()
         same_epoch = self.is_leader and self.leader_epoch == state.leader_epoch
-        self.is_leader = True
+        was_leader, self.is_leader = self.is_leader, True
         self.leader_epoch = Epoch(max(state.leader_epoch, log.latest_epoch)) if alone else state.leader_epoch
         self.high_watermark = min(max(self.high_watermark, log.start_offset), log.end_offset)
+        if not was_leader and self.topic.mirror and not self.topic.is_draining:
+            # The end of the log may hold transactions whose other parts have not arrived.
+            self.exposed, self.awaits_exposure = self.high_watermark, True
         if alone:
             self._in_sync = None
         elif self._in_sync is not None and same_epoch:
@@ -534,12 +560,21 @@ class Partition(Replica):
         self._is_behind = False
         self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
         if was_leader:
+            self._fail_arriving()
             self._fail_waiting(self._not_leader())
+
+    def _fail_arriving(self) -> None:
+        if self._arriving is not None:
+            self._arriving.fail(self._not_leader())
+            self._arriving = None
 
     @property
     def is_settled(self) -> bool:
         """Whether this leader knows everything that earlier leaders have acknowledged."""
-        return self._in_sync is None or self.high_watermark >= self._in_sync.epoch_start
+        if self._in_sync is None or self.awaits_exposure:
+            return not self.awaits_exposure
+        known = self._in_sync.epoch_start if self.exposed is None else min(self.exposed, self._in_sync.epoch_start)
+        return self.high_watermark >= known
 
     async def settled(self) -> None:
         """Wait until everything that the log holds now is acknowledged; raise `NotLeader` if that may never be.
@@ -760,6 +795,8 @@ class Partition(Replica):
             return
         if self._in_sync is not None:
             readable = self._in_sync.acknowledged(readable)
+        if self._arriving:
+            self._arriving.acknowledge(readable)
         if self.exposed is not None and readable > self.exposed:
             readable = self.exposed
         if readable <= self.high_watermark:

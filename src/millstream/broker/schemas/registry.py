@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from millstream.broker.catalog.schema_store import SchemaTransaction
@@ -552,6 +552,58 @@ class SchemaRegistry:
         return before
 
     # -- memory ---------------------------------------------------------------------------------------------
+
+    def all_settings(self) -> list[SubjectSettings]:
+        """The configuration and mode of every subject and context that has any."""
+        return [self._settings[subject] for subject in sorted(self._settings)]
+
+    async def follow(
+        self,
+        schemas: Sequence[StoredSchema],
+        versions: Sequence[SubjectVersion],
+        settings: Sequence[SubjectSettings],
+        *,
+        seen: Collection[tuple[QualifiedSubject, int]],
+    ) -> list[tuple[QualifiedSubject, int]]:
+        """Become equal to another registry, ids included; return the versions that only this one has.
+
+        Of these, the ones among `seen` are deleted for good: the other registry had them. Others stay.
+        """
+        await self.load()
+        added: dict[tuple[str, int], StoredSchema] = {}
+        for schema in schemas:
+            known = self._schemas.get((schema.context, schema.schema_id))
+            if known is None:
+                added[schema.context, schema.schema_id] = schema
+            elif known.content != schema.content:
+                raise SchemaRegistryError(
+                    f"schema {schema.schema_id} is another one here than at the source of the mirror",
+                    code=RegistryCode.NOT_PERMITTED,
+                )
+        wanted = {(one.subject, one.version): one for one in versions}
+        here = {(subject, one.version): one for subject in self._subjects for one in self._subjects[subject].values()}
+        for place, one in wanted.items():
+            if place in here and here[place].schema_id != one.schema_id:
+                raise SchemaRegistryError(
+                    f"version {one.version} of {str(one.subject)!r} is another schema here than at the source",
+                    code=RegistryCode.NOT_PERMITTED,
+                )
+        changed = [one for place, one in wanted.items() if here.get(place) != one]
+        only_here = [place for place in here if place not in wanted]
+        gone = [dataclasses.replace(here[place], is_gone=True) for place in only_here if place in seen]
+        other_settings = [one for one in settings if self._settings.get(one.subject) != one]
+
+        def work(transaction: SchemaTransaction) -> None:
+            for schema in added.values():
+                transaction.add_schema(schema.context, schema.content, schema_id=schema.schema_id)
+            for version in (*changed, *gone):
+                transaction.put_version(version)
+            for one in other_settings:
+                transaction.put_settings(one)
+
+        if added or changed or gone or other_settings:
+            await self._change(work)
+        return [place for place in only_here if place not in seen]
 
     async def _change(self, work: Callable[[SchemaTransaction], None]) -> None:
         async with self._changing:

@@ -158,6 +158,15 @@ class TransactionCoordinator(Coordinator[TransactionShard]):
             if not self._holds:
                 self._may_decide.set()
 
+    def led(self) -> list[tuple[int, int]]:
+        """Return which shards this node runs, as partition and leader epoch."""
+        return self._runtime.led()
+
+    @property
+    def partitions(self) -> int:
+        """How many shards there are in the cluster; 0 before the first transaction."""
+        return self._runtime.partitions
+
     async def _endings(self, shard: Shard[TransactionShard]) -> list[Ending]:
         return await shard.submit(lambda state: state.endings(), pure=True)
 

@@ -9,6 +9,7 @@ from uuid import UUID
 import msgspec
 
 from millstream.protocol.private.message import Response
+from millstream.protocol.private.schema_messages import SchemaMessage
 
 CREATE_KEY: Final = 32120
 ALTER_KEY: Final = 32121
@@ -23,6 +24,9 @@ OFFER_KEY: Final = 32129
 BARRIER_KEY: Final = 32130
 HOLD_KEY: Final = 32131
 ADOPT_KEY: Final = 32132
+NOTICE_KEY: Final = 32133
+REGISTRY_KEY: Final = 32134
+FENCE_KEY: Final = 32135
 
 Offsets = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
@@ -153,6 +157,8 @@ class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
     mirror: str
     offsets: Offsets
     is_verified: bool = False
+    wait_ms: int = 0
+    """How long to wait until the copies that the node leads reach the offsets."""
 
 
 class ExposeResponse(Response, frozen=True, kw_only=True):
@@ -161,6 +167,12 @@ class ExposeResponse(Response, frozen=True, kw_only=True):
     reached: Offsets = msgspec.field(default_factory=dict)
     waiting: Sequence[tuple[str, int]] = ()
     """Those at which clients wait at a commit."""
+
+
+class CommitNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """Tells the owner of a mirror that clients wait at a commit on this node."""
+
+    mirror: str
 
 
 class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -213,6 +225,32 @@ class OfferResponse(Response, frozen=True, kw_only=True):
     """Whether queues were left out because the response would be too large."""
 
 
+class RegistryRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a source for its schemas."""
+
+    since: int = -1
+    """The change that the caller has seen; nothing is returned if there was none since."""
+    offset: int = 0
+    """How many versions the caller has got already."""
+
+
+class SettingsMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration and mode of a subject or context."""
+
+    subject: str
+    config: dict[str, Any]
+    mode: str | None = None
+
+
+class RegistryResponse(Response, frozen=True, kw_only=True):
+    """Versions of subjects, deleted ones included; the last page has all settings."""
+
+    last: int = 0
+    schemas: Sequence[SchemaMessage] = ()
+    settings: Sequence[SettingsMessage] = ()
+    has_more: bool = False
+
+
 class BarrierRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a source for a moment at which no transaction is half committed."""
 
@@ -234,9 +272,17 @@ class HoldRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HoldResponse(Response, frozen=True, kw_only=True):
-    """Whether decisions were held back all the time."""
+    """Whether decisions were held back all the time, and which coordinators the node runs: partition and epoch."""
 
     held: bool = False
+    shards: Sequence[tuple[int, int]] = ()
+
+
+class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a node of an old source whether it refuses clients of topics, and has acknowledged what it took before."""
+
+    mirror: str
+    topic_ids: Sequence[UUID] = ()
 
 
 class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
+from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidMirror
+from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
     ADOPT_KEY,
@@ -20,21 +23,26 @@ from millstream.protocol.private.mirror_messages import (
     DELETE_KEY,
     EXPOSE_KEY,
     FAILOVER_KEY,
+    FENCE_KEY,
     HOLD_KEY,
     LIST_KEY,
+    NOTICE_KEY,
     OFFER_KEY,
+    REGISTRY_KEY,
     REVERSE_KEY,
     SWITCH_KEY,
     AdoptRequest,
     AdoptResponse,
     BarrierRequest,
     BarrierResponse,
+    CommitNotice,
     CutRequest,
     CutResponse,
     ExposeRequest,
     ExposeResponse,
     FailoverRequest,
     FailoverResponse,
+    FenceRequest,
     HoldRequest,
     HoldResponse,
     MirrorChanges,
@@ -44,6 +52,8 @@ from millstream.protocol.private.mirror_messages import (
     NewMirror,
     OfferRequest,
     OfferResponse,
+    RegistryRequest,
+    RegistryResponse,
     ReverseRequest,
     ReverseResponse,
 )
@@ -73,6 +83,7 @@ class MirrorCreate(_MirrorApi[NewMirror, Response]):
     changes = single_change("mirror", CREATE)
 
     async def handle(self, request: NewMirror) -> Response:
+        check_declared(MirrorSettings.from_strings(request.settings), self._mirrors.schemas, self._mirrors.security)
         await self._mirrors.mirrors.create(request.name, request.settings, is_wanted=request.wanted)
         return Response()
 
@@ -92,6 +103,11 @@ class MirrorAlter(_MirrorApi[MirrorChanges, Response]):
 
     async def handle(self, request: MirrorChanges) -> Response:
         if request.settings:
+            known = (await self._mirrors.mirrors.find(request.name)).settings
+            added = {name: text for name, text in request.settings.items() if name in ("schemas", "acls") and text}
+            wanted = MirrorSettings.from_strings(added)
+            fresh = replace(wanted, schemas=wanted.schemas and not known.schemas, acls=wanted.acls and not known.acls)
+            check_declared(fresh, self._mirrors.schemas, self._mirrors.security)
             await self._mirrors.mirrors.alter(request.name, request.settings)
         if request.wanted is not None:
             await self._mirrors.mirrors.want(request.name, is_wanted=request.wanted)
@@ -177,7 +193,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
 class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     """Says how far a node's copies are; then exposes transactions that have arrived as a whole everywhere.
 
-    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false}
+    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000}
     answer: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
     """
 
@@ -186,7 +202,22 @@ class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: ExposeRequest) -> ExposeResponse:
-        return self._mirrors.expose(request)
+        return await self._mirrors.expose(request)
+
+
+class MirrorNotice(_MirrorApi[CommitNotice, Response]):
+    """Tells the owner of a mirror that clients wait at a commit on the node that sends it.
+
+    {"mirror": "paris"}     answer: {"error": 0, "message": null}
+    """
+
+    key = NOTICE_KEY
+    operation = Operation.CLUSTER_ACTION
+    changes = None
+
+    async def handle(self, request: CommitNotice) -> Response:
+        self._mirrors.note_commit(request.mirror)
+        return Response()
 
 
 class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
@@ -208,6 +239,25 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
         return await self._mirrors.offer(request)
 
 
+class MirrorRegistry(_MirrorApi[RegistryRequest, RegistryResponse]):
+    """Returns the schemas of a source, for a mirror of another cluster.
+
+        {"since": 17, "offset": 0}
+        answer: {"error": 0, "message": null, "last": 18, "schemas": [{"id": 1, "subject": "orders-value", …}],
+        "settings": [{"subject": "orders-value", "config": {"compatibilityLevel": "FULL"}, "mode": null}],
+        "has_more": false}
+
+    `since` is the last change that the caller knows, -1 for none; without a change since, nothing is returned.
+    """
+
+    key = REGISTRY_KEY
+    operation = Operation.DESCRIBE
+    changes = None
+
+    async def handle(self, request: RegistryRequest) -> RegistryResponse:
+        return registry_page(self._mirrors.schemas, request)
+
+
 class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
     """Returns the high watermarks of a moment at which no transaction is half committed.
 
@@ -227,9 +277,11 @@ class MirrorBarrier(_MirrorApi[BarrierRequest, BarrierResponse]):
 class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     """Holds back the decisions of transactions on a node, for the node that carries out MirrorBarrier.
 
-        {"token": "9f…", "hold_ms": 2000}     answer: {"error": 0, "message": null, "held": true}
+        {"token": "9f…", "hold_ms": 2000}
+        answer: {"error": 0, "message": null, "held": true, "shards": [[0, 3], [2, 5]]}
 
-    0 ms lets them through again; `held` then says whether they were held until now.
+    `shards` are the coordinators that the node runs, as partition and leader epoch. 0 ms lets decisions through again;
+    `held` then says whether they were held until now.
     """
 
     key = HOLD_KEY
@@ -237,7 +289,24 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
     operation = Operation.CLUSTER_ACTION
 
     async def handle(self, request: HoldRequest) -> HoldResponse:
-        return HoldResponse(held=await self._mirrors.hold(request))
+        return await self._mirrors.hold(request)
+
+
+class MirrorFence(_MirrorApi[FenceRequest, Response]):
+    """Waits until a node refuses clients of topics, and has acknowledged what they wrote, for MirrorAdopt.
+
+        {"mirror": "paris", "topic_ids": ["5cf0…"]}     answer: {"error": 0, "message": null}
+
+    REQUEST_TIMED_OUT if it is not replicated in time.
+    """
+
+    key = FENCE_KEY
+    operation = Operation.CLUSTER_ACTION
+    changes = None
+
+    async def handle(self, request: FenceRequest) -> Response:
+        await self._mirrors.fence(request)
+        return Response()
 
 
 class MirrorReverse(_MirrorApi[ReverseRequest, ReverseResponse]):

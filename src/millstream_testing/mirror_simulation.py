@@ -1,0 +1,686 @@
+"""Two sites, one of which mirrors the other, on a deterministic loop: a seed decides every delay, crash and cut.
+
+The copier, the owner's part of a mirror, the cut of a failover and the way back are the real ones, on real partitions
+and logs. Simulated are the line, the clients, the coordination store of each site and its transaction coordinator,
+which decides, writes markers one by one and holds back decisions when a barrier is asked for.
+
+One seed: clients write to the first site while the line fails and sites crash; the second takes over; clients write to
+both, since nobody has told those of the first; the first comes back and follows. What must hold is checked at random
+moments and after each step:
+
+- below the cut of a failover, both sites have the same records at the same offsets;
+- readers of committed records never see a part of a transaction;
+- the offsets of a group are never ahead of what the same transactions wrote;
+- what a site has acknowledged after it took over is there;
+- in the end both sites are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
+from uuid import UUID
+
+from millstream.broker.log.store import LogStore
+from millstream.broker.mirror import follower as follower_module
+from millstream.broker.mirror import service as service_module
+from millstream.broker.mirror.declared import Mirrors
+from millstream.broker.mirror.service import MirrorService
+from millstream.broker.replication.partition import Partition
+from millstream.core import ids
+from millstream.core.errors import BrokerUnreachable, MillstreamError, NotLeader, OffsetOutOfRange
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.mirror import Mirror
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
+from millstream.protocol.private.mirror_messages import BARRIER_KEY, BarrierResponse, CutRequest, OfferResponse
+from millstream.protocol.records.batch import iterate_whole_headers
+from millstream.protocol.records.control import read_marker
+from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+from millstream.protocol.wire.fetch import FetchAnswer
+from millstream_testing.files import MemoryFiles
+from millstream_testing.simulation.clock import SimulatedClock
+from millstream_testing.simulation.entropy import seeded_entropy
+from millstream_testing.simulation.loop import SimulatedLoop
+from millstream_testing.simulation.trace import Trace
+from millstream_testing.simulation.world import Outcome
+
+ME = NodeId(1)
+TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=3, replication=1, overrides={}, created_ms=0)
+INPUT, OUTPUT = 0, 1
+"""What the group reads, and where it writes what it has read."""
+GROUP, MIRROR = "group", "site"
+EQUAL_S_MAX = 60.0
+_WAIT_S = 0.2
+
+Place = tuple[int, int]
+"""Partition and offset."""
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class _Coordinator:
+    """Decides transactions and writes their markers one by one, unless a barrier holds decisions back.
+
+    It survives crashes, as one does that carries out what it had decided before.
+    """
+
+    partitions = 1
+
+    def __init__(self) -> None:
+        self._may_decide = asyncio.Event()
+        self._may_decide.set()
+        self._ending = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    def led(self) -> list[tuple[int, int]]:
+        return [(0, 0)]
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        self._may_decide.clear()
+        try:
+            await self._ended.wait()
+            yield
+        finally:
+            self._may_decide.set()
+
+    @asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """Decide; inside, markers are written."""
+        await self._may_decide.wait()
+        self._ending += 1
+        self._ended.clear()
+        try:
+            yield
+        finally:
+            self._ending -= 1
+            if not self._ending:
+                self._ended.set()
+
+
+class _Store:
+    """What a site keeps besides its logs: it survives every crash."""
+
+    def __init__(self) -> None:
+        self.declared: dict[UUID, Mirror] = {}
+        self.topic = TOPIC
+        self.states = {
+            index: Versioned(
+                PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(0), in_sync=(ME,)), revision=1
+            )
+            for index in range(TOPIC.partitions)
+        }
+        self.groups: dict[TopicPartition, int] = {}
+        self.next_producer = 0
+
+    async def mirrors(self) -> list[Mirror]:
+        return list(self.declared.values())
+
+    async def add_mirror(self, mirror: Mirror) -> None:
+        self.declared[mirror.mirror_id] = mirror
+
+    async def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
+        await asyncio.sleep(0.001)
+        self.declared[mirror_id] = change(self.declared[mirror_id])
+        return self.declared[mirror_id]
+
+    note_mirror = alter_mirror
+
+
+class Site:
+    """One single node: its disk and its store, and its process while it runs. It is also its own `Topics`."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.world = world
+        self.files = MemoryFiles(len(name))
+        self.store = _Store()
+        self.store.next_producer = ids.first_producer_id(name)
+        self.coordinator = _Coordinator()
+        self.stored: dict[Place, str] = {}
+        """What a client was told to be stored."""
+        self.is_up = False
+        self.starts = 0
+
+    # -- the process ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.starts += 1
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.logs = LogStore.open(
+            Path("/data"), files=self.files, clock=self.world.clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40
+        )
+        self._supervise("logs", self.logs.run())
+        self.partitions_by_index = {}
+        for index in range(TOPIC.partitions):
+            log = self.logs.open_log(
+                TOPIC.topic_id, TopicPartition(TOPIC.name, PartitionIndex(index)), TopicSettings(flush=FLUSH_ALWAYS)
+            )
+            opened = Partition(
+                self.store.topic, PartitionIndex(index), log, self.logs, alone=False, clock=self.world.clock
+            )
+            opened.apply(self.store.states[index], me=ME)
+            self.partitions_by_index[index] = opened
+        membership = SimpleNamespace(
+            me=SimpleNamespace(node_id=ME),
+            controller_id=ME,
+            cluster_id=self.name,
+            node=lambda _: None,
+            nodes=lambda: [SimpleNamespace(node_id=ME)],
+            addresses=lambda: self.name,
+        )
+        mirrors = Mirrors(self.store, self.world.clock, new_id=lambda: UUID(int=self.starts))  # type: ignore[arg-type]
+        await mirrors.load()
+        made: Any = MirrorService
+        self.service: MirrorService = made(
+            self,
+            membership,
+            mirrors,
+            SimpleNamespace(),
+            self.coordinator,
+            SimpleNamespace(),
+            SimpleNamespace(),
+            self.world.clock,
+            self._supervise,
+        )
+        self.is_up = True
+        self.service.start()
+
+    def kill(self, *, loses_cache: bool) -> None:
+        """End the process; with the power, everything that was not synced may be lost."""
+        self.is_up = False
+        for task in self._tasks:
+            task.cancel()
+        for partition in self.partitions_by_index.values():
+            partition.close()
+        self.files.kill()
+        if loses_cache:
+            self.files.crash()
+
+    def _supervise(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name}: {name}")
+        task.add_done_callback(self.world.ended)
+        self._tasks.append(task)
+        return task
+
+    # -- as its topics ---------------------------------------------------------------------------------------
+
+    def all(self) -> list[Topic]:
+        return [self.store.topic]
+
+    def get(self, name: str) -> Topic | None:
+        return self.store.topic if name == TOPIC.name else None
+
+    def hosted(self) -> Iterable[Partition]:
+        return self.partitions_by_index.values()
+
+    def partitions_of(self, _topic: Topic) -> Sequence[Partition]:
+        return list(self.partitions_by_index.values())
+
+    def partition(self, _name: str, index: int) -> Partition:
+        return self.partitions_by_index[index]
+
+    async def list_offsets_of(self, _partitions: Any) -> Mapping[TopicPartition, Any]:
+        return {}
+
+    def on_roles_change(self, _listener: Any) -> None:
+        pass
+
+    on_dropped = on_roles_change
+
+    async def raise_epoch(self, _topic: Topic, index: int, epoch: Epoch) -> None:
+        state, revision = self.store.states[index]
+        if state.leader_epoch < epoch:
+            raised = dataclasses.replace(state, leader_epoch=epoch)
+            self.store.states[index] = Versioned(raised, revision=revision + 1)
+            await asyncio.sleep(0.001)
+            self.partitions_by_index[index].apply(self.store.states[index], me=ME)
+
+    def set_mirror(self, mirror: str) -> None:
+        self.store.topic = dataclasses.replace(self.store.topic, mirror=mirror)
+        if self.is_up:
+            for partition in self.partitions_by_index.values():
+                partition.change_settings(self.store.topic, TopicSettings(flush=FLUSH_ALWAYS))
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def read(self) -> dict[Place, str]:
+        """Every record that clients can read, whatever becomes of its transaction."""
+        return {place: value for place, value, _ in self._records()}
+
+    def read_committed(self, partitions: Iterable[int] | None = None, start: int = 0) -> dict[Place, str]:
+        """Every record whose transaction, if it has one, was committed where clients can read.
+
+        Unlike readers, this does not stop where an earlier transaction is still open.
+        """
+        return {place: value for place, value, is_committed in self._records(partitions, start) if is_committed}
+
+    def _records(self, partitions: Iterable[int] | None = None, start: int = 0) -> Iterator[tuple[Place, str, bool]]:
+        for index in self.partitions_by_index if partitions is None else partitions:
+            partition = self.partitions_by_index[index]
+            end, offset = partition.high_watermark, Offset(max(start, partition.log_start))
+            opened: dict[int, list[tuple[Place, str]]] = {}
+            while offset < end and (data := memoryview(partition.log.read(offset, max_bytes=1 << 20, up_to=end))):
+                for header in iterate_whole_headers(data):
+                    offset = Offset(header.next_offset)
+                    if header.is_control:
+                        marker = read_marker(data, header)
+                        for place, value in opened.pop(header.producer_id, ()):
+                            yield place, value, marker is not None and marker.commit
+                    elif header.record_count:
+                        records = [
+                            ((index, one.offset), (one.value or b"").decode()) for one in decode_batch(data, header)
+                        ]
+                        if header.is_transactional:
+                            opened.setdefault(header.producer_id, []).extend(records)
+                        else:
+                            yield from ((place, value, True) for place, value in records)
+            for left in opened.values():
+                yield from ((place, value, False) for place, value in left)
+
+
+class _SourceClient:
+    """The line to the other site as a client of it: what passes takes a while, is cut off, or fails."""
+
+    def __init__(self, world: World, site: Site) -> None:
+        self._world = world
+        self._site = site
+
+    async def leader_of(self, _topic: str, _partition: int) -> NodeId:
+        return ME
+
+    def forget_leaders(self) -> None:
+        pass
+
+    async def fetch_from(
+        self, _leader: NodeId, positions: Mapping[TopicPartition, Offset], _limits: Any
+    ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+        await self._world.pass_line(self._site)
+        deadline = self._world.clock.monotonic() + _WAIT_S
+        while True:
+            answers: dict[TopicPartition, FetchAnswer | MillstreamError] = {}
+            for where, offset in positions.items():
+                answers[where] = self._answer(where.partition, offset)
+            if self._world.clock.monotonic() > deadline or any(
+                not isinstance(one, FetchAnswer) or len(one.records) for one in answers.values()
+            ):
+                await self._world.pass_line(self._site)
+                return answers
+            await asyncio.sleep(0.02)
+
+    def _answer(self, index: int, offset: Offset) -> FetchAnswer | MillstreamError:
+        partition = self._site.partitions_by_index[index]
+        end = partition.high_watermark
+        if offset > partition.log.end_offset or offset < partition.log_start:
+            return OffsetOutOfRange("out of range", start=partition.log_start, end=end)
+        data = partition.log.read(offset, max_bytes=self._world.random.choice((300, 1 << 20)), up_to=end)
+        return FetchAnswer(memoryview(data), end, partition.log_start, end)
+
+
+class SimulatedSource:
+    """Stands for `Source`."""
+
+    world: World
+    is_millstream = True
+
+    def __init__(self, settings: Any, *, name: str) -> None:
+        self._site = self.world.sites[settings.source.partition(":")[0]]
+        self.client = _SourceClient(self.world, self._site)
+        self.cluster_id = self._site.name
+
+    async def __aenter__(self) -> Self:
+        await self.world.pass_line(self._site)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        pass
+
+    async def metadata(self, _topics: Any = None) -> ClusterMetadata:
+        return ClusterMetadata(cluster_id=self.cluster_id, controller_id=ME, nodes={}, topics={}, errors={})
+
+    async def ask(self, _node: Any, key: int, request: Any, _kind: Any, *, waits: bool = False) -> Any:
+        await self.world.pass_line(self._site)
+        if key == BARRIER_KEY:
+            offsets = await self._site.service.barrier(request.topics)
+            await self.world.pass_line(self._site)
+            return BarrierResponse(offsets=offsets)
+        return OfferResponse()
+
+    async def end_of_epoch(self, where: TopicPartition, epoch: int) -> EpochEnd:
+        await self.world.pass_line(self._site)
+        found = self._site.partitions_by_index[where.partition].log.end_of_epoch(Epoch(epoch))
+        return EpochEnd(*found)
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.loop = SimulatedLoop(Random(seed + 1))
+        self.clock = SimulatedClock(self.loop)
+        self.trace = Trace(self.loop)
+        self.is_cut = False
+        self.delay_s = self.random.choice((0.001, 0.02, 0.2))
+        self.sites: dict[str, Site] = {}
+        self._number = 0
+        self._batches = 0
+        self._pairs: dict[str, tuple[int, ...]] = {}
+        """The partitions of each transaction, by the value that it writes to all of them."""
+        self._writers: list[asyncio.Task[None]] = []
+        self.failed: list[BaseException | None] = []
+
+    @property
+    def batches(self) -> int:
+        return self._batches
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """Note a part of a site that failed, which would be the end of its process."""
+        if not task.cancelled() and task.exception() is not None:
+            self.failed.append(task.exception())
+
+    async def pass_line(self, site: Site) -> None:
+        """Take as long as the line does; raise if the other side is not reached."""
+        await asyncio.sleep(self.random.uniform(self.delay_s / 2, self.delay_s))
+        if self.is_cut or not site.is_up:
+            await asyncio.sleep(self.random.uniform(0, 1))
+            raise BrokerUnreachable(f"{site.name} is not reached")
+
+    async def run(self) -> None:
+        """Run the seed; raise what went wrong."""
+        # Sites are named here: the ids of their producers depend on it.
+        first, second = Site(self, "first"), Site(self, "second")
+        self.sites = {"first": first, "second": second}
+        await first.start()
+        second.store.topic = dataclasses.replace(TOPIC, mirror=MIRROR)
+        await second.start()
+        await second.service.mirrors.create(MIRROR, {"from": "first:1"})
+        self._write_to(first)
+        for _ in range(self.random.randrange(2, 8)):
+            await asyncio.sleep(self.random.uniform(0.1, 3))
+            await self._fault(first, second)
+            self._check_readers(second)
+        await asyncio.sleep(self.random.uniform(0, 2))
+        self._check_readers(second)
+        # The end of the first site, as seen from the second; its clients have not noticed.
+        self.is_cut = True
+        cuts = await self._fail_over(second)
+        self.trace.record("second", f"took over at {cuts}")
+        self._check_cut(first, second, cuts)
+        self._check_readers(second)
+        self._write_to(second)
+        await asyncio.sleep(self.random.uniform(0.2, 3))
+        await self._stop_writing()
+        self._check_stored(second, "after the failover")
+        self.is_cut = False
+        await self._reverse(first, second, cuts)
+        self._check_stored(second, "after the way back")
+
+    # -- clients --------------------------------------------------------------------------------------------
+
+    def _write_to(self, site: Site) -> None:
+        for work in (self._write_plain, self._write_pairs, self._write_as_group):
+            self._writers.append(self.loop.create_task(self._keep_on(site, work)))
+
+    async def _keep_on(self, site: Site, work: Callable[[Site], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await work(site)
+            except (MillstreamError, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and site.is_up:
+                    raise
+            await asyncio.sleep(self.random.uniform(0.01, 0.3))
+
+    async def _stop_writing(self) -> None:
+        for task in self._writers:
+            task.cancel()
+        await asyncio.gather(*self._writers, return_exceptions=True)
+        self._writers.clear()
+
+    def _producer(self, site: Site) -> int:
+        site.store.next_producer += 1
+        return site.store.next_producer
+
+    def _value(self) -> str:
+        self._number += 1
+        return str(self._number)
+
+    async def _write_plain(self, site: Site) -> None:
+        """An idempotent producer, until it fails."""
+        producer, sequences = self._producer(site), [0] * TOPIC.partitions
+        for _ in range(self.random.randrange(1, 20)):
+            index = self.random.choice((INPUT, 2))
+            value = self._value()
+            batch = encode_batch(
+                [NewRecord(None, value.encode())],
+                producer_id=producer,
+                producer_epoch=0,
+                base_sequence=sequences[index],
+            )
+            appended = await self._up(site, index).append(batch)
+            sequences[index] += 1
+            site.stored[index, appended.base_offset] = value
+            self._batches += 1
+            await asyncio.sleep(self.random.uniform(0, 0.1))
+
+    def _up(self, site: Site, index: int) -> Partition:
+        if not site.is_up:
+            raise NotLeader("the site is down")
+        return site.partitions_by_index[index]
+
+    async def _transact(self, site: Site, values: Mapping[int, Sequence[str]], read_until: int | None = None) -> None:
+        producer, written_to = self._producer(site), list[int]()
+        try:
+            await self._write_parts(site, producer, values, written_to)
+        except MillstreamError:
+            # As when a transaction times out.
+            async with site.coordinator.ending():
+                for index in written_to:
+                    await self._end_at(site, index, producer, commit=False)
+            raise
+        async with site.coordinator.ending():
+            is_commit = self.random.random() < 0.9
+            steps: list[int | None] = [*values]
+            if read_until is not None and is_commit:
+                steps.append(None)
+            self.random.shuffle(steps)
+            for step in steps:
+                if step is None:
+                    site.store.groups[TopicPartition(TOPIC.name, PartitionIndex(INPUT))] = read_until or 0
+                    continue
+                await self._end_at(site, step, producer, commit=is_commit)
+                await asyncio.sleep(self.random.uniform(0, 0.1))
+
+    async def _write_parts(
+        self, site: Site, producer: int, values: Mapping[int, Sequence[str]], written_to: list[int]
+    ) -> None:
+        for index, written in values.items():
+            partition = self._up(site, index)
+            guard = partition.start_transaction(producer, 0, 0, bumps_epoch=False)
+            batch = encode_batch(
+                [NewRecord(None, value.encode()) for value in written],
+                producer_id=producer,
+                producer_epoch=0,
+                base_sequence=0,
+                transactional=True,
+            )
+            written_to.append(index)
+            appended = partition.write(batch, acks=-1, guard=guard)
+            waiting = partition.acknowledged(appended)
+            if waiting is not None:
+                await waiting
+            await asyncio.sleep(self.random.uniform(0, 0.05))
+
+    async def _end_at(self, site: Site, index: int, producer: int, *, commit: bool) -> None:
+        """Write a marker, again and again until it is stored: what is decided is carried out after a crash, too."""
+        marker = Marker(
+            producer_id=ProducerId(producer), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
+        )
+        while True:
+            try:
+                partition = self._up(site, index)
+                waiting = partition.acknowledged(partition.write_marker(marker))
+                if waiting is not None:
+                    await waiting
+                return
+            except MillstreamError:
+                await asyncio.sleep(0.1)
+
+    async def _write_pairs(self, site: Site) -> None:
+        value = self._value()
+        places = tuple(self.random.sample(range(TOPIC.partitions), 2))
+        self._pairs[value] = places
+        await self._transact(site, {index: [value] for index in places})
+
+    async def _write_as_group(self, site: Site) -> None:
+        """Read committed input from the group's offset on; write it out, and commit the offset with it."""
+        where = TopicPartition(TOPIC.name, PartitionIndex(INPUT))
+        position = site.store.groups.get(where, 0)
+        partition = self._up(site, INPUT)
+        end = partition.last_stable_offset
+        read = site.read_committed([INPUT], position)
+        found = [value for place, value in sorted(read.items()) if position <= place[1] < end]
+        if found:
+            await self._transact(site, {OUTPUT: [f"out-{value}" for value in found]}, read_until=int(end))
+
+    # -- faults ---------------------------------------------------------------------------------------------
+
+    async def _fault(self, first: Site, second: Site) -> None:
+        kind = self.random.choice(("kill", "crash", "cut", "pause"))
+        site = self.random.choice((first, second))
+        self.trace.record("world", f"{kind} {site.name}")
+        if kind in ("kill", "crash"):
+            site.kill(loses_cache=kind == "crash")
+            await asyncio.sleep(self.random.uniform(0, 2))
+            await site.start()
+        elif kind == "cut":
+            self.is_cut = True
+            await asyncio.sleep(self.random.uniform(0.1, 5))
+            self.is_cut = False
+        else:
+            with_pause = second.service.mirrors
+            await with_pause.want(MIRROR, is_wanted=False)
+            await asyncio.sleep(self.random.uniform(0, 1))
+            await with_pause.want(MIRROR, is_wanted=True)
+
+    async def _fail_over(self, site: Site) -> dict[int, int]:
+        mirror = await site.service.mirrors.want(MIRROR, is_wanted=False)
+        await asyncio.sleep(self.random.uniform(0, 0.1))
+        cuts = {}
+        for index in self.random.sample(range(TOPIC.partitions), TOPIC.partitions):
+            verified = mirror.verified_until(TOPIC.name, index)
+            asked = CutRequest(mirror=MIRROR, topic=TOPIC.name, partition=index, verified=verified)
+            cuts[index] = (await site.service.cut(asked)).offset
+        site.set_mirror("")
+        return cuts
+
+    async def _reverse(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
+        """Let the first site follow, as `adopt` does; wait until both are equal."""
+        first.set_mirror(MIRROR)
+        mirrors = first.service.mirrors
+        await mirrors.create(MIRROR, {"from": "second:1"}, is_wanted=False)
+        offsets = {TOPIC.name: cuts}
+        await mirrors.change(
+            MIRROR,
+            lambda now: dataclasses.replace(now, cuts=offsets, verified=offsets, is_gated=True, is_wanted=True),
+        )
+        deadline = self.clock.monotonic() + EQUAL_S_MAX
+        while (here := first.read()) != (there := second.read()):
+            if self.clock.monotonic() > deadline:
+                differ = sorted(place for place in here.keys() | there.keys() if here.get(place) != there.get(place))
+                raise Violation(
+                    f"{len(differ)} places differ after the way back; {differ[0]} is {here.get(differ[0])} and "
+                    f"{there.get(differ[0])}"
+                )
+            await asyncio.sleep(5)
+
+    # -- what must hold -------------------------------------------------------------------------------------
+
+    def _check_readers(self, site: Site) -> None:
+        if not site.is_up:
+            return
+        found = site.read_committed()
+        seen: dict[str, set[int]] = {}
+        for (index, _), value in found.items():
+            seen.setdefault(value, set()).add(index)
+        for value, places in self._pairs.items():
+            if value in seen and seen[value] != set(places):
+                raise Violation(f"{site.name} shows {value} in {seen[value]}, of the transaction in {places}")
+        read = site.store.groups.get(TopicPartition(TOPIC.name, PartitionIndex(INPUT)), 0)
+        for (index, offset), value in found.items():
+            if index == INPUT and offset < read and f"out-{value}" not in seen:
+                raise Violation(f"{site.name}: the group has read up to {read}, and {value} was not written out")
+
+    def _check_cut(self, first: Site, second: Site, cuts: dict[int, int]) -> None:
+        there = {place: value for place, value in first.read().items() if place[1] < cuts[place[0]]}
+        here = {place: value for place, value in second.read().items() if place[1] < cuts[place[0]]}
+        if there != here:
+            differ = min(place for place in here.keys() | there.keys() if here.get(place) != there.get(place))
+            raise Violation(f"below the cut, {differ} is {there.get(differ)} and {here.get(differ)}")
+
+    def _check_stored(self, site: Site, when: str) -> None:
+        found = site.read()
+        for place, value in site.stored.items():
+            if found.get(place) != value:
+                raise Violation(f"{when}, {site.name} has {found.get(place)} at {place}, where it had stored {value}")
+
+
+async def _committed_by_group(client: Any, _names: Any) -> dict[str, dict[TopicPartition, int]]:
+    site: Site = client._site
+    await client._world.pass_line(site)
+    return {GROUP: dict(site.store.groups)}
+
+
+async def _list_groups(client: Any) -> list[tuple[str, str, str]]:
+    return [(GROUP, "", "classic")]
+
+
+def simulate_mirror(seed: int, *, tracing: bool = False) -> Outcome:
+    """Run one seed."""
+    outcome = Outcome(seed)
+    with seeded_entropy(seed), ExitStack() as stack:
+        # Every crash would be logged.
+        logging.disable(logging.NOTSET if tracing else logging.CRITICAL)
+        stack.callback(logging.disable, logging.NOTSET)
+        world = World(seed)
+
+        async def commit(client: Any, _group: str, offsets: Mapping[TopicPartition, int]) -> None:
+            await asyncio.sleep(0.001)
+            client.store.groups.update(offsets)
+
+        for target, name, replacement in (
+            (service_module, "Source", type("Line", (SimulatedSource,), {"world": world})),
+            (follower_module, "list_groups", _list_groups),
+            (follower_module, "committed_by_group", _committed_by_group),
+            (follower_module, "commit_offsets", commit),
+            (MirrorService, "client", lambda self: self.topics),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        try:
+            world.loop.run_until_complete(world.run())
+            if world.failed:
+                raise Violation(f"a part of a site failed: {world.failed[0]!r}")
+        except Exception as error:
+            outcome.failure = f"{type(error).__name__}: {error}"
+            world.trace.record("world", outcome.failure)
+        outcome.digest = world.trace.digest()
+        outcome.steps = world.loop.steps
+        outcome.virtual_s = world.trace.elapsed_s
+        outcome.batches = world.batches
+        outcome.trace = world.trace.lines() if tracing or outcome.failure else []
+        world.loop.dismantle()
+    return outcome

@@ -1,0 +1,38 @@
+"""How a mirror keeps to the rate that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millstream.broker.mirror.copier import Copier
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.fetch import FetchAnswer
+
+
+def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    make: Any = Copier
+    limited = make(
+        None, None, SimpleNamespace(monotonic=lambda: 10.0), rate=1000, gates=False, cut_of=None, on_commit=None
+    )
+    answer = FetchAnswer(memoryview(bytes(500)), Offset(0), Offset(0), Offset(0))
+    answers = {TopicPartition("orders", PartitionIndex(index)): answer for index in range(2)}
+
+    async def fetches() -> None:
+        for _ in range(3):
+            await limited._pace(answers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("millstream.broker.mirror.copier.asyncio.sleep", sleep)
+        asyncio.run(fetches())
+    assert slept == [1.0, 2.0, 3.0]
+    assert limited.bytes_copied == 3000

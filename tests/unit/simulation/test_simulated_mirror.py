@@ -1,0 +1,70 @@
+"""Mirrors on the simulator: seeds that hold, and bugs that somebody could have written, which are found."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from millstream.broker.mirror import service
+from millstream.broker.mirror.copier import Copier
+from millstream.broker.mirror.follower import Follower
+from millstream.broker.mirror.service import MirrorService
+from millstream.broker.replication.partition import Partition
+from millstream.core import ids
+from millstream_testing.mirror_simulation import simulate_mirror
+
+SEEDS_MAX = 40
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_seed_holds_and_can_be_repeated(seed: int) -> None:
+    outcome = simulate_mirror(seed)
+    assert outcome.failure is None, "\n".join(outcome.trace)
+    if seed == 0:
+        assert simulate_mirror(seed).digest == outcome.digest
+
+
+_sync_groups = Follower._sync_groups
+
+
+async def _apply_what_the_source_has(self: Follower) -> None:
+    await _sync_groups(self)
+    self._applicable = self._committed
+    await self._apply_groups(self._committed)
+
+
+def _expose_everything(self: MirrorService, partitions: Iterable[Partition]) -> None:
+    for partition in partitions:
+        if partition.awaits_exposure:
+            partition.expose(None)
+
+
+_init = Copier.__init__
+
+
+def _expose_as_it_arrives(self: Copier, *arguments: Any, **named: Any) -> None:
+    _init(self, *arguments, **{**named, "gates": False})
+
+
+def _no_commits(*_: Any) -> array[int]:
+    return array("q")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "wrong"),
+    [
+        pytest.param(Follower, "_sync_groups", _apply_what_the_source_has, id="state ahead of data"),
+        pytest.param(service, "EPOCH_STEP", 0, id="epoch not raised"),
+        pytest.param(ids, "first_producer_id", lambda _: 0, id="producer ids that meet"),
+        pytest.param(Copier, "__init__", _expose_as_it_arrives, id="transactions exposed as they arrive"),
+        pytest.param(MirrorService, "_restrict", _expose_everything, id="a restarted leader exposes everything"),
+        pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
+    ],
+)
+def test_a_planted_bug_is_found(target: object, name: str, wrong: Callable[..., Any] | int) -> None:
+    with mock.patch.object(target, name, wrong):
+        assert any(simulate_mirror(seed).failure for seed in range(SEEDS_MAX))
