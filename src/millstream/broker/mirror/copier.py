@@ -94,6 +94,11 @@ class Copy:
         return self.partition.topic.topic_id, self.partition.index
 
     @property
+    def line(self) -> int:
+        """Which line fetches it; the partitions of a topic are spread evenly."""
+        return (self.partition.topic.topic_id.int + self.partition.index) % LINES
+
+    @property
     def end(self) -> Offset:
         return self.partition.log.end_offset
 
@@ -217,7 +222,7 @@ class Copier:
         members: dict[tuple[NodeId, int], dict[CopyKey, Copy]] = {}
         for copy, leader in zip(wanted, leaders, strict=True):
             if leader is not None:
-                members.setdefault((leader, hash(copy.key) % LINES), {})[copy.key] = copy
+                members.setdefault((leader, copy.line), {})[copy.key] = copy
         self._members = members
         done, self._assigned = self._assigned, asyncio.Event()
         done.set()
