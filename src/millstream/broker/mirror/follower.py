@@ -137,6 +137,8 @@ class Follower:
                     raise
                 except MillstreamError as error:
                     self._run.notes[what] = f"{what}: {error}"
+                    if wanted is not None:
+                        wanted.set()
                     if isinstance(error, BrokerUnreachable):
                         # One node of several may be down. If it is the whole source, another may come up in its place.
                         now = self._service.clock.monotonic()
