@@ -9,7 +9,7 @@ from millstream.broker.node import ChildProcesses, GatewaySockets, RunningNode
 from millstream.core.config import Config
 from millstream.gateway.child import HttpChild
 from millstream.gateway.push.child import PushChild
-from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
+from millstream.pipelines.runtime.child import SPARE_S, PipelineChild, driver_options, idle_reason_of
 from millstream.pipelines.runtime.jobs_child import JobsChild
 
 
@@ -63,6 +63,7 @@ def _pipelines(node: RunningNode) -> _PipelineProcesses:
         owner,
         missing=lambda: idle_reason_of(config),
         security=security,
+        spare_s=SPARE_S if config.pipelines_spare else None,
     )
     jobs = JobsChild(
         options,

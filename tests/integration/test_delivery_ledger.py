@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -181,3 +185,43 @@ def test_the_views_are_the_same_in_duckdb_and_in_spark(
     last = f"SELECT lag FROM ledger_minutes WHERE subscription = '{name}' ORDER BY minute DESC LIMIT 1"
     for row in (*connection.sql(last).fetchall(), *spark.sql(last).collect()):
         assert int(row[0]) == 2
+
+
+def test_a_trace_goes_on_in_the_table_and_finds_ids(
+    server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob
+) -> None:
+    name, declared = f"{topic}-ledger", f"{topic}-deliveries"
+    command = millstream_command
+    assert command("topic", "create", topic).code == 0
+    assert command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
+    assert command("publish", topic, "--header", f"message-id={topic}-7", "seven").code == 0
+    assert command("subscription", "pull", name, "--accept").code == 0
+    job.catch_up()
+    lake = job._lake
+    live = command("message", "trace", f"{topic}/0/0", "--json").document
+    # As a node answers that was restarted: it knows that the message is done, and not how.
+    forgotten = {"events": [], "state": "done", "attempts": 0, "ended_ms": 0, "is_complete": False, "unknown": "it"}
+    document = {**live, "subscriptions": [{**one, **forgotten} for one in live["subscriptions"]]}
+    history = subprocess.run(
+        [sys.executable, "-m", "millstream.pipelines.jobs.ledger.history", lake],
+        input=json.dumps(document),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (told,) = json.loads(history.stdout)["subscriptions"]
+    assert (told["state"], told["attempts"], told["is_complete"], told["unknown"]) == ("accepted", 1, True, "")
+    assert [event["kind"] for event in told["events"]] == ["acquired", "accepted"]
+
+    create = ("pipeline", "create", "ledger", declared, "--lake", lake, "--stopped")
+    assert command(*create).code == 0
+    try:
+        over_http = httpx.get(f"http://{server.http}/v1/topics/{topic}/partitions/0/messages/0/trace", timeout=WAIT_S)
+        assert [one["state"] for one in over_http.json()["subscriptions"]] == ["accepted"]
+        # The subscription is gone, and the table still has it.
+        assert command("subscription", "delete", name, "--force").code == 0
+        found = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
+        (gone,) = found.document["subscriptions"]
+        assert (gone["subscription"], gone["state"], gone["attempts"]) == (name, "accepted", 1)
+    finally:
+        assert command("pipeline", "delete", declared, "--yes").code == 0

@@ -93,11 +93,9 @@ def find_lake(brokers: str, timeout: float, given: str | None) -> tuple[str, Pip
     """Return where the ledger's table is: where its pipeline lands it, unless a place is given."""
 
     async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
-        from millstream.client.admin.pipeline_storage import storage_of
-        from millstream.client.admin.pipelines import PipelineClient, pipeline_of
+        from millstream.client.admin.pipeline_storage import ledger_pipeline, storage_of
 
-        declared = [one for one in await PipelineClient(client).describe() if one["kind"] == PipelineKind.LEDGER]
-        return (pipeline_of(declared[0]) if declared else None), await storage_of(client)
+        return await ledger_pipeline(client), await storage_of(client)
 
     if given is not None:
         return (given if "://" in given else os.path.abspath(given)), None

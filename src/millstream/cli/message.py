@@ -111,11 +111,11 @@ def trace(
 def _with_history(document: dict[str, Any], brokers: str, timeout: float, lake: str | None) -> dict[str, Any]:
     """Complete a trace from the ledger's table if the broker does not know everything, and if the table is at hand."""
     lives = document["subscriptions"]
-    needed = any(one["ledger"] and not one["is_complete"] for one in lives) or document["published_ms"] is None
-    if lake is None and not needed:
-        return document
     from millstream.cli.audit import find_lake
+    from millstream.client.admin.message_trace import lacks_history
 
+    if lake is None and not lacks_history(document):
+        return document
     try:
         place, _pipeline = find_lake(brokers, timeout, lake)
         # Imported on use: the table's reader is installed with Spark.

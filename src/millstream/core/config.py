@@ -526,6 +526,12 @@ class Config:
         "The Spark master of pipelines, such as spark://HOST:PORT; empty means this machine, with all cores but one.",
     )
     pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Spark driver's Java process.")
+    pipelines_spare: bool = setting(
+        "pipelines-spare",
+        False,
+        "Whether a second driver is kept ready, with Spark started, while pipelines run: when the first one dies, "
+        "they resume at once. It takes as much memory as the first one, about 0.7 GB.",
+    )
     pipelines_lake: str = setting(
         "pipelines-lake",
         "",

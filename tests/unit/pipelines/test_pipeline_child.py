@@ -86,7 +86,7 @@ class Board(PipelineBoard):
 class Scene:
     """A child with everything around it."""
 
-    def __init__(self, declared: Pipelines) -> None:
+    def __init__(self, declared: Pipelines, *, spare_s: float | None = None) -> None:
         self.declared = declared
         self.board = Board()
         self.owner = Owner()
@@ -99,6 +99,7 @@ class Scene:
             missing=lambda: self.missing,
             module=DRIVER,
             backoff_min_s=0.01,
+            spare_s=spare_s,
         )
 
     async def declare(self, name: str, word: str, **settings: str) -> Pipeline:
@@ -114,10 +115,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_in(folder: Path) -> AsyncIterator[Scene]:
+async def scene_in(folder: Path, *, spare_s: float | None = None) -> AsyncIterator[Scene]:
     catalog = Catalog.open_folder(folder)
     declared = Pipelines(CatalogDeclarations(catalog), SystemClock())
-    scene = Scene(declared)
+    scene = Scene(declared, spare_s=spare_s)
     running = asyncio.create_task(scene.child.run())
     try:
         yield scene
@@ -378,3 +379,28 @@ def test_a_broker_imports_nothing_of_spark() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()
     assert {"pyspark", "pyarrow", "deltalake"}.isdisjoint(imported)
+
+
+async def test_a_spare_driver_takes_over_and_ends_with_the_last_pipeline(tmp_path: Path) -> None:
+    async with scene_in(tmp_path, spare_s=0.05) as scene:
+        child = scene.child
+        await scene.declare("a", "orders")
+        await scene.board.until(lambda: scene.board.report("a").rows > 2 and child.spare_pid is not None)
+        first, spare = child.pid, child.spare_pid
+        assert first is not None
+        assert spare is not None
+        os.kill(first, signal.SIGKILL)
+        await scene.board.until(lambda: child.pid == spare and scene.board.report("a").state == "running")
+        # Another one is started in its place, and one that dies is replaced.
+        await scene.board.until(lambda: child.spare_pid not in (None, spare))
+        second = child.spare_pid
+        assert second is not None
+        os.kill(second, signal.SIGKILL)
+        await scene.board.until(lambda: child.spare_pid not in (None, second))
+        third = child.spare_pid
+        assert third is not None
+        await scene.declared.stop("a")
+        await scene.board.until(lambda: child.pid is None and child.spare_pid is None)
+    for pid in (spare, third):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -48,6 +48,12 @@ async def trace_message(client: Client, position: str) -> dict[str, Any]:
     return await trace_at(client, parsed._replace(topic=await _topic_name(client, parsed.topic)))
 
 
+def lacks_history(document: dict[str, Any]) -> bool:
+    """Whether the ledger's table may know more about a message than the trace that the broker gave."""
+    is_unfinished = any(one["ledger"] and not one["is_complete"] for one in document["subscriptions"])
+    return is_unfinished or document["published_ms"] is None
+
+
 async def find_by_id(client: Client, wanted: str, topic: str, since: str, until: str = "end") -> list[Position]:
     """Find the messages of a topic with an id, published in a time: the log is read from beginning to end of it."""
     found = await find_topic(client, topic)

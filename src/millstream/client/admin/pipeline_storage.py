@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from millstream.client.admin.pipelines import pipeline_of
-from millstream.core.errors import MillstreamError
+from millstream.client.admin.pipelines import PipelineClient, pipeline_of
+from millstream.core.errors import MillstreamError, NotFound
 from millstream.core.ids import NodeId
-from millstream.core.pipeline import LandSettings
+from millstream.core.pipeline import LandSettings, Pipeline, PipelineKind
 from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
@@ -57,6 +57,20 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
     configs = {one.name: one.value or "" for one in result.configs}
     status = decode_document(await client.private(asked, _NODE_STATUS_KEY, encode(Nothing())))
     return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
+
+
+async def ledger_pipeline(client: Client) -> Pipeline | None:
+    """Return the pipeline that lands the ledger, if one is declared."""
+    declared = [one for one in await PipelineClient(client).describe() if one["kind"] == PipelineKind.LEDGER]
+    return pipeline_of(declared[0]) if declared else None
+
+
+async def ledger_lake(client: Client) -> str:
+    """Return where the ledger's table is stored; raise `NotFound` if no pipeline lands one."""
+    pipeline = await ledger_pipeline(client)
+    if pipeline is None:
+        raise NotFound("no pipeline lands a ledger; create one with: millstream pipeline create ledger NAME")
+    return pipeline.overrides.get("lake") or (await storage_of(client)).lake
 
 
 _READERS: Final = {

@@ -50,6 +50,8 @@ SILENT_S: Final = 60.0
 """A driver sends something every few seconds; one that is silent for this long hangs."""
 SILENT_LOOKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+SPARE_S: Final = 30.0
+"""How long a driver runs before another one is started as its spare: two starts at once would delay both."""
 
 
 def driver_options(config: Config, kafka: str) -> Options:
@@ -94,10 +96,12 @@ class PipelineChild(SupervisedChild):
         module: str = MODULE,
         backoff_min_s: float = BACKOFF_S_MIN,
         silent_s: float = SILENT_S,
+        spare_s: float | None = None,
     ) -> None:
         """Take `missing`, which returns why nothing can be run here: what has to be installed or set.
 
-        With `security`, pipelines run with the rights of their owners.
+        With `security`, pipelines run with the rights of their owners. With `spare_s`, a second driver is started that
+        long after the first, and takes its place when that dies.
         """
         super().__init__(backoff_min_s=backoff_min_s)
         self._options = options
@@ -108,6 +112,8 @@ class PipelineChild(SupervisedChild):
         self._security = security
         self._module = module
         self._silent_s = silent_s
+        self._spare_s = spare_s
+        self._spare: Process | None = None
         self._driver_reports = DriverReports(options.node)
         self._due: list[Pipeline] = []
         self._idle_reason = ""
@@ -124,6 +130,11 @@ class PipelineChild(SupervisedChild):
         if security is not None:
             security.on_change(self._look)
         self._look()
+
+    @property
+    def spare_pid(self) -> int | None:
+        """Return the process id of the driver that is kept ready, if any."""
+        return None if self._spare is None or self._spare.returncode is not None else self._spare.pid
 
     @property
     def stop_s(self) -> float:
@@ -146,6 +157,7 @@ class PipelineChild(SupervisedChild):
         """Stop the driver, and let another node run the pipelines."""
         self._stopping.set()
         self._news.set()
+        await self._end_spare()
         await super().stop()
         await self._owner.resign()
 
@@ -164,7 +176,14 @@ class PipelineChild(SupervisedChild):
 
     async def _spawn(self) -> Process:
         self._update_board(is_running=True)
-        command = [sys.executable, "-m", self._module, self._options.argument]
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.returncode is None:
+            _logger.info("the spare driver takes over", extra={"pid": spare.pid})
+            return spare
+        return await self._start(self._options)
+
+    async def _start(self, options: Options) -> Process:
+        command = [sys.executable, "-m", self._module, options.argument]
         # In its own session, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
         # order.
         return await asyncio.create_subprocess_exec(
@@ -173,8 +192,30 @@ class PipelineChild(SupervisedChild):
             stdout=PIPE,
             start_new_session=True,
             limit=LINE_BYTES_MAX,
-            env={**(child_environment() or os.environ), **self._options.environment},
+            env={**(child_environment() or os.environ), **options.environment},
         )
+
+    async def _keep_spare(self) -> None:
+        """Start a driver that has nothing to run, a while after the one that runs the pipelines, and again if it ends.
+
+        What it sends meanwhile is a few bytes every few seconds, and is read when it takes over.
+        """
+        log, number = os.path.splitext(self._options.log)
+        options = msgspec.structs.replace(self._options, log=f"{log}-spare{number}", is_spare=True)
+        while self._spare_s is not None:
+            await asyncio.sleep(self._spare_s)
+            try:
+                self._spare = spare = await self._start(options)
+            except OSError as error:
+                _logger.warning("no spare driver could be started", extra={"reason": str(error)})
+                continue
+            await spare.wait()
+
+    async def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.returncode is None:
+            self._kill(spare)
+            await spare.wait()
 
     def _kill(self, process: Process) -> None:
         """Kill it with its Java: it leads its own process group."""
@@ -190,14 +231,18 @@ class PipelineChild(SupervisedChild):
         sending = asyncio.get_running_loop().create_task(
             self._send_wanted(process), name="send pipelines to the driver"
         )
+        sparing = asyncio.get_running_loop().create_task(self._keep_spare(), name="keep a spare driver")
         code = -1
         try:
             await self._read_events(process)
             code = await process.wait()
             return code
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            for task in (sending, sparing):
+                task.cancel()
+            await asyncio.gather(sending, sparing, return_exceptions=True)
+            if self._is_dismissed or self._stopping.is_set():
+                await self._end_spare()
             # A Java that hangs would stay behind; its group id is not reused while it runs.
             self._kill(process)
             self._driver_ended(code)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ from millstream.core.log_format import set_up_logging
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, JobKind
-from millstream.pipelines.jobs.kinds import JOBS
+from millstream.pipelines.jobs.kinds import JOBS, LazyJobKind
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
@@ -319,6 +320,23 @@ def _send_heartbeats(events: EventWriter) -> None:
         time.sleep(RATES_S)
 
 
+def _warm_up(spark: Any) -> None:
+    """Let Java load what batches need, and start Python workers."""
+    for kind in (PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE):
+        import_module(LazyJobKind(kind).module)
+    numbers = spark.range(0, 2, 1, 2).mapInArrow(_same, "id long")
+    numbers.createOrReplaceTempView("warm")
+    spark.sql("SELECT id + 1 AS id, to_json(struct(id)) AS value FROM warm WHERE id >= 0").collect()
+    spark.catalog.dropTempView("warm")
+
+
+def _same(batches: Iterator[Any]) -> Iterator[Any]:
+    import millstream.pipelines.jobs.land.task
+    import millstream.pipelines.source.row_producer  # noqa: F401
+
+    yield from batches
+
+
 def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Callable[[], None] = exit_now) -> None:
     """Drive until the broker closes the pipe."""
     from millstream.pipelines.runtime.spark_session import close_session, open_session, scratch_folder
@@ -333,6 +351,8 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
             log=options.log,
             ends_with_java=True,
         )
+        if options.is_spare:
+            _warm_up(spark)
         credentials = NODE_CREDENTIALS.get()
         link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S, credentials=credentials)
     except Exception as error:

@@ -31,6 +31,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     spark: dict[str, str]
     log: str
     """The file of Spark's output."""
+    is_spare: bool = False
+    """Whether it has nothing to run yet, so that there is time to prepare."""
     log_level: str
     log_format: str
 

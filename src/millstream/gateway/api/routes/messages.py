@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.message_trace import Position, trace_at
+from millstream.client.admin.message_trace import Position, lacks_history, trace_at
 from millstream.client.admin.messages import find_message
+from millstream.client.admin.pipeline_storage import ledger_lake
 from millstream.client.admin.topics import find_topic
+from millstream.core.errors import MillstreamError
 from millstream.gateway.api.message import Decode, ReceivedMessage, decoded_members, held_bytes, members_of
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.message_trace import SubscriptionTrace
+
+_logger = logging.getLogger(__name__)
+
+HISTORY_S: Final = 30.0
+"""How long reading the ledger's table may take."""
+_HISTORY: Final = "millstream.pipelines.jobs.ledger.history"
+_READING: Final = asyncio.Semaphore(1)
+"""One table is read at a time: it takes a process with as much memory as the gateway itself."""
 
 
 class BatchDescription(msgspec.Struct, frozen=True):
@@ -83,7 +97,33 @@ async def trace(services: Services, request: Request[NoFields, NoFields]) -> Tra
     """Show what became of the message at an offset."""
     at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
     found = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
+    if lacks_history(found):
+        found = await _with_history(services, found)
     return msgspec.convert(found, TraceDocument)
+
+
+async def _with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
+    """Complete a trace from the ledger's table, as far as this machine has it, in a process that ends with that."""
+    async with _READING:
+        try:
+            lake = await ledger_lake(services.client)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _HISTORY, lake), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            )
+        except (MillstreamError, OSError) as error:
+            _logger.debug("the ledger's table is not read for a trace", extra={"reason": str(error)})
+            return found
+        try:
+            async with asyncio.timeout(HISTORY_S):
+                text, _ = await process.communicate(msgspec.json.encode(found))
+        except TimeoutError:
+            text = b""
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    # Without a table, or without the packages that read it, the broker's answer has to do.
+    return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else found
 
 
 ROUTES: Final = (

@@ -1,7 +1,13 @@
-"""The life of one message from the ledger's table, for traces of what the broker no longer remembers."""
+"""The life of one message from the ledger's table, for traces of what the broker no longer remembers.
+
+`python -m millstream.pipelines.jobs.ledger.history LAKE` completes the trace on standard input, for processes
+that are to stay small.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -28,8 +34,10 @@ _COLUMNS: Final = (
 Trace = dict[str, Any]
 
 
-def add_history(document: Trace, lake: str, options: Mapping[str, str] | None = None) -> Trace:
-    """Complete a trace with what the table knows; subscriptions that are gone are added."""
+def add_history(
+    document: Trace, lake: str, options: Mapping[str, str] | None = None, *, adds_deleted: bool = True
+) -> Trace:
+    """Complete a trace with what the table knows; with `adds_deleted`, subscriptions that are gone are added."""
     table = LedgerTable(ledger_storage(lake, options))
     rows = _rows(table, document["topic_id"], document["partition"], document["offset"])
     lives: dict[str, list[Trace]] = {}
@@ -38,7 +46,7 @@ def add_history(document: Trace, lake: str, options: Mapping[str, str] | None = 
     live = {one["subscription_id"]: one for one in document["subscriptions"]}
     found = [_completed(one, lives.get(one["subscription_id"], ())) for one in live.values()]
     for subscription_id, life in lives.items():
-        if subscription_id not in live and any(row["subscription"] for row in life):
+        if adds_deleted and subscription_id not in live and any(row["subscription"] for row in life):
             found.append(_completed(_gone(subscription_id, life), life))
     published = [row["published"] for row in rows if row["kind"] == "scanned" and row["published"] is not None]
     if document["published_ms"] is None and published:
@@ -129,3 +137,9 @@ def _event(row: Trace) -> Trace:
 
 def _ms(moment: Any) -> int:
     return int(moment.timestamp() * 1000)
+
+
+if __name__ == "__main__":
+    # Whoever asks sees the subscriptions that it may describe, and no others.
+    completed = add_history(json.load(sys.stdin), sys.argv[1], adds_deleted=False)
+    json.dump(completed, sys.stdout)
