@@ -219,7 +219,7 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
         over_http = httpx.get(f"http://{server.http}/v1/topics/{topic}/partitions/0/messages/0/trace", timeout=WAIT_S)
         assert [one["state"] for one in over_http.json()["subscriptions"]] == ["accepted"]
         # The subscription is gone, and the table still has it.
-        assert command("subscription", "delete", name, "--force").code == 0
+        assert command("subscription", "delete", name, "--force", "--yes").code == 0
         found = command("message", "trace", f"{topic}-7", "--topic", topic, "--since", "1h", "--lake", lake, "--json")
         (gone,) = found.document["subscriptions"]
         assert (gone["subscription"], gone["state"], gone["attempts"]) == (name, "accepted", 1)
