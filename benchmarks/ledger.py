@@ -31,7 +31,7 @@ import pyarrow as pa
 from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
 from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START
 from millstream.core.verb import Verb
-from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, account_queues
+from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -130,7 +130,7 @@ def audit_synthetic(folder: str, deliveries: int, length: int) -> bool:
     spark = session("bench-ledger", master="local[2]")
     try:
         began = time.monotonic()
-        results = account_queues(spark, AuditTasks(Place(brokers="", storage=storage), queues), len(queues))
+        results = account_queues(SparkTasks(spark), AuditTasks(Place(brokers="", storage=storage), queues), len(queues))
         taken_s = time.monotonic() - began
     finally:
         spark.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import NAMESPACE_OID, uuid5
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from millstream.pipelines.jobs.ledger.audit import AuditReport
     from millstream.protocol.wire.client import Client
 
+SMALL_BYTES: Final = 16 * 1024 * 1024
+"""A ledger up to this size is audited without Spark, in this process."""
 SHOWN_MAX: Final = 50
 """How many findings people are shown; programs get all of them."""
 
@@ -117,6 +120,7 @@ def _run(
 ) -> AuditReport:
     from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.ledger.audit import LocalTasks
     from millstream.pipelines.jobs.ledger.job import LedgerJob
     from millstream.pipelines.runtime.spark_session import open_session
 
@@ -130,12 +134,17 @@ def _run(
         signed_in(brokers, scratch) as (_link, access),
         Stages("audit") as stages,
     ):
-        stages.show("starting Spark …")
-        spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
-        stages.show("accounting for every message …")
         try:
-            context = JobContext(spark=spark, brokers=brokers, access=access, lake=lake, folder=scratch)
-            return LedgerJob(pipeline, context).audit(names, since_ms)
+            # A small ledger is read in less time than Spark takes to start.
+            without_spark: Any = None
+            context = JobContext(spark=without_spark, brokers=brokers, access=access, lake=lake, folder=scratch)
+            job = LedgerJob(pipeline, context, LocalTasks())
+            if master or job.size_bytes() > SMALL_BYTES:
+                stages.show("starting Spark …")
+                spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
+                job = LedgerJob(pipeline, replace(context, spark=spark))
+            stages.show("accounting for every message …")
+            return job.audit(names, since_ms)
         except MillstreamError:
             raise
         except Exception as error:

@@ -1,6 +1,6 @@
 """The audit: account for every message of every subscription with a ledger, over log, lake and ledger.
 
-The nodes record a mark in each queue, everything up to it is landed, and one Spark task per queue folds its events
+The nodes record a mark in each queue, everything up to it is landed, and one task per queue folds its events
 (`account.py`) and compares the result with what the log holds, with the lake where the log was cut, and with the dead
 letter topics. The table itself is compared with its seals. Tasks read files one at a time, so their memory depends on
 the size of a file and on `BLOCK` offsets, not on the number of messages.
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 import pyarrow as pa
@@ -144,8 +144,48 @@ def mark(place: Place, names: Sequence[str] | None) -> tuple[str, list[MarkedQue
     return f"{LEDGER_ASKED} {name}", link.call(mark_ledger(link.client, name, None if names is None else list(names)))
 
 
+Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+"""Maps the numbers of tasks to the rows that they result in."""
+
+
+class TaskRunner(Protocol):
+    """Runs numbered tasks."""
+
+    @property
+    def parallelism(self) -> int:
+        """Return how many tasks run at a time."""
+
+    def run(self, work: Work, count: int, columns: str) -> list[dict[str, Any]]:
+        """Run tasks 0 to `count` and return their rows, which have the given columns."""
+
+
+class SparkTasks:
+    """Tasks of Spark."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    @property
+    def parallelism(self) -> int:
+        return self._spark.sparkContext.defaultParallelism
+
+    def run(self, work: Work, count: int, columns: str) -> list[dict[str, Any]]:
+        rows = self._spark.range(0, count, 1, count).mapInArrow(Marked(work), columns).collect()
+        return [row.asDict() for row in rows]
+
+
+class LocalTasks:
+    """Tasks of this process, one after the other: for a ledger that is read in less time than Spark takes to start."""
+
+    parallelism = 1
+
+    def run(self, work: Work, count: int, columns: str) -> list[dict[str, Any]]:
+        numbers = pa.RecordBatch.from_pydict({"id": pa.array(range(count), pa.int64())})
+        return [row for batch in work([numbers]) for row in batch.to_pylist()]
+
+
 def audit(
-    spark: SparkSession,
+    runner: TaskRunner,
     place: Place,
     *,
     marked: tuple[str, Sequence[MarkedQueue]] = ("", ()),
@@ -157,7 +197,7 @@ def audit(
     table = LedgerTable(place.storage)
     report = AuditReport(damage=table.verify(), seal=table.last_seal())
     queues, report.findings = _queues(table, place, marked, names, since_ms)
-    results = account_queues(spark, AuditTasks(place, queues), len(queues))
+    results = account_queues(runner, AuditTasks(place, queues), len(queues))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for queue, result in sorted(results, key=lambda one: (one[0]["subscription"], one[0]["topic"])):
         key = (queue["subscription_id"], queue["topic_id"])
@@ -175,12 +215,9 @@ Result = tuple[dict[str, Any], dict[str, Any]]
 """The names of a queue, and its account."""
 
 
-def account_queues(spark: SparkSession, tasks: AuditTasks, count: int) -> list[Result]:
+def account_queues(runner: TaskRunner, tasks: AuditTasks, count: int) -> list[Result]:
     """Account for queues, one task each."""
-    if not count:
-        return []
-    rows = spark.range(0, count, 1, count).mapInArrow(Marked(tasks), "result string").collect()
-    return [json.loads(row.result) for row in rows]
+    return [json.loads(row["result"]) for row in runner.run(tasks, count, "result string")] if count else []
 
 
 def _queues(

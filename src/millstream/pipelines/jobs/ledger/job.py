@@ -24,12 +24,11 @@ from millstream.pipelines.jobs.land.job import report_landed
 from millstream.pipelines.jobs.land.plan import PartitionPlan, plans, tasks, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source, Sources
 from millstream.pipelines.jobs.land.task import Reading, log_start
-from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, audit, mark
+from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, SparkTasks, TaskRunner, audit, mark
 from millstream.pipelines.jobs.ledger.events import decode_events
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
-from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted
@@ -100,12 +99,14 @@ class LedgerTasks:
 class LedgerJob:
     """The running pipeline."""
 
-    def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+    def __init__(self, pipeline: Pipeline, context: JobContext, runner: TaskRunner | None = None) -> None:
+        """Take what runs its tasks; by default that is the context's Spark."""
         settings = pipeline.settings
         if not isinstance(settings, LedgerSettings):
             raise TypeError("a ledger job takes a ledger pipeline")
         self._pipeline = pipeline
         self._context = context
+        self._runner = SparkTasks(context.spark) if runner is None else runner
         self._settings = settings
         self._sources = Sources(context.brokers, [SUBSCRIPTIONS], "", context.access)
         self._lake = settings.lake or context.lake
@@ -167,15 +168,14 @@ class LedgerJob:
     def _run(self, source: Source, ranges: Sequence[Range]) -> tuple[int, int, list[Written]]:
         if not ranges:
             return 0, 0, []
-        spark = self._context.spark
-        shares = tasks(ranges, {SUBSCRIPTIONS: FRAME_BYTES}, parallelism=spark.sparkContext.defaultParallelism)
+        shares = tasks(ranges, {SUBSCRIPTIONS: FRAME_BYTES}, parallelism=self._runner.parallelism)
         access = self._context.access.for_tasks(self._context.brokers, may_read([SUBSCRIPTIONS]))
         writer = self._table.writer(source.topic_id, uuid4().hex[:16])
-        work = Marked(LedgerTasks(self._context.brokers, shares, writer, access))
-        reports = spark.range(0, len(shares), 1, len(shares)).mapInArrow(work, REPORT_COLUMNS).collect()
+        work = LedgerTasks(self._context.brokers, shares, writer, access)
+        reports = self._runner.run(work, len(shares), REPORT_COLUMNS)
         self._context.progress()
-        files = [file for report in reports for file in from_json(report.files)]
-        return sum(report.rows for report in reports), sum(report.lost for report in reports), files
+        files = [file for report in reports for file in from_json(report["files"])]
+        return sum(report["rows"] for report in reports), sum(report["lost"] for report in reports), files
 
     def _report(self, source: Source, planned: Mapping[int, PartitionPlan]) -> None:
         """Let nodes delete what has landed, and show the progress as the group's offsets."""
@@ -203,13 +203,18 @@ class LedgerJob:
             if all(plan.end >= source.end[number] for number, plan in planned.items()):
                 return
 
+    def size_bytes(self) -> int:
+        """Return about how much an audit reads: the table, and what has not landed."""
+        waiting = sum(plan.end - plan.first for one in self._sources.now() for plan in self._plan(one).values())
+        return self._table.size_bytes() + int(waiting * FRAME_BYTES)
+
     def audit(self, names: Sequence[str] | None = None, since_ms: int | None = None) -> AuditReport:
         """Account for every message up to now."""
         context = self._context
         place = Place(brokers=context.brokers, access=context.access, storage=self._table.storage)
         marked = mark(place, names)
         self.catch_up()
-        return audit(context.spark, place, marked=marked, names=names, since_ms=since_ms)
+        return audit(self._runner, place, marked=marked, names=names, since_ms=since_ms)
 
     def _audit_if_due(self) -> dict[str, int]:
         every_s, now_s = self._settings.audit_every_ms // 1000, int(time.time())

@@ -121,6 +121,13 @@ class LedgerTable:
         found: ds.Dataset = table.to_pyarrow_dataset(filesystem=self.storage.files())
         return found
 
+    def size_bytes(self) -> int:
+        """Return the size of its files."""
+        table = self._delta.log.refresh()
+        if table is None:
+            return 0
+        return sum(pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist())
+
     def events(
         self, filter: ds.Expression | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
