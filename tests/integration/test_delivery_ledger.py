@@ -49,6 +49,20 @@ def job(spark: SparkSession, server: Server, tmp_path: Path) -> Iterator[LedgerJ
     made.close()
 
 
+@pytest.fixture
+def local_job(server: Server, tmp_path: Path) -> LedgerJob:
+    """The job as `millstream audit` has it for a small ledger: without Spark."""
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.ledger.audit import LocalTasks
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+
+    pipeline = Pipeline(pipeline_id=uuid4(), name=f"ledger-{uuid4().hex[:8]}", kind=PipelineKind.LEDGER)
+    without_spark: Any = None
+    lake = str(tmp_path / "lake")
+    context = JobContext(spark=without_spark, brokers=server.kafka, lake=lake, folder=str(tmp_path))
+    return LedgerJob(pipeline, context, LocalTasks())
+
+
 async def _deliver(server: Server, topic: str, name: str) -> None:
     """Publish ten messages: five are accepted at once, one at its second attempt, one is rejected, three wait."""
     async with millstream.connect(server.kafka) as client:
@@ -188,7 +202,7 @@ def test_the_views_are_the_same_in_duckdb_and_in_spark(
 
 
 def test_a_trace_goes_on_in_the_table_and_finds_ids(
-    server: Server, millstream_command: CommandLine, topic: str, job: LedgerJob
+    server: Server, millstream_command: CommandLine, topic: str, local_job: LedgerJob
 ) -> None:
     name, declared = f"{topic}-ledger", f"{topic}-deliveries"
     command = millstream_command
@@ -196,8 +210,11 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
     assert command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
     assert command("publish", topic, "--header", f"message-id={topic}-7", "seven").code == 0
     assert command("subscription", "pull", name, "--accept").code == 0
-    job.catch_up()
-    lake = job._lake
+    report = local_job.audit([name])
+    assert report.adds_up, (report.findings, report.damage)
+    assert _row(report, name)["accepted"] == 1
+    assert local_job.size_bytes() > 0
+    lake = local_job._lake
     live = command("message", "trace", f"{topic}/0/0", "--json").document
     # As a node answers that was restarted: it knows that the message is done, and not how.
     forgotten = {"events": [], "state": "done", "attempts": 0, "ended_ms": 0, "is_complete": False, "unknown": "it"}
