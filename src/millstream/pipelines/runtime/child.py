@@ -114,6 +114,7 @@ class PipelineChild(SupervisedChild):
         self._silent_s = silent_s
         self._spare_s = spare_s
         self._spare: Process | None = None
+        self._promotions = 0
         self._driver_reports = DriverReports(options.node)
         self._due: list[Pipeline] = []
         self._idle_reason = ""
@@ -179,6 +180,7 @@ class PipelineChild(SupervisedChild):
         spare, self._spare = self._spare, None
         if spare is not None and spare.returncode is None:
             _logger.info("the spare driver takes over", extra={"pid": spare.pid})
+            self._promotions += 1
             return spare
         return await self._start(self._options)
 
@@ -200,8 +202,10 @@ class PipelineChild(SupervisedChild):
 
         What it sends meanwhile is a few bytes every few seconds, and is read when it takes over.
         """
-        log, number = os.path.splitext(self._options.log)
-        options = msgspec.structs.replace(self._options, log=f"{log}-spare{number}", is_spare=True)
+        # The driver that runs the pipelines may have been a spare itself, and keeps its log.
+        stem, suffix = os.path.splitext(self._options.log)
+        log = f"{stem}-spare{self._promotions % 2}{suffix}"
+        options = msgspec.structs.replace(self._options, log=log, is_spare=True)
         while self._spare_s is not None:
             await asyncio.sleep(self._spare_s)
             try:
