@@ -516,7 +516,8 @@ class Config:
     pipelines_jobs: str = setting(
         "pipelines-jobs",
         "auto",
-        "Whether pipelines of the kind `job` may be declared and run here: their code runs as the user of this node. "
+        "Whether jobs, and transforms with Python functions, may be declared and run here: their code runs as the user "
+        "of this node. "
         "`auto` allows them unless clients authenticate.",
         choices=("auto", "on", "off"),
     )
