@@ -496,6 +496,10 @@ class _Job:
         over = replace(
             run, state=state, ended_ms=self._child.now_ms(), error=error[:ERROR_LENGTH_MAX], progress=progress
         )
+        # There is nothing left to cancel, also while it is stored.
+        self._last = over
+        self._run = None
+        self._next_ms = 0
         failures = 0
         while True:
             try:
@@ -511,9 +515,6 @@ class _Job:
         _logger.info(
             "a run of a job is over", extra={"pipeline": self.pipeline.name, "run": run.number, "state": str(state)}
         )
-        self._last = over
-        self._run = None
-        self._next_ms = 0
 
     # -- one attempt ----------------------------------------------------------------------------------------
 
