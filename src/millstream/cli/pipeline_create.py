@@ -53,7 +53,8 @@ from millstream.cli.pipeline_options import (
 )
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import PipelineExists
-from millstream.core.pipeline import PipelineKind, check_pipeline, check_rules
+from millstream.core.pipeline import PipelineKind, check_pipeline
+from millstream.core.pipeline_rules import check_rules
 
 app = typer.Typer(
     help="Create a pipeline that lands, transforms or routes messages, or runs a program, and start it.",

@@ -13,7 +13,8 @@ from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
-from millstream.core.pipeline import PipelineKind, Rule, check_rules
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.core.pipeline_rules import check_rules
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client

@@ -52,7 +52,8 @@ from millstream.cli.pipeline_options import (
 )
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
-from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
+from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline
+from millstream.core.pipeline_rules import check_rules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

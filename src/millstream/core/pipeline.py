@@ -31,9 +31,6 @@ from millstream.core.sql import read_select
 from millstream.core.topic import INTERNAL_TOPICS, SCHEMA_SUBJECT_LENGTH_MAX, SUBSCRIPTIONS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
-RULES_MAX: Final = 10_000
-TARGETS_MAX: Final = 1000
-CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
 GROUP_TYPE: Final = "pipeline"
@@ -606,7 +603,7 @@ class TransformSettings(MovingSettings):
     def _check(self) -> None:
         if not self.sql.strip() or not self.into:
             raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
-        _check_target(self.into)
+        check_target(self.into)
         if self.requirements.strip() and not self.functions.strip():
             raise InvalidSetting("`requirements` are the packages of `functions`, and there are none")
         parse_memory(self.memory, name="memory")
@@ -925,7 +922,7 @@ def _check_name(name: str) -> None:
         raise InvalidPipeline(str(refused)) from None
 
 
-def _check_target(topic: str) -> None:
+def check_target(topic: str) -> None:
     """Raise `InvalidRequest` for a topic that pipelines cannot write to."""
     check_topic_name(topic)
     if topic in INTERNAL_TOPICS:
@@ -958,52 +955,6 @@ def named_texts(setting_name: str, text: str) -> dict[str, str]:
     if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
         raise InvalidSetting(f"{setting_name} is a JSON object whose values are texts")
     return document
-
-
-def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:
-    """Raise `InvalidPipeline` for rules that a pipeline of this kind cannot have together."""
-    listed = tuple(rules)
-    if listed and kind is not PipelineKind.ROUTE:
-        raise InvalidPipeline(f"rules are for pipelines of the kind {PipelineKind.ROUTE}, this one is to {kind}")
-    if len(listed) > RULES_MAX:
-        raise InvalidPipeline(f"a pipeline has at most {RULES_MAX} rules, this one would have {len(listed)}")
-    if len({rule.name for rule in listed}) != len(listed):
-        raise InvalidPipeline("two rules of a pipeline have the same name")
-    for rule in listed:
-        _check_rule(rule)
-    _check_circles(listed)
-
-
-def _check_rule(rule: Rule) -> None:
-    about = f"rule {rule.name!r}"
-    if not 0 < len(rule.name) <= NAME_LENGTH_MAX or not rule.name.isprintable():
-        raise InvalidPipeline(f"the name of a rule is one line of 1 to {NAME_LENGTH_MAX} characters")
-    if not rule.targets or len(rule.targets) > TARGETS_MAX:
-        raise InvalidPipeline(f"{about} needs 1 to {TARGETS_MAX} topics that its messages go to")
-    if len(set(rule.targets)) != len(rule.targets):
-        raise InvalidPipeline(f"{about} names a target twice")
-    check_topic_name(rule.topic)
-    for target in rule.targets:
-        _check_target(target)
-    if rule.condition and rule.subscription:
-        raise InvalidPipeline(f"{about} has either a condition or a subscription whose filter it takes, not both")
-    if len(rule.condition) > CONDITION_LENGTH_MAX:
-        raise InvalidPipeline(f"the condition of {about} has more than {CONDITION_LENGTH_MAX} characters")
-
-
-def _check_circles(rules: Iterable[Rule]) -> None:
-    """Reject cycles, in which a message would be routed forever."""
-    leads: dict[str, set[str]] = {}
-    for rule in rules:
-        leads.setdefault(rule.topic, set()).update(rule.targets)
-    while leads:
-        # A topic that leads nowhere cannot be part of a cycle.
-        open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
-        if not open_ended:
-            topics = ", ".join(sorted(leads))
-            raise InvalidPipeline(f"messages would be routed in a circle; look at the rules of {topics}")
-        for topic in open_ended:
-            del leads[topic]
 
 
 def _as_text(value: Any) -> str:

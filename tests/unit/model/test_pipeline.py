@@ -8,16 +8,8 @@ from uuid import UUID
 import pytest
 
 from millstream.core.errors import InvalidPipeline, InvalidRequest, InvalidSetting, InvalidTopicName
-from millstream.core.pipeline import (
-    CONDITION_LENGTH_MAX,
-    RULES_MAX,
-    Pipeline,
-    PipelineKind,
-    Rule,
-    check_pipeline,
-    check_rules,
-    kind_of,
-)
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule, check_pipeline, kind_of
+from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, check_rules
 
 RULE = Rule(name="large", topic="orders", targets=("large-orders",))
 

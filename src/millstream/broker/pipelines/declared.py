@@ -24,8 +24,8 @@ from millstream.core.pipeline import (
     PipelineKind,
     Rule,
     check_pipeline,
-    check_rules,
 )
+from millstream.core.pipeline_rules import check_rules
 from millstream.core.tasks import finishing
 
 

@@ -11,15 +11,8 @@ from msgspec import Meta
 from millstream.client.admin.pipeline_storage import tables_of
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.job import RUNS_KEPT
-from millstream.core.pipeline import (
-    CONDITION_LENGTH_MAX,
-    NAME_LENGTH_MAX,
-    RULES_MAX,
-    TARGETS_MAX,
-    PipelineKind,
-    Rule,
-    kind_of,
-)
+from millstream.core.pipeline import NAME_LENGTH_MAX, PipelineKind, Rule, kind_of
+from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, TARGETS_MAX
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.route import NoFields, Request, Route, TopicName
 from millstream.gateway.api.services import Services
