@@ -9,7 +9,8 @@ from millstream.client.admin.pipeline_storage import tables_of
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of, summary_of
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
-from millstream.core.pipeline import PipelineKind, Rule, check_rules
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.core.pipeline_rules import check_rules
 from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.pages.subscriptions import try_condition
