@@ -332,10 +332,10 @@ class Machine:
         if self._config.http:
             await self._prepare_gateway()
         if self._config.in_cluster:
-            if not self._layout.is_settled(files):
+            if not self._layout.fits(files):
                 raise ClusterMismatch(
-                    f"{self._data} was used with another number of cores or another node id, which a node of a cluster "
-                    "cannot change; start it as before"
+                    f"{self._data} was used with more cores, with one, or with another node id, which a node of a "
+                    "cluster cannot change; start it as before"
                 )
         else:
             if not self._layout.is_settled(files):

@@ -105,3 +105,16 @@ def test_the_ids_of_a_machine_leave_room_for_other_machines() -> None:
     assert Layout.of(FOLDER, 7, 3).nodes == (7, 1007, 2007)
     with pytest.raises(InvalidSetting, match="below 1000"):
         Layout.of(FOLDER, 1000, 2)
+
+
+def test_the_logs_of_a_machine_in_a_cluster_fit_without_stores_of_its_own() -> None:
+    files = new_files()
+    layout = Layout.of(FOLDER, 1, 2)
+    assert layout.fits(files)
+    for folder in layout.folders.values():
+        files.make_directory(f"{folder}/partitions/{UUID(int=1)}/0")
+        assert layout.fits(files)
+    assert not layout.is_settled(files)
+    assert not Layout.of(FOLDER, 1, 1).fits(files)
+    assert Layout.of(FOLDER, 1, 3).fits(files)
+    assert not Layout.of(FOLDER, 2, 2).fits(files)

@@ -117,6 +117,11 @@ class Layout:
                 f"{self.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
             )
 
+    def fits(self, files: Files) -> bool:
+        """Whether every log belongs to a node of this layout and is in its folder; the others have none yet."""
+        wanted = {folder: node for node, folder in self.folders.items()}
+        return all(wanted.get(folder) == node for folder, node in self.present(files).items())
+
     def is_settled(self, files: Files) -> bool:
         """Whether every log is where this layout wants it; looks at few files."""
         present = self.present(files)
