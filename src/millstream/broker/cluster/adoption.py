@@ -108,7 +108,8 @@ class Adoption:
 
     async def _run(self, *, is_checked_only: bool) -> Adopted:
         mark = self._mark()
-        if mark is None:
+        is_done = mark is None and await self._is_done()
+        if mark is None and not is_done:
             self._check_folder()
         source = self._source()
         cluster_id = mark.cluster_id if mark is not None else source.cluster_id
@@ -122,7 +123,7 @@ class Adoption:
             partitions=sum(topic.partitions for topic in topics),
             has_secrets=bool(source.secrets()),
         )
-        if is_checked_only:
+        if is_checked_only or is_done:
             source.close()
             return found
         replace_file(
@@ -229,6 +230,14 @@ class Adoption:
                 f"{self._data} is being adopted by the cluster {mark.cluster!r}; give --cluster {mark.cluster}"
             )
         return mark
+
+    async def _is_done(self) -> bool:
+        """Whether this cluster has adopted the folder already, and whoever asked for it may not know."""
+        if not self._files.exists(f"{self._data}/{CATALOG_NAME}{ADOPTED_SUFFIX}"):
+            return False
+        cluster_id = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)
+        owners = [FolderOwner.read(self._files, folder) for folder in self._nodes()]
+        return all((owner.cluster, owner.cluster_id) == (self._cluster, cluster_id) for owner in owners)
 
     def _check_folder(self) -> None:
         data, files = self._data, self._files
