@@ -155,6 +155,8 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the client sends nothing more, as far as its last turn showed."""
         self._began = 0.0
         """When the current turn began, less the time that was charged meanwhile."""
+        self._answering_s = 0.0
+        """What it took to send what the last task has answered, until that is charged."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups
@@ -554,8 +556,11 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(error)
         else:
             # Nothing else is answered by this step, so there is nothing to wait for that could leave with it.
+            began, charged = self._turns.clock(), self._began
             reply.keep(buffers)
             self._flush_replies()
+            # Large responses are charged as they are sent, which moves `_began`.
+            self._answering_s = self._turns.clock() - began - (self._began - charged)
 
     def _after_task(self, answer: Waiting, size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
@@ -566,7 +571,8 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        self._spend(REQUEST_S, self._turns.clock(), is_light=not self._has_unserved)
+        cost_s, self._answering_s = REQUEST_S + self._answering_s, 0.0
+        self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
         self._serve_next()
 
     def _serve_next(self) -> None:
