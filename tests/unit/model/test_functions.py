@@ -54,7 +54,7 @@ def test_a_statement_with_functions_has_a_driver_of_its_own() -> None:
     assert (pipeline.job_settings.continuous, pipeline.job_settings.memory) == (True, "512m")
     plain = Pipeline(pipeline_id=uuid4(), name="plain", kind=PipelineKind.TRANSFORM, overrides=SQL)
     assert not plain.has_own_driver
-    with pytest.raises(InvalidSetting, match="no driver of its own"):
+    with pytest.raises(InvalidSetting, match="no separate driver"):
         _ = plain.job_settings
     with pytest.raises(InvalidSetting, match="packages of `functions`"):
         check_pipeline("plain", PipelineKind.TRANSFORM, {**SQL, "requirements": "humanize"})
