@@ -876,7 +876,7 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.LEDGER: LedgerSettings,
 }
 """The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`; those
-of users have a driver of their own, `pipelines/runtime/job_driver.py`.
+of users have separate drivers, `pipelines/runtime/job_driver.py`.
 """
 
 LONG_TEXTS: Final = {"code": CODE_LENGTH_MAX, FUNCTIONS_CODE: CODE_LENGTH_MAX, "lock": CODE_LENGTH_MAX}

@@ -41,7 +41,7 @@ RENEW_S: Final = 60.0
 """How long an answer of the node is used again for the same credential; half of what an assertion lasts."""
 REMEMBERED_MAX: Final = 4096
 CALLERS_MAX: Final = 256
-"""Callers with connections of their own; the ones that are idle the longest make room."""
+"""Callers with their own connections; those idle the longest are closed first."""
 LOOK_S_MIN: Final = 0.1
 IDLE_S: Final = 60.0
 """How long the connections of a caller without requests stay open."""

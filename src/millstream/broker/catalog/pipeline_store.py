@@ -33,7 +33,7 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
         _, rules = found.setdefault(row.name, (row, []))
         if row.rule_name is not None:
             rules.append(_rule(row))
-    # Sorted here, since databases have orders of their own.
+    # Sorted here, since the order of databases differs.
     return [_pipeline(*found[name]) for name in sorted(found)]
 
 

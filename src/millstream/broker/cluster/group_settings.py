@@ -28,7 +28,7 @@ class DeclaredGroups:
             SESSION: config.group_consumer_session_ms,
             HEARTBEAT: config.group_consumer_heartbeat_ms,
         }
-        """What applies to groups without settings of their own."""
+        """What applies to groups without settings."""
         self._declarations = declarations
         self._overrides: dict[str, dict[str, str]] = {}
         self._parsed: dict[str, Mapping[str, int]] = {}

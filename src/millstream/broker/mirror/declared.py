@@ -132,7 +132,7 @@ class Mirrors:
         return () if found is None else found.verified.keys()
 
     async def forget_verified(self, mirror: Mirror, topic: str) -> None:
-        """Forget durably up to where a copy holds whole transactions, because it is created anew."""
+        """Forget durably up to where a copy holds whole transactions, because it is recreated."""
 
         def forgotten(now: Mirror) -> Mirror:
             return dataclasses.replace(

@@ -310,7 +310,7 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
         raise InvalidMirror(f"the old source has another mirror {request.name!r}; delete that one first")
     await _set_mirror(service, topics, request.name, is_draining=request.step == "fence")
-    # From here on nobody writes them, on any node, and nothing that was written is still to be acknowledged.
+    # From here on no client writes them, on any node, and nothing that was written is still to be acknowledged.
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
         return AdoptResponse(ends=await service.barrier([topic.name for topic in topics]))

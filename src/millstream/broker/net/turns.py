@@ -5,7 +5,7 @@ what follows from them later. A connection that has used up its quantum is neith
 comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the client
 address that has used least, then to that address's connection that has used least; an address does not get more by
 opening more connections. Between two rounds the loop polls, so everything else waits for one round at most. The
-connections by which other nodes fetch what they replicate share an account of their own, `FOLLOWERS`.
+connections by which other nodes fetch what they replicate share a separate account, `FOLLOWERS`.
 
 A light request, one that is small and leaves nothing behind it in the socket, is served when it arrives and is not
 charged, as long as all light requests of its address together take no more than `LIGHT_SHARE` of the loop. A connection

@@ -65,7 +65,7 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
     by_name: dict[str, list[Delivery]] = {}
     for delivery in deliveries:
         name = name_of(delivery.key.subscription_id)
-        # Dead letters wait for people rather than workers, and have metrics of their own.
+        # Dead letters wait for people rather than workers, and have separate metrics.
         if name is not None and not name.startswith(LETTERS_PREFIX):
             by_name.setdefault(name, []).append(delivery)
     for suffix, kind, help_text, count in _COUNTED:

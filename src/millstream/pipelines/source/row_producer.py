@@ -1,4 +1,4 @@
-"""One attempt at a task: its rows in a transaction of their own, which is prepared durably or aborted."""
+"""One attempt at a task: its rows in one transaction, which is prepared durably or aborted."""
 
 from __future__ import annotations
 

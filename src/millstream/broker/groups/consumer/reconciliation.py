@@ -332,7 +332,7 @@ class Reconciliation:
             return
         self.member = member.at(position)
         self.records.append(position_record(group.group_id, member.member_id, position))
-        # Classic members have deadlines of their own: to join, and to sync.
+        # Classic members have separate deadlines: to join, and to sync.
         if position.state is MemberState.UNREVOKED and not member.speaks_classic:
             self._context.sessions.await_revocation(group.group_id, self.member)
 

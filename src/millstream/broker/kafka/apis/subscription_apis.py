@@ -1,4 +1,4 @@
-"""Private requests that administer subscriptions; receiving and settling have files of their own."""
+"""Private requests that administer subscriptions; receiving and settling have separate files."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _warnings(
 
 
 async def events(visit: Visit) -> Answer:
-    """Tell a browser whenever there are new numbers."""
+    """Notify a browser of new numbers."""
     visit.history.start()
     return Download(_sampled(visit), EVENT_STREAM)
 

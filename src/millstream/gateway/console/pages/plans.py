@@ -30,7 +30,7 @@ async def show(visit: Visit) -> Answer:
     try:
         current = await current_plan(visit.services.client)
     except InvalidRequest as error:
-        # A node by itself has no plans.
+        # A single node has no plans.
         return Page("plan.html", {"problem": str(error)})
     nodes = sorted(int(one) for one in (await visit.services.client.metadata([])).nodes)
     context = {
