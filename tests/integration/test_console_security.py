@@ -255,7 +255,7 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         rule = {"permission": "allow", "principal": "User:carol", "operations": "read", "type": "topic", "name": "car"}
         assert "millstream acl allow User:carol read topic:car --prefixed" in do("rule", **rule, prefixed="1")
         assert "User:carol" in admin.get("/console/access?search=topic:car").text
-        assert "no operation of a topic" in do("rule", **{**rule, "operations": "cluster_action"})
+        assert "is not an operation on a topic" in do("rule", **{**rule, "operations": "cluster_action"})
         written = "allow User:carol read topic:car*"
         assert "nothing was changed" in do("remove-rule", rule=written, confirm="wrong")
         assert "millstream acl remove User:carol read topic:car --prefixed" in do(

@@ -28,7 +28,7 @@ from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetch import READ_COMMITTED, FetchLimits
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
 
 FETCH_BYTES: Final = 2 * 1024 * 1024
 FOUND_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -119,14 +119,9 @@ class Searches:
         }
         progress.total = sum(end - start for start, end in ranges.values())
         left = limit
-        fetch = FetchLimits(FETCH_BYTES, 0, isolation=READ_COMMITTED)
         while open_places:
             try:
-                try:
-                    answers = await services.reading.fetch_many(open_places, fetch)
-                except BrokerUnreachable:
-                    # The leader has died; now the new one is asked, once there is one.
-                    answers = await services.reading.fetch_many(open_places, fetch)
+                answers = await _fetch(services, open_places)
             except OffsetOutOfRange as error:
                 progress.skip(str(error))
                 return
@@ -251,6 +246,15 @@ class Searches:
                     break
                 start = read.next_offset
         return found, None
+
+
+async def _fetch(services: Services, places: Mapping[TopicPartition, Offset]) -> dict[TopicPartition, FetchAnswer]:
+    limits = FetchLimits(FETCH_BYTES, 0, isolation=READ_COMMITTED)
+    try:
+        return await services.reading.fetch_many(places, limits)
+    except BrokerUnreachable:
+        # The leader has died; now the new one is asked, once there is one.
+        return await services.reading.fetch_many(places, limits)
 
 
 @contextmanager
