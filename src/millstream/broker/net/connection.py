@@ -153,10 +153,8 @@ class Connection(asyncio.BufferedProtocol):
         self._awaits_turn = False
         self._has_ended = False
         """Whether the client sends nothing more, as far as its last turn showed."""
-        self._began = 0.0
-        """When the current turn began, less the time that was charged meanwhile."""
-        self._answering_s = 0.0
-        """What it took to send what the last task has answered, until that is charged."""
+        self._began = self._answering_s = 0.0
+        """When the turn began, less what was charged meanwhile; and what sending the answer of a task took."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups

@@ -126,18 +126,13 @@ class Searches:
                 progress.skip(str(error))
                 return
             except CorruptBatch as error:
-                before = dict(open_places)
-                passed = await step_over_damage(services.reading, topic.name, open_places)
-                if not passed:
+                if not await self._step_over(services, topic, open_places, progress):
                     progress.skip(str(error))
                     return
-                for one in passed:
-                    progress.skip(str(one))
-                for where, start in before.items():
+                for where, reached in list(open_places.items()):
                     end = ranges[where.partition].end
-                    reached = min(open_places[where], end)
-                    progress.read += reached - start
-                    at[where.partition] = reached
+                    progress.read += min(reached, end) - at[where.partition]
+                    at[where.partition] = min(reached, end)
                     if reached >= end:
                         del open_places[where]
                 continue
@@ -164,6 +159,15 @@ class Searches:
                 for where in open_places.keys() - answers.keys():
                     progress.skip(f"{where} has no leader that answers now; load the page again")
                 return
+
+    async def _step_over(
+        self, services: Services, topic: TopicMetadata, positions: dict[TopicPartition, Offset], progress: Progress
+    ) -> bool:
+        """Pass over what disks lost, and note it; return False if no damage is known."""
+        passed = await step_over_damage(services.reading, topic.name, positions)
+        for one in passed:
+            progress.skip(str(one))
+        return bool(passed)
 
     async def matching(
         self,
