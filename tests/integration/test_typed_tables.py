@@ -23,7 +23,7 @@ from google.protobuf.struct_pb2 import Struct
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.job import make_job
 from millstream.pipelines.jobs.transform.job import TransformJob
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
@@ -88,21 +88,21 @@ def registry(server: Server) -> Iterator[Any]:
         yield client
 
 
-def publish(server: Server, topic: str, *values: bytes | None) -> None:
+def publish(server: Server, topic: str, *values: bytes | None, key: bytes = b"k") -> None:
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     for value in values:
-        producer.produce(topic, value, key=b"k")
+        producer.produce(topic, value, key=key)
     assert producer.flush(60) == 0
 
 
-def land(spark: SparkSession, server: Server, lake: Path, *topics: str) -> None:
+def land(spark: SparkSession, server: Server, lake: Path, *topics: str, **settings: str) -> None:
     pipeline = Pipeline(
         pipeline_id=uuid.uuid4(),
         name=f"land-{uuid.uuid4().hex[:8]}",
         kind=PipelineKind.LAND,
-        overrides={"topics": ",".join(topics), "decode": "schema"},
+        overrides={"topics": ",".join(topics), "decode": "schema", **settings},
     )
-    job = LandJob(pipeline, JobContext(spark=spark, brokers=server.kafka, lake=str(lake), folder=""))
+    job = make_job(pipeline, JobContext(spark=spark, brokers=server.kafka, lake=str(lake), folder=""))
     try:
         while job.step().lag:
             pass
@@ -154,6 +154,25 @@ def test_a_table_has_the_types_of_the_schemas_and_follows_their_versions(
         (2**40, "new"),
         (1, None),
     ]
+
+
+def test_one_row_per_key_has_the_types_of_the_schemas(
+    spark: SparkSession, server: Server, registry: Any, topic: str, tmp_path: Path
+) -> None:
+    assert CommandLine(server.kafka)("topic", "create", topic, "--partitions", "1").code == 0
+    encode = AvroSerializer(registry, avro())
+    for number, key in ((1, b"a"), (2, b"b"), (3, b"a"), (4, b"c")):
+        publish(server, topic, encode({**ORDER, "id": number}, of(topic)), key=key)
+    publish(server, topic, None, key=b"b")
+    publish(server, topic, b"no schema", key=b"d")
+    land(spark, server, tmp_path, topic, mode="upsert")
+    table = deltalake.DeltaTable(str(tmp_path / topic))
+    kinds = {field.name: json.loads(field.type.to_json()) for field in table.schema().fields}
+    assert (kinds["id"], kinds["total"], kinds["day"]) == ("long", "decimal(10,2)", "date")
+    rows = table.to_pyarrow_table().to_pylist()
+    assert sorted((one["id"], one["total"]) for one in rows) == [(3, ORDER["total"]), (4, ORDER["total"])]
+    (refused,) = rows_of(tmp_path / f"{topic}{QUARANTINE_SUFFIX}")
+    assert "does not start with a schema id" in refused["reason"]
 
 
 def test_json_and_protobuf_become_columns(
