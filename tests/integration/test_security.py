@@ -391,8 +391,9 @@ def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: 
     (tmp_path / "word").write_text("not the password")
     tls = ("--tls-ca", locked.certificates.ca)
     wrong = (*tls, "--user", "alice", "--password-file", tmp_path / "word")
-    assert "if it uses TLS, give the authority of its certificate (--tls-ca)" in millstream("topic", "list").err
-    assert "if it requires authentication, give a user" in millstream("topic", "list", *tls).err
+    soon = ("topic", "list", "--timeout", 5)
+    assert "if it uses TLS, give the authority of its certificate (--tls-ca)" in millstream(*soon).err
+    assert "if it requires authentication, give a user" in millstream(*soon, *tls).err
     assert "authentication failed" in millstream("topic", "list", *wrong).err
     found = millstream("doctor", *wrong)
     assert (found.code, "look at --user, --password-file" in found.out) == (2, True)

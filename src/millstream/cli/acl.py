@@ -157,13 +157,19 @@ def remove(
     resource: Resource,
     prefixed: Prefixed = False,
     host: Host = WILDCARD,
+    only: Annotated[
+        str, typer.Option("--only", metavar="allow|deny", help="Remove only the rule that allows, or that denies.")
+    ] = "any",
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Remove the rules that allow or deny exactly this."""
+    permissions = {"any": Permission.ANY, "allow": Permission.ALLOW, "deny": Permission.DENY}
+    if only not in permissions:
+        raise typer.BadParameter(f"--only takes allow or deny, not {only!r}")
     rules = parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
-    _remove(rules, brokers, timeout, as_json)
+    _remove(rules, brokers, timeout, as_json, permission=permissions[only])
 
 
 @app.command("explain")

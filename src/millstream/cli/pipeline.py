@@ -179,7 +179,7 @@ def cancel(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """End the running run of a job; it is not retried, and the schedule continues."""
+    """Cancel the run of a job that is in progress; it is not retried, and the schedule continues."""
     number = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.cancel_run(name))
     text = f"Cancelled run {number} of job {one_line(name)}."
     print_answer({"pipeline": name, "run": number}, text, as_json=as_json)

@@ -105,7 +105,9 @@ def parse_functions(text: str, code: Mapping[str, str]) -> dict[str, str]:
         raise InvalidSetting(f"a statement has at most {FUNCTIONS_MAX} functions, not {len(found)}")
     unused = sorted(set(code) - set(found.values()))
     if unused:
-        raise InvalidSetting(f"there is code of the module {unused[0]!r}, of which no function is named")
+        raise InvalidSetting(
+            f"module {unused[0]!r} has code, but none of its functions is listed; remove the code or list a function"
+        )
     return found
 
 

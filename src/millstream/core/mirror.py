@@ -92,7 +92,7 @@ class MirrorSettings:
     acls: bool = setting(
         "acls",
         False,
-        "Whether access rules are mirrored, users and their passwords not; this cluster may have none of its own.",
+        "Whether access rules are mirrored (users and passwords are not); this cluster must have no access rules.",
         needs_restart=False,
     )
     tls: bool = setting("tls", False, "Whether connections to the source use TLS.", needs_restart=False)

@@ -18,7 +18,7 @@ def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:
     """Raise `InvalidPipeline` for rules that a pipeline of this kind cannot have together."""
     listed = tuple(rules)
     if listed and kind is not PipelineKind.ROUTE:
-        raise InvalidPipeline(f"rules are for pipelines of the kind {PipelineKind.ROUTE}, this one is to {kind}")
+        raise InvalidPipeline(f"only {PipelineKind.ROUTE} pipelines have rules; this is a {kind} pipeline")
     if len(listed) > RULES_MAX:
         raise InvalidPipeline(f"a pipeline has at most {RULES_MAX} rules, this one would have {len(listed)}")
     if len({rule.name for rule in listed}) != len(listed):

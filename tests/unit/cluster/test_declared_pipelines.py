@@ -115,7 +115,7 @@ async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
         await pipelines.create("land-orders", LAND, {})
     with pytest.raises(InvalidPipeline, match="1 to 200"):
         await pipelines.create("", LAND, ORDERS)
-    with pytest.raises(InvalidPipeline, match="rules are for pipelines of the kind route"):
+    with pytest.raises(InvalidPipeline, match="only route pipelines have rules"):
         await pipelines.create("land-orders", LAND, ORDERS, rules=[LARGE])
     await pipelines.create("land-orders", LAND, ORDERS, validate_only=True)
     assert pipelines.all() == []

@@ -401,8 +401,9 @@ class ServedApis:
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.declared.pipelines, self._parts.declared.subscriptions
         notes = PipelineAdvice(pipelines, self._parts.topics)
-        yield PipelineCreate(pipelines, subscriptions, notes, has_jobs=self._parts.config.runs_jobs)
-        yield PipelineAlter(pipelines, subscriptions, notes)
+        has_jobs = self._parts.config.runs_jobs
+        yield PipelineCreate(pipelines, subscriptions, notes, has_jobs=has_jobs)
+        yield PipelineAlter(pipelines, subscriptions, notes, has_jobs=has_jobs)
         yield PipelineDelete(pipelines)
         yield PipelineList(pipelines, self.pipeline_board)
         yield RuleChange(pipelines, subscriptions, notes)

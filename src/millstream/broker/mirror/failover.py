@@ -122,8 +122,8 @@ def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str
         raise InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
     if any(topic.is_draining for topic in copied):
         raise InvalidMirror(
-            f"the other side of mirror {mirror.name!r} is taking over; wait for its end. If that side is gone, "
-            f"`millstream mirror failover {mirror.name}` lets clients write here again"
+            f"the other side of mirror {mirror.name!r} is taking over; wait until it has finished. "
+            f"If that side is gone, `millstream mirror failover {mirror.name}` lets clients write here again"
         )
     return copied
 

@@ -54,7 +54,7 @@ class JobControl(Protocol):
     """The jobs that this node runs."""
 
     def cancel(self, name: str) -> int | None:
-        """End the running run of a job; return its number, None if none runs here."""
+        """Cancel the run of a job that is in progress; return its number, None if none runs here."""
 
     async def read_log(self, pipeline_id: UUID, run: int, bytes_max: int) -> JobLog | None:
         """Return the end of what a run has printed; None if this node does not have it."""

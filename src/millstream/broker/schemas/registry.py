@@ -577,7 +577,7 @@ class SchemaRegistry:
                 added[schema.context, schema.schema_id] = schema
             elif known.content != schema.content:
                 raise SchemaRegistryError(
-                    f"schema {schema.schema_id} is another one here than at the source of the mirror",
+                    f"schema id {schema.schema_id} belongs to another schema here than at the source of the mirror",
                     code=RegistryCode.NOT_PERMITTED,
                 )
         wanted = {(one.subject, one.version): one for one in versions}

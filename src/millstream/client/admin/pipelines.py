@@ -189,7 +189,7 @@ class PipelineClient:
         await self._ask(None, REQUEST_RUN_KEY, JobName(name=name))
 
     async def cancel_run(self, name: str) -> int:
-        """End the running run of a job, wherever it runs; return its number."""
+        """Cancel the run of a job that is in progress, wherever it runs; return its number."""
         answers = await self._ask_all(CANCEL_RUN_KEY, JobName(name=name))
         found = [answer["run"] for answer in answers if answer["run"]]
         if not found:

@@ -379,10 +379,8 @@ async def _unless_gone(exchange: _Exchange, route: PageRoute, visit: Visit) -> A
         return working.result()
     finally:
         for one in (working, gone):
-            if not one.done():
-                one.cancel()
-                with suppress(asyncio.CancelledError):
-                    await one
+            one.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

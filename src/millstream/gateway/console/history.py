@@ -85,7 +85,7 @@ class Series:
 
 
 class Recent:
-    """What pages that refresh by themselves show, shared by all browsers of a person.
+    """What pages that refresh by themselves show, shared by all tabs of a session.
 
     It is asked for again when that takes no more than a hundredth of the time, however many browsers are open.
     """
@@ -95,7 +95,11 @@ class Recent:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what is known for a principal and a page, or ask; those who come meanwhile wait for the answer."""
+        """Return what is known for a session and a page, or ask; those who come meanwhile wait for the answer."""
+        for old in [
+            one for one, known in self._kept.items() if known.until <= self._clock() and not known.lock.locked()
+        ]:
+            del self._kept[old]
         kept = self._kept.setdefault(key, _Kept())
         self._kept.move_to_end(key)
         while len(self._kept) > RECENT_MAX:

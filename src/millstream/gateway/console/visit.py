@@ -115,9 +115,10 @@ class Visit:
 
     async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what the page shows: asked for by a person, it is new; refreshed by itself, it may be shared."""
-        if not self.is_refresh:
+        if not self.is_refresh or (self.principal and not self.can_sign_out):
             return await ask()
-        return await self.recent.get((self.principal, self.here()), ask)
+        # By session, since the rights of a token are a part of its owner's.
+        return await self.recent.get((self.csrf if self.principal else "", self.path), ask)
 
     # -- what may be done -----------------------------------------------------------------------------------
 

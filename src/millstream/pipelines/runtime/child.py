@@ -236,16 +236,17 @@ class PipelineChild(SupervisedChild):
             self._send_wanted(process), name="send pipelines to the driver"
         )
         sparing = asyncio.get_running_loop().create_task(self._keep_spare(), name="keep a spare driver")
-        code = -1
+        code, is_over = -1, True
         try:
             await self._read_events(process)
             code = await process.wait()
+            is_over = self._is_dismissed or self._stopping.is_set()
             return code
         finally:
             for task in (sending, sparing):
                 task.cancel()
             await asyncio.gather(sending, sparing, return_exceptions=True)
-            if self._is_dismissed or self._stopping.is_set():
+            if is_over:
                 await self._end_spare()
             # A Java that hangs would stay behind; its group id is not reused while it runs.
             self._kill(process)

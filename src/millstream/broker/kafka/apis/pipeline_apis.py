@@ -74,10 +74,18 @@ JOBS_ARE_OFF = (
 
 
 class _PipelineChange(PrivateApi[RequestT, ResponseT]):
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
+    def __init__(
+        self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice, *, has_jobs: bool = True
+    ) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
+        self._has_jobs = has_jobs
+
+    def _check_code(self, settings: Mapping[str, str | None], *, is_job: bool = False) -> None:
+        """Refuse settings with code where a node runs none."""
+        if not self._has_jobs and (is_job or (settings.get(FUNCTIONS) or "").strip()):
+            raise InvalidPipeline(JOBS_ARE_OFF)
 
     async def needs(self, request: RequestT) -> Sequence[Need]:
         """ALTER on the cluster: a pipeline uses the node's memory, disk and lake."""
@@ -98,16 +106,8 @@ class PipelineCreate(_PipelineChange[NewPipeline, CreatePipelineResponse]):
     key = CREATE_KEY
     changes = single_change("pipeline", CREATE)
 
-    def __init__(
-        self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice, *, has_jobs: bool = True
-    ) -> None:
-        super().__init__(pipelines, subscriptions, notes)
-        self._has_jobs = has_jobs
-
     async def handle(self, request: NewPipeline, owner: Owner | None = None) -> CreatePipelineResponse:
-        runs_code = request.kind == PipelineKind.JOB or bool(request.settings.get(FUNCTIONS, "").strip())
-        if runs_code and not self._has_jobs:
-            raise InvalidPipeline(JOBS_ARE_OFF)
+        self._check_code(request.settings, is_job=request.kind == PipelineKind.JOB)
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
@@ -159,6 +159,7 @@ class PipelineAlter(_PipelineChange[PipelineChanges, AlterPipelineResponse]):
         return await self.handle(request, owner_of(client))
 
     async def _change_settings(self, request: PipelineChanges, owner: Owner | None) -> list[str]:
+        self._check_code(request.settings)
         if request.settings.get(DECODE) == NO_DECODING:
             now = await self._pipelines.find(request.name)
             await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
@@ -389,7 +390,7 @@ class PipelineRequestRun(_JobRequest[JobName, Response]):
 
 
 class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
-    """Ends the running run of a job, which is not retried; its schedule continues.
+    """Cancels the run of a job that is in progress; it is not retried, and its schedule continues.
 
         {"name": "nightly"}     answer: {"error": 0, "message": null, "run": 7}
 

@@ -66,7 +66,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         if len(scope) > SCOPE_RULES_MAX:
             raise InvalidRequest(f"the scope of a token has {SCOPE_RULES_MAX} rules at most")
         if not 0 < request.lasts_ms <= LASTS_MS_MAX:
-            raise InvalidRequest(f"a token lasts more than 0 ms and at most {LASTS_MS_MAX // 86_400_000} days")
+            raise InvalidRequest(f"the lifetime of a token must be from 1 ms to {LASTS_MS_MAX // 86_400_000} days")
         now_ms = time.time_ns() // 1_000_000
         expires_ms = min([now_ms + request.lasts_ms, *(token.expires_ms for token in rights.tokens)])
         parent = rights.tokens[0].token_id if rights.tokens else ""

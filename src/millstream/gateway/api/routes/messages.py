@@ -104,7 +104,12 @@ async def trace(services: Services, request: Request[NoFields, NoFields]) -> Tra
 
 async def _with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
     """Complete a trace from the ledger's table, as far as this machine has it, in a process that ends with that."""
-    async with _READING:
+    try:
+        async with asyncio.timeout(HISTORY_S):
+            await _READING.acquire()
+    except TimeoutError:
+        return found
+    try:
         try:
             lake = await ledger_lake(services.client)
             process = await asyncio.create_subprocess_exec(
@@ -122,6 +127,8 @@ async def _with_history(services: Services, found: dict[str, Any]) -> dict[str, 
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+    finally:
+        _READING.release()
     # Without a table, or without the packages that read it, the broker's answer has to do.
     return dict(msgspec.json.decode(text)) if process.returncode == 0 and text else found
 

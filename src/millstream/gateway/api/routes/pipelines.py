@@ -293,7 +293,7 @@ async def request_run(services: Services, request: Request[NoFields, NoFields]) 
 
 
 async def cancel_run(services: Services, request: Request[NoFields, NoFields]) -> RunCancelled:
-    """End the running run of a job."""
+    """Cancel the run of a job that is in progress."""
     name = request.path["pipeline"]
     return RunCancelled(name, await PipelineClient(services.client).cancel_run(name))
 
@@ -350,7 +350,7 @@ ROUTES: Final = (
     _route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
     _route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog),
     _route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),
-    _route("POST", f"{_ONE}/cancel", "End the running run of a job", cancel_run, RunCancelled),
+    _route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled),
     _route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
     _route(
         "PATCH",

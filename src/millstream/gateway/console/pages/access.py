@@ -85,7 +85,7 @@ def _words(rule: Acl) -> tuple[str, ...]:
         flags += ["--host", rule.host]
     kind = name_of(rule.resource_type)
     resource = kind if rule.resource_type is ResourceType.CLUSTER else f"{kind}:{rule.resource_name}"
-    return (rule.principal, name_of(rule.operation), resource, *flags)
+    return (rule.principal, name_of(rule.operation), resource, *flags, "--only", name_of(rule.permission))
 
 
 async def put(visit: Visit) -> Answer:
@@ -95,7 +95,7 @@ async def put(visit: Visit) -> Answer:
     is_known = name in await list_users(client)
     wants_new = visit.choice("what", ("create", "password")) == "create"
     if not name or not password:
-        raise invalid("a user has a name and a password")
+        raise invalid("enter a name and a password")
     if is_known and wants_new:
         raise invalid(f"user {name!r} exists already; nothing was changed")
     if not is_known and not wants_new:
@@ -159,7 +159,6 @@ async def remove(visit: Visit) -> Answer:
     if rule is None:
         raise invalid("there is no such rule any more; nothing was changed")
     visit.confirm(rule.principal)
-    # As the command does: the rule that says the opposite of exactly this goes, too.
     selected = AclFilter(
         resource_type=rule.resource_type,
         resource_name=rule.resource_name,
@@ -167,6 +166,7 @@ async def remove(visit: Visit) -> Answer:
         principal=rule.principal,
         host=rule.host,
         operation=rule.operation,
+        permission=rule.permission,
     )
     await remove_acls(visit.services.client, [selected])
     return _done(f"The rule is removed: {command('acl', 'remove', *_words(rule))}")

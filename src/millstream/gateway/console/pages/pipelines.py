@@ -166,7 +166,7 @@ async def trigger(visit: Visit) -> Answer:
 
 
 async def cancel_run(visit: Visit) -> Answer:
-    """End the running run of a job."""
+    """Cancel the run of a job that is in progress."""
     name = visit.names["pipeline"]
     visit.confirm(name)
     run = await PipelineClient(visit.services.client).cancel_run(name)
