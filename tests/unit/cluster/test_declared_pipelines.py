@@ -122,7 +122,7 @@ async def test_what_does_not_fit_changes_nothing(catalog: Catalog) -> None:
     made = await pipelines.create("land-orders", LAND, ORDERS, is_wanted=False)
     with pytest.raises(InvalidSetting, match=r"unknown setting 'evry.ms'.*every.ms"):
         await pipelines.alter("land-orders", {"evry.ms": "1"})
-    with pytest.raises(InvalidPipeline, match="rules are for"):
+    with pytest.raises(InvalidPipeline, match="only route pipelines have rules"):
         await pipelines.change_rules("land-orders", [LARGE])
     with pytest.raises(UnknownPipeline):
         await pipelines.start("none")

@@ -338,7 +338,7 @@ async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -
         await client.alter("land-orders", {"topic": "x"})
     with pytest.raises(InvalidSetting, match="either `topics` or `pattern`"):
         await client.alter("land-orders", {"topics": None}, validate_only=True)
-    with pytest.raises(InvalidRequest, match="rules are for"):
+    with pytest.raises(InvalidRequest, match="only route pipelines have rules"):
         await client.change_rules("land-orders", [LARGE])
     for asked in (client.start("x"), client.delete("x"), client.describe(["x"]), client.change_rules("x", [LARGE])):
         with pytest.raises(NotFound, match="no pipeline 'x'"):

@@ -38,7 +38,7 @@ def test_functions_have_modules() -> None:
         ("prices:bare", {"prices": CODE}, "line 5: say what bare returns"),
         ("prices:vat", {"prices": "def vat(:"}, "not Python"),
         ("prices:vat", {"prices": "async def vat() -> int: ..."}, "must not be async"),
-        ("prices:vat", {"prices": CODE, "more": CODE}, "no function is named"),
+        ("prices:vat", {"prices": CODE, "more": CODE}, "none of its functions is listed"),
     ],
 )
 def test_what_cannot_be_called_is_refused(text: str, code: dict[str, str], reason: str) -> None:

@@ -107,6 +107,12 @@ def test_what_was_found_decodes_everything_that_it_was_found_in(documents: list[
     nothing = pa.schema([])
     first = Decoder(nothing, evolves=True).decode(values)
     second = Decoder(first.found, evolves=True).decode(values)
+    # A payload that is refused because of one field may hide the type of another, so columns may be found in turns.
+    for _ in documents:
+        if second.found == first.found:
+            break
+        assert second.found.names[: len(first.found)] == first.found.names
+        first, second = second, Decoder(second.found, evolves=True).decode(values)
     assert second.found == first.found
     for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
         # The first value decides; a number too large for a double makes a column of doubles, and does not fit into it.
