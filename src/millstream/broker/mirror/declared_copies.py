@@ -2,12 +2,14 @@
 
 A schema keeps its id and its version, since records refer to it by its id. What exists here and was never seen at the
 source is left alone and reported: nothing that somebody declared here is overwritten or deleted.
+
+Any node of the source may answer, and one may know less than another. So what a single answer lacks is not deleted yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from millstream.broker.mirror.source import Source
 from millstream.broker.schemas.registry import SchemaRegistry
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
     from millstream.broker.mirror.service import MirrorRun
 
 PAGE_BYTES: Final = 4 * 1024 * 1024
+ABSENT_TIMES: Final = 3
+"""How often in a row something has to be missing at the source before it is deleted here."""
+SHOWN_MAX: Final = 5
 _UNKNOWN: Final = -1
+T = TypeVar("T", bound=Hashable)
 
 
 def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, security: SecurityState) -> None:
@@ -83,6 +89,45 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
     return RegistryResponse(last=last, schemas=found, settings=settings)
 
 
+class Sightings(Generic[T]):
+    """What the source has had, and how often in a row each was missing since."""
+
+    def __init__(self) -> None:
+        self._absences: dict[T, int] = {}
+
+    def __contains__(self, one: T) -> bool:
+        return one in self._absences
+
+    @property
+    def has_absent(self) -> bool:
+        """Whether something is missing that the source has had."""
+        return any(self._absences.values())
+
+    def note(self, found: Collection[T]) -> None:
+        """Take in one complete answer of the source."""
+        for one in self._absences:
+            self._absences[one] += 1
+        self._absences.update(dict.fromkeys(found, 0))
+
+    def gone(self) -> set[T]:
+        """Return what was missing often enough to be deleted here."""
+        return {one for one, times in self._absences.items() if times >= ABSENT_TIMES}
+
+    def forget(self, gone: Collection[T]) -> None:
+        """Forget what was deleted here: if it is declared here again, it is no longer the source's."""
+        for one in gone:
+            self._absences.pop(one, None)
+
+
+class SeenAtSource:
+    """What the owner of a mirror has seen at one source; kept while the node runs, across connections and pauses."""
+
+    def __init__(self, cluster_id: str) -> None:
+        self.cluster_id = cluster_id
+        self.versions: Sightings[tuple[QualifiedSubject, int]] = Sightings()
+        self.acls: Sightings[Acl] = Sightings()
+
+
 class DeclaredCopies:
     """Keeps schemas and access rules equal to the source's, for the owner of a mirror."""
 
@@ -92,38 +137,55 @@ class DeclaredCopies:
         self._schemas = run.service.schemas
         self._security = run.service.security
         self._last = _UNKNOWN
-        self._versions: set[tuple[QualifiedSubject, int]] = set()
-        """The versions that were seen at the source."""
-        self._acls: set[Acl] = set()
+        """The latest change of the source's registry that was copied, on this connection."""
+        self._seen = run.service.seen_at(run.mirror, source.cluster_id)
 
     async def sync_schemas(self) -> None:
         """Copy the source's registry if it has changed."""
         pages: list[SchemaMessage] = []
+        seen, first = self._seen.versions, _UNKNOWN
+        # What is missing has to be looked for again, although nothing has changed since.
+        since = _UNKNOWN if seen.has_absent else self._last
         while True:
-            asked = RegistryRequest(since=self._last, offset=len(pages))
+            asked = RegistryRequest(since=since, offset=len(pages))
             page = await self._source.ask(None, REGISTRY_KEY, asked, RegistryResponse, waits=True)
-            if page.last == self._last:
+            if page.last < self._last:
+                self._run.notes["schemas behind"] = (
+                    f"a node of the source has the schema registry as of change {page.last}, which is before "
+                    f"{self._last}, and is not followed; if the source was restored, pause the mirror and resume it"
+                )
                 return
+            if page.last == since:
+                self._run.notes.pop("schemas behind", None)
+                return
+            if pages and page.last != first:
+                # Pages are cut by position, which a change shifts: start over at the next look.
+                return
+            first = page.last
             pages += page.schemas
             if not page.has_more:
                 break
+        self._run.notes.pop("schemas behind", None)
         versions = [_version(one) for one in pages]
-        self._versions |= {(one.subject, one.version) for one in versions}
+        seen.note({(one.subject, one.version) for one in versions})
+        gone = seen.gone()
         settings = [
             SubjectSettings(subject=QualifiedSubject.parse(one.subject), config=one.config, mode=one.mode)
             for one in page.settings
         ]
-        unknown = await self._schemas.follow([_schema(one) for one in pages], versions, settings, seen=self._versions)
-        self._note("schemas", "the schema registry", [f"{subject} version {number}" for subject, number in unknown])
+        kept = await self._schemas.follow([_schema(one) for one in pages], versions, settings, seen=gone)
+        seen.forget(gone)
+        self._note("schemas", "schemas", [f"{place[0]} version {place[1]}" for place in kept if place not in seen])
         self._last = page.last
 
     async def sync_acls(self) -> None:
         """Copy the source's access rules if they have changed."""
         wanted = frozenset(await self._source.acls())
-        here = self._security.snapshot.acls
-        self._acls |= wanted
+        here, seen = self._security.snapshot.acls, self._seen.acls
+        seen.note(wanted)
+        gone = seen.gone()
         await self._security.add_acls(wanted - here)
-        for acl in (here - wanted) & self._acls:
+        for acl in here & gone:
             exact = AclFilter(
                 resource_type=acl.resource_type,
                 resource_name=acl.resource_name,
@@ -134,11 +196,16 @@ class DeclaredCopies:
                 permission=acl.permission,
             )
             await self._security.delete_acls(exact)
-        self._note("acls", "the access rules", sorted(map(str, here - wanted - self._acls)))
+        self._note("acls", "access rules", sorted(str(acl) for acl in here - gone if acl not in seen))
+        seen.forget(gone)
 
-    def _note(self, key: str, of: str, unknown: Sequence[str]) -> None:
+    def _note(self, key: str, noun: str, unknown: Sequence[str]) -> None:
         if unknown:
-            self._run.notes[key] = f"{of} of this cluster has what the source has not: {', '.join(unknown[:5])}"
+            more = f" and {len(unknown) - SHOWN_MAX} more" if len(unknown) > SHOWN_MAX else ""
+            self._run.notes[key] = (
+                f"{noun} that the source does not have stay here: {', '.join(unknown[:SHOWN_MAX])}{more}; "
+                "delete by hand those that were deleted at the source"
+            )
         else:
             self._run.notes.pop(key, None)
 

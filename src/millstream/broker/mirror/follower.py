@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from millstream.broker.mirror.copier import Copier
-from millstream.broker.mirror.declared_copies import DeclaredCopies
+from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
 from millstream.broker.mirror.source import Source
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -56,8 +56,6 @@ Vector = Mapping[str, Mapping[int, int]]
 TOPICS_S: Final = 1.0
 """How often the source is asked for its topics."""
 GROUPS_S: Final = 1.0
-ABSENT_TIMES: Final = 3
-"""How often in a row something has to be missing at the source before it is deleted here."""
 RECONNECT_S: Final = 30.0
 """After how long without an answer the source is looked up again."""
 DECLARED_S: Final = 2.0

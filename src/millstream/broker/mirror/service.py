@@ -19,6 +19,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from
 from millstream.broker.mirror.declared import Mirrors
+from millstream.broker.mirror.declared_copies import SeenAtSource
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.registry import SchemaRegistry
@@ -256,6 +257,8 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """Copies that were cut, and are not writable yet, by the mirror's id, and where: nothing is copied to them."""
+        self._seen: dict[UUID, SeenAtSource] = {}
+        """What was seen at the source while this node was the owner, by the mirror's id."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
@@ -293,6 +296,13 @@ class MirrorService:
         if self._client is None:
             self._client = Client.connect(self.membership.addresses(), client_id="mirrors")
         return self._client
+
+    def seen_at(self, mirror: Mirror, cluster_id: str) -> SeenAtSource:
+        """Return what was seen at the source of a mirror; nothing if that was another cluster."""
+        seen = self._seen.get(mirror.mirror_id)
+        if seen is None or seen.cluster_id != cluster_id:
+            seen = self._seen[mirror.mirror_id] = SeenAtSource(cluster_id)
+        return seen
 
     def run_of(self, name: str) -> MirrorRun | None:
         """Return what this node runs of a mirror."""
@@ -348,6 +358,7 @@ class MirrorService:
         self._restrict(self.topics.hosted())
         known = {mirror.mirror_id for mirror in self.mirrors.all()}
         self.cutting = {mirror_id: keys for mirror_id, keys in self.cutting.items() if mirror_id in known}
+        self._seen = {mirror_id: seen for mirror_id, seen in self._seen.items() if mirror_id in known}
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
