@@ -65,6 +65,8 @@ LATE_S: Final = 3.0
 _PR_SET_PDEATHSIG: Final = 1
 _LINE_BYTES_MAX: Final = 1024 * 1024
 _LAST_LINES_S: Final = 1.0
+_ANSWER_S: Final = 1.0
+"""How long a broker may take to report its health; the gateway waits for all brokers of the machine."""
 _LOOK_S: Final = 0.05
 _SETTLE_ATTEMPTS: Final = 5
 
@@ -123,6 +125,7 @@ class BrokerProcess(SupervisedChild):
                 await asyncio.wait([held], timeout=_LOOK_S)
                 continue
             self._is_dismissed = True
+            self._is_ready = False
             self._hang_up()
             ending = asyncio.ensure_future(process.wait())
             await asyncio.wait([ending], timeout=self.stop_s)
@@ -139,28 +142,42 @@ class BrokerProcess(SupervisedChild):
     def retire(self) -> None:
         """Start no process any more."""
         self._stopping.set()
+        self._may_run.set()
 
     async def stop(self) -> None:
         """Let the process finish its work, then end it."""
         self._may_run.set()
+        self._is_ready = False
         await super().stop()
 
     async def refresh(self) -> None:
-        """Wait for what the broker says about itself now, unless it does not serve."""
+        """Wait for what the broker says about itself now; one that does not answer in time has no health."""
         process = self._process
-        if not self._is_ready or process is None or process.stdin is None:
+        if not self._is_ready or process is None or process.stdin is None or process.stdin.is_closing():
+            self.health = None
             return
         if self._asked is None:
             self._asked = asyncio.get_running_loop().create_future()
             process.stdin.write(QUESTION)
-        await asyncio.wait([self._asked])
+        answered, _ = await asyncio.wait([self._asked], timeout=_ANSWER_S)
+        if not answered:
+            # The question stays open: the answer counts when it comes.
+            self.health = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the broker serves, but has not answered the last question about its health."""
+        return self._is_ready and self._asked is not None and self.health is None
 
     async def _wanted(self) -> None:
+        # From here on no process runs. While this broker waits to hand over its logs, another one that is handing over
+        # its own pauses it, and must not wait for it.
+        self._held.set()
         if self._failed_starts >= FAILED_STARTS_MAX:
             self._failed_starts = 0
             await self._machine.hand_over(self)
-        self._held.set()
-        await self._may_run.wait()
+        while not self._may_run.is_set():
+            await self._may_run.wait()
         self._held.clear()
 
     async def _spawn(self) -> Process:
@@ -419,7 +436,9 @@ class Machine:
         reasons: dict[str, None] = {}
         warnings: dict[str, None] = dict.fromkeys(self._given_up.values())
         for broker in self.brokers:
-            if broker.health is None:
+            if broker.is_silent:
+                reasons[f"node {broker.node_id} of this machine does not answer"] = None
+            elif broker.health is None:
                 reasons[not_running(NodeId(broker.node_id))] = None
             else:
                 reasons.update(dict.fromkeys(broker.health["reasons"]))
@@ -441,6 +460,10 @@ class Machine:
         """Move the logs of a broker that cannot be started to the folders of the others, if they can be read."""
         node = NodeId(dead.node_id)
         async with self._changing:
+            if dead not in self.brokers:
+                # Its logs were moved while it waited.
+                dead.retire()
+                return
             if self._is_stopping or self.service is None or len(self.brokers) == 1:
                 # In a cluster, the replicas on other machines take over.
                 return
