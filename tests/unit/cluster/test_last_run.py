@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.broker.cluster.last_run import LastRun
+from millstream.broker.cluster.last_run import FolderOwner, LastRun, change_owner
+from millstream.core.errors import CorruptState
 from millstream_testing.files import MemoryFiles
 
 FOLDER = "/data"
@@ -93,3 +94,22 @@ def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles) -> No
     last = run(files, "b")
     assert (last.was_admitted, last.ran_as("incarnation 99"), last.is_unclean("incarnation 99")) == (True, True, False)
     assert last.is_unclean("first")
+
+
+def test_a_damaged_record_is_not_taken_for_a_folder_without_an_owner(files: MemoryFiles) -> None:
+    change_owner(files, FOLDER, FolderOwner(node_id=2, cluster="c", cluster_id="id"))
+    files.flip_bit(f"{FOLDER}/last-run", 0, 3)
+    for read in (lambda: FolderOwner.read(files, FOLDER), lambda: run(files)):
+        with pytest.raises(CorruptState, match=r"/data/last-run is damaged .* remove the file and start the node with"):
+            read()
+    files.remove(f"{FOLDER}/last-run")
+    assert run(files, stopped_clean=True).is_unclean("first")
+
+
+def test_only_a_full_disk_overwrites_the_record_in_place(files: MemoryFiles) -> None:
+    first = run(files)
+    first.begin("first")
+    before = files.content(f"{FOLDER}/last-run")
+    files.fail_next_writes("last-run.new")
+    first.begin("second")
+    assert files.content(f"{FOLDER}/last-run") == before

@@ -7,6 +7,7 @@ cluster, so that an empty folder or an old copy is noticed too.
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass
 from typing import Final
@@ -15,15 +16,16 @@ import msgspec
 
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.state import read_whole, replace_file
+from millstream.core.errors import CorruptState
 
 _logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "last-run"
 UNKNOWN_NODE: Final = -1
 _KEPT: Final = 16
+"""Several, because a node may register more than once before it is admitted."""
 _FILE_BYTES: Final = 4096
 """Enough for all that is kept, so that a full disk can store a change in the space that the file has."""
-"""Several, because a node may register more than once before it is admitted."""
 
 
 class _Content(msgspec.Struct, kw_only=True):
@@ -146,9 +148,9 @@ class LastRun:
         encoded = _encode(content)
         try:
             replace_file(self._files, self._folder, FILE_NAME, encoded)
-        except OSError:
-            # A full disk has no room for another file. A torn one counts as unclean, so it is safe to overwrite.
-            if not self._overwrite(encoded):
+        except OSError as error:
+            # A full disk has no room for another file. If the overwrite is torn, the next start is refused.
+            if error.errno != errno.ENOSPC or not self._overwrite(encoded):
                 raise
 
     def _overwrite(self, content: bytes) -> bool:
@@ -174,10 +176,18 @@ def _encode(content: _Content) -> bytes:
 
 
 def _read(files: Files, folder: str) -> _Content | None:
+    """Return what the folder records; None if it has no record. One that is damaged may hide the folder's owner."""
+    path = f"{folder}/{FILE_NAME}"
     try:
-        return msgspec.json.decode(read_whole(files, f"{folder}/{FILE_NAME}"), type=_Content)
-    except (FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(read_whole(files, path), type=_Content)
+    except FileNotFoundError:
         return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptState(
+            f"{path} is damaged ({error}), so the cluster and the node that own the folder are unknown; remove the "
+            "file and start the node with the settings that it had: the same --node-id, and in a cluster the same "
+            "--cluster, --etcd and --catalog"
+        ) from error
 
 
 def read_boot_id() -> str:
