@@ -114,7 +114,7 @@ class Visit:
             await note_reading(self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
 
     async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return what the page shows: asked for by a person, it is new; refreshed by itself, it may be shared."""
+        """Return what the page shows: fresh when a person opens it, possibly shared when an open page refreshes."""
         if not self.is_refresh or (self.principal and not self.can_sign_out):
             return await ask()
         # By session, since the rights of a token are a part of its owner's.
