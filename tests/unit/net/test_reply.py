@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
-from millstream.broker.net.reply import Buffers, Started, start
+from millstream.broker.net import reply
+from millstream.broker.net.reply import Buffers, Reply, Started, start
 
 
-async def continued(started: Buffers | Started | None) -> Buffers | None:
+async def continued(started: Buffers | Started | None) -> Reply | None:
     assert isinstance(started, Started)
     return await started
 
@@ -102,3 +105,28 @@ async def test_what_only_needs_a_task_goes_on_with_its_first_step() -> None:
     await asyncio.sleep(0)
     assert steps == ["arrived", "in a task"]
     assert await task == []
+
+
+async def test_steps_of_a_task_are_measured_without_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(reply, "time", SimpleNamespace(perf_counter=lambda: now))
+    waits_for = asyncio.get_running_loop().create_future()
+
+    async def answer() -> Buffers:
+        nonlocal now
+        now += 1
+        with suppress(OSError):
+            await waits_for
+        now += 10
+        await asyncio.sleep(0)
+        now += 100
+        return [b"done"]
+
+    started = Started(answer())
+    task = asyncio.create_task(continued(started))
+    await asyncio.sleep(0)
+    assert started.spent_s == 1
+    now += 1000
+    waits_for.set_exception(OSError())
+    assert await task == [b"done"]
+    assert started.spent_s == 111

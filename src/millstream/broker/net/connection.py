@@ -51,8 +51,8 @@ from millstream.broker.net.turns import (
     LIGHT_ANSWER_BYTES,
     LIGHT_BYTES,
     LIGHT_REPLIES_MAX,
-    REQUEST_S,
     ROUND_SPENT_MAX_S,
+    TASK_S,
     Flow,
     Turns,
 )
@@ -87,10 +87,7 @@ class ConnectionLimits:
 
 _logger = logging.getLogger(__name__)
 
-Waiting = Started | Coroutine[Any, Any, Reply | None]
-"""An answer that a task waits for."""
-
-Answer = Reply | Promise | asyncio.Future[Buffers | None] | Waiting | None
+Answer = Reply | Promise | asyncio.Future[Buffers | None] | Started | Coroutine[Any, Any, Reply | None] | None
 
 SCRATCH_BYTES = 128 * 1024
 START_BYTES = 20 * 1024
@@ -507,7 +504,9 @@ class Connection(asyncio.BufferedProtocol):
             if buffer is not None:
                 self._release(buffer)
             raise
-        if isinstance(answer, Started) or (not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer)):
+        if not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer):
+            answer = Started(answer)
+        if isinstance(answer, Started):
             self._begin_task(answer, len(frame), buffer)
             return
         if buffer is not None:
@@ -528,18 +527,19 @@ class Connection(asyncio.BufferedProtocol):
             promise.on_kept = self._promise_kept
             self._replies.append(promise)
 
-    def _begin_task(self, answer: Waiting, size: int, buffer: bytearray | None) -> None:
+    def _begin_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
         """Make the connection wait for a coroutine; the frame counts against the budget until it is done."""
+        self._turns.begin_task(self._flow)
         reply = Promise()
         self._replies.append(reply)
         if buffer is None:
             self._budget.take(size + FRAME_COST_BYTES)
         self._task = self._loop.create_task(self._wait_for(reply, answer))
-        if isinstance(answer, Started) and answer.is_abandoned_with_client:
+        if answer.is_abandoned_with_client:
             self.presence.cancel_on_disconnect(self._task)
         self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
 
-    async def _wait_for(self, reply: Promise, answer: Waiting) -> None:
+    async def _wait_for(self, reply: Promise, answer: Started) -> None:
         try:
             buffers = await answer
         except asyncio.CancelledError:
@@ -560,7 +560,7 @@ class Connection(asyncio.BufferedProtocol):
             # Large responses are charged as they are sent, which moves `_began`.
             self._answering_s = self._turns.clock() - began - (self._began - charged)
 
-    def _after_task(self, answer: Waiting, size: int, buffer: bytearray | None) -> None:
+    def _after_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
         # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
         answer.close()
         self._task = None
@@ -569,8 +569,12 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        cost_s, self._answering_s = REQUEST_S + self._answering_s, 0.0
+        cost_s, self._answering_s = TASK_S + answer.spent_s + self._answering_s, 0.0
+        self._turns.end_task(self._flow, cost_s)
         self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
+        if self._has_unserved and (self._turns.is_crowded or self._turns.spent_s > ROUND_SPENT_MAX_S):
+            # What the next one takes is spent after the round that begins it, so it waits for a round to count it.
+            self._await_turn_if_free()
         self._serve_next()
 
     def _serve_next(self) -> None:

@@ -118,13 +118,27 @@ def start(
 class Started:
     """A coroutine that has taken its first step, as something a task can await."""
 
-    __slots__ = ("_coroutine", "_is_continued", "_latency", "_started", "_waits_for", "is_abandoned_with_client")
+    __slots__ = (
+        "_coroutine",
+        "_is_continued",
+        "_latency",
+        "_started",
+        "_waits_for",
+        "is_abandoned_with_client",
+        "spent_s",
+    )
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Buffers | None], waits_for: Any, *, is_abandoned_with_client: bool
+        self,
+        coroutine: Coroutine[Any, Any, Reply | None],
+        waits_for: Any = None,
+        *,
+        is_abandoned_with_client: bool = False,
     ) -> None:
         self.is_abandoned_with_client = is_abandoned_with_client
         """Whether its task is cancelled when the client leaves."""
+        self.spent_s = 0.0
+        """How long its steps in a task have taken, without what it waited for."""
         self._coroutine = coroutine
         self._waits_for = waits_for
         self._is_continued = False
@@ -136,26 +150,32 @@ class Started:
         self._latency = latency
         self._started = started
 
-    def __await__(self) -> Generator[Any, Any, Buffers | None]:
+    def __await__(self) -> Generator[Any, Any, Reply | None]:
         """Continue in a task."""
         self._is_continued = True
+        step: Callable[[Any], Any] = self._coroutine.send
+        sent: Any = None
         waits_for = self._waits_for
+        # It may have waited for nothing but a task.
+        may_continue = waits_for is None
         try:
-            if waits_for is None:
-                # It only has to continue in a task.
-                waits_for = self._coroutine.send(None)
             while True:
+                if not may_continue:
+                    try:
+                        step, sent = self._coroutine.send, (yield waits_for)
+                    except GeneratorExit:
+                        self._coroutine.close()
+                        raise
+                    except BaseException as error:
+                        step, sent = self._coroutine.throw, error
+                may_continue = False
+                began = time.perf_counter()
                 try:
-                    sent = yield waits_for
-                except GeneratorExit:
-                    self._coroutine.close()
-                    raise
-                except BaseException as error:
-                    waits_for = self._coroutine.throw(error)
-                else:
-                    waits_for = self._coroutine.send(sent)
+                    waits_for = step(sent)
+                finally:
+                    self.spent_s += time.perf_counter() - began
         except StopIteration as done:
-            return cast("Buffers | None", done.value)
+            return cast("Reply | None", done.value)
         finally:
             if self._latency is not None:
                 self._latency.observe(time.perf_counter() - self._started)

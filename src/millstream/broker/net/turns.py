@@ -1,10 +1,10 @@
 """Fair turns for the connections of one event loop.
 
-What a connection costs is measured in seconds: the time that serving it took, plus its bytes at `BYTE_S` each, for
-what follows from them later. A connection that has used up its quantum is neither read nor sent to until its turn
-comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the client
-address that has used least, then to that address's connection that has used least; an address does not get more by
-opening more connections. Between two rounds the loop polls, so everything else waits for one round at most. The
+What a connection costs is measured in seconds: the time that serving it took, in tasks too, plus its bytes at `BYTE_S`
+each, for what follows from them later. A connection that has used up its quantum is neither read nor sent to until its
+turn comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the
+client address that has used least, then to that address's connection that has used least; an address does not get more
+by opening more connections. Between two rounds the loop polls, so everything else waits for one round at most. The
 connections by which other nodes fetch what they replicate share a separate account, `FOLLOWERS`.
 
 A light request, one that is small and leaves nothing behind it in the socket, is served when it arrives and is not
@@ -39,8 +39,8 @@ QUANTA_MAX: Final = 64
 CHARGE_QUANTA_MAX: Final = 2
 """The most that is charged at once: the time may have gone to a slow disk, another process, or the collector."""
 BYTE_S: Final = 4e-9
-REQUEST_S: Final = 0.0001
-"""What a request costs that a task answers, whose own time is not known."""
+TASK_S: Final = 0.0001
+"""What a request costs that a task answers, beside the steps of that task."""
 
 LIGHT_BYTES: Final = 16 * 1024
 LIGHT_ANSWER_BYTES: Final = 256 * 1024
@@ -106,15 +106,17 @@ class _Address:
 class Flow:
     """The account of one connection."""
 
-    __slots__ = ("address", "host", "is_waiting", "resume", "under_way_bytes", "used_s")
+    __slots__ = ("address", "host", "is_waiting", "resume", "task_s", "under_way_bytes", "used_s")
 
-    def __init__(self, host: str, address: _Address, resume: Callable[[], None]) -> None:
+    def __init__(self, host: str, address: _Address, resume: Callable[[], None], task_s: float) -> None:
         self.host = host
         self.address = address
         self.resume = resume
         self.used_s = 0.0
         self.is_waiting = False
         self.under_way_bytes = 0
+        self.task_s = task_s
+        """What its last request cost that a task answered, so probably what the next one will."""
 
 
 class Turns:
@@ -131,6 +133,10 @@ class Turns:
         self._round_at = 0.0
         self.spent_s = 0.0
         """What was used since the last round."""
+        self._begun_s = 0.0
+        """What the tasks will probably use that were begun since the last round."""
+        self._task_s = TASK_S
+        """What the last one cost, for connections that have begun none."""
         self._quanta = 8
         self._flows_under_way = 0
         self.waiting = 0
@@ -138,9 +144,9 @@ class Turns:
         self.quantum_s = QUANTUM_ALONE_S
         """What a connection may use at once: less, the more of them wait."""
         self.is_crowded = False
+        """Whether so many wait that each should read and send in small steps."""
         self.read_bytes = READ_BYTES_MAX
         """How much a connection reads at a time in a crowd."""
-        """Whether so many wait that each should read and send in small steps."""
         self.given = 0
 
     def join(self, host: str, resume: Callable[[], None]) -> Flow:
@@ -149,7 +155,7 @@ class Turns:
         if address is None:
             address = self._addresses[host] = _Address()
         address.connections += 1
-        return Flow(host, address, resume)
+        return Flow(host, address, resume, self._task_s)
 
     def leave(self, flow: Flow) -> None:
         """Close the account of a connection."""
@@ -195,6 +201,15 @@ class Turns:
         self.wait(flow, is_light=is_light)
         return True
 
+    def begin_task(self, flow: Flow) -> None:
+        """Count a task that will use the loop after this turn."""
+        self.spent_s += flow.task_s
+        self._begun_s += flow.task_s
+
+    def end_task(self, flow: Flow, cost_s: float) -> None:
+        """Remember what a task has cost."""
+        flow.task_s = self._task_s = cost_s
+
     def wait(self, flow: Flow, *, is_light: bool = False) -> None:
         """Make a connection wait for its turn."""
         flow.is_waiting = True
@@ -221,7 +236,7 @@ class Turns:
     def _run(self) -> None:
         """Give the turns of one round."""
         self._is_due = False
-        self.spent_s = 0.0
+        self.spent_s = self._begun_s = 0.0
         self._adapt(self.clock() - self._round_at)
         left = self.waiting
         until = self.clock() + self._quanta * QUANTUM_S
@@ -233,7 +248,7 @@ class Turns:
                     left -= 1
                     self.given += 1
                     flow.resume()
-                    if self.clock() >= until:
+                    if self.clock() + self._begun_s >= until:
                         break
         finally:
             if self._queue:
