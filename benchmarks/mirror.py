@@ -36,7 +36,8 @@ from benchmarks.processes import cpu_of
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from millstream_testing.command import CommandLine, Outcome
-from millstream_testing.link_relay import LinkRelay, RelayThread
+from millstream_testing.link_relay import RelayThread
+from millstream_testing.mirror_trial import Line, Site
 from millstream_testing.server import Server
 
 MB = 1_000_000
@@ -64,31 +65,24 @@ class Lag(NamedTuple):
 
 
 class Pair:
-    """A source and a target that mirrors it."""
+    """A source and a target that mirrors it. With a delay, they reach each other through relays, clients directly."""
 
     def __init__(self, folder: Path, thread: RelayThread, delay_s: float) -> None:
-        self.source, self.target = Server(folder / "source"), Server(folder / "target")
-        self.lines: list[LinkRelay] = []
-        if delay_s:
-            for server in (self.source, self.target):
-                line = LinkRelay(thread, server.kafka, delay_s=delay_s)
-                server.settings["advertise"] = line.address
-                self.lines.append(line)
+        self._sites = [Site(folder, name, thread, Line(delay_s=delay_s), {}) for name in ("source", "target")]
+        self.source, self.target = (site.nodes[0] for site in self._sites)
+        self._is_delayed = delay_s > 0
 
     def __enter__(self) -> Pair:
-        self.source.start()
-        self.target.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.source.kill()
-        self.target.kill()
-        for line in self.lines:
-            line.close()
+        for site in self._sites:
+            site.close()
 
     def address(self, server: Server) -> str:
         """Where the other side reaches a server."""
-        return str(server.settings.get("advertise") or server.kafka)
+        (site,) = (one for one in self._sites if server in one.nodes)
+        return site.outside if self._is_delayed else server.kafka
 
     def mirror(self, topic: str) -> None:
         """Let the target follow a topic."""

@@ -48,7 +48,11 @@ def main() -> int:
         for violation in trial.violations:
             print(f"BROKEN: {violation}", flush=True)
         broken += bool(trial.violations)
-        print(f"round {number + 1}: {'broken' if trial.violations else 'fine'} (seed {seed + number})", flush=True)
+        faults = ", ".join(f"{count} × {kind}" for kind, count in sorted(trial.faults.items()))
+        judged = "broken" if trial.violations else "fine"
+        print(
+            f"round {number + 1}: {judged} (seed {seed + number}; {trial.faults.total()} faults: {faults})", flush=True
+        )
     return int(broken > 0)
 
 

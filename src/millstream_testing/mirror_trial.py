@@ -1,17 +1,18 @@
-"""Two sites, one of which mirrors the other, under load and faults; a checker judges every record and every queue.
+"""A trial of two sites, one of which mirrors the other: load, faults, and a checker for every record and queue.
 
-One round: load on the first site while nodes are killed or paused and the line between them is cut; the first site
-dies and the second takes over; work goes on there; the first comes back and follows (`reverse`); both change sides as
-planned (`switch`). The load is transactions over two topics, which must never be torn; single messages, which workers
-of a subscription accept; and an application that copies these in transactions that commit its offsets, too.
+One round: producers and workers use the first site while nodes are killed or frozen and the line between the sites is
+cut. The first site is killed, and the second takes over. Producers and workers continue there. The first site starts
+again and follows (`reverse`). Then both change sides as planned (`switch`). The load consists of transactions over two
+topics, single messages that workers of a subscription accept, and an application that copies these messages in
+transactions, which also commit its offsets.
 
-A site is one node or a cluster. Only the other site reaches it through the line, a relay that delays what passes,
-stalls now and then as TCP does when packets are lost, and can be cut.
+A site is one node or a cluster. The sites reach each other through relays that delay data, stall occasionally as TCP
+does after a loss, and can be cut.
 
-Promises, each of which `violations` reports with what broke it:
+`violations` lists every broken rule, with an example. The rules:
 
-- below the cut of a failover, the second site has every record of the first at its offset, among them everything that
-  a producer was told to be stored;
+- below the cut of a failover, the second site has every record of the first at its offset, among them all that were
+  acknowledged to a producer;
 - no transaction is torn: both topics hold the same numbers for readers of committed records;
 - every message is accepted by a worker or delivered after a failover, so none is taken for one that was accepted;
 - a message whose acceptance was carried over is not delivered again;
@@ -30,6 +31,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -54,25 +56,27 @@ PARTITIONS = 3
 SUBSCRIPTION, GROUP = "workers", "copiers"
 MIRROR = "site"
 CARRIED_S = 10.0
-"""Acceptances older than this, on a line that works, have been carried over."""
+"""An acceptance that is older than this when the first site is killed must have reached the second site."""
+
+LEASE_MS = 5000
 
 Place = tuple[str, int, int]
 """Topic, partition and offset."""
 
 
 class TrialBroken(Exception):
-    """The trial itself could not go on."""
+    """The trial could not be continued, so nothing was proved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How many nodes each site has, and what the line between them is like."""
+    """The number of nodes of each site, and the properties of the line between the sites."""
 
     nodes: int = 1
     delay_s: float = 0.025
-    """How long everything is on its way, in each direction."""
+    """The delay in each direction."""
     stalls: float = 0.0
-    """Which share of what passes waits for a retransmission, as after a loss."""
+    """The share of data that waits for a retransmission, as after a loss."""
 
 
 class Site:
@@ -159,7 +163,7 @@ class Load:
         self.accepted: dict[str, float] = {}
         """The messages whose settlement was acknowledged to a worker, and when."""
         self.unsettled: set[str] = set()
-        """The messages of workers that failed, and may have accepted them."""
+        """Messages that a worker printed before it failed; whether it accepted them is unknown."""
         self._numbers = numbers
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -292,6 +296,8 @@ class MirrorTrial:
         self._say = say
         self._numbers = itertools.count()
         self.violations: list[str] = []
+        self.faults = Counter[str]()
+        """How often there was each kind of fault."""
         self._stack = ExitStack()
         try:
             thread = self._stack.enter_context(RelayThread())
@@ -317,7 +323,9 @@ class MirrorTrial:
         first, second = self.first, self.second
         for topic in TOPICS:
             self._done(first, "topic", "create", topic, "--partitions", str(PARTITIONS))
-        self._done(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN)
+        # Leases of workers that died with the first site end before the checker stops waiting for their messages.
+        lease = ("--set", f"share.record.lock.duration.ms={LEASE_MS}")
+        self._done(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN, *lease)
         self._done(second, "mirror", "create", MIRROR, "--from", first.outside, "--exclude", SAVED)
         load = Load(first, self._numbers)
         load.start()
@@ -326,6 +334,7 @@ class MirrorTrial:
         time.sleep(3)
         self._await_lag(second, 5_000)
         first.kill()
+        self.faults["kill a site"] += 1
         killed_at = time.monotonic()
         load.stop()
         report = self._done(second, "mirror", "failover", MIRROR, "--yes", "--json").document
@@ -379,6 +388,7 @@ class MirrorTrial:
         kind = self._random.choice(["kill", "freeze", "cut", "cut one way", "pause"])
         node = self._random.choice(site.nodes)
         self._say(f"{kind} {site.name}")
+        self.faults[kind] += 1
         if kind == "kill":
             node.kill()
             if site.is_cluster:
@@ -418,12 +428,12 @@ class MirrorTrial:
         self._check_group(site)
         plain = {value for place, value in everything.items() if place[0] == PLAIN}
         delivered: set[str] = set()
-        idle_until = time.monotonic() + 15
+        idle_until = time.monotonic() + 3 * LEASE_MS / 1000
         while time.monotonic() < idle_until:
             done = site.command("subscription", "pull", SUBSCRIPTION, "-n", "500", "--accept", "--wait", "1", "--json")
             if values := _values(done):
                 delivered |= values
-                idle_until = time.monotonic() + 15
+                idle_until = time.monotonic() + 3 * LEASE_MS / 1000
             if delivered | load.accepted.keys() >= plain:
                 break
         lost = plain - delivered - load.accepted.keys() - load.unsettled

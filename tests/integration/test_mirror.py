@@ -19,7 +19,7 @@ from millstream.core.acl import CLUSTER_NAME, Acl, Operation, PatternType, Resou
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.mirror_messages import ADOPT_KEY, AdoptRequest, AdoptResponse
 from millstream.protocol.wire.client import Client
-from millstream_testing.command import CommandLine
+from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.security import ADMIN, declare_security, locked_server
 from millstream_testing.server import Server
 
@@ -320,10 +320,19 @@ def test_two_sites_mirror_each_other_without_loops(paris: CommandLine, berlin: C
     assert berlin("mirror", "update", f"m-{topic}", "--set", "deletions=true").code == 0
     wait_for(lambda: berlin("topic", "describe", f"paris.{topic}").code != 0, what="the copy is deleted, too")
     assert read(berlin.brokers, f"copy-of-paris.{topic}", 1) == [(0, 0, "p")]
-    # What berlin has taken over is a topic of its own, which paris would mirror: its mirror goes first.
-    for site, name in ((paris, f"m-{topic}"), (berlin, f"r-{topic}"), (berlin, f"m-{topic}")):
-        if (site, name) != (berlin, f"m-{topic}"):
-            site("mirror", "failover", name)
+    # What berlin takes over came from paris, which does not copy it back, although its mirror matches the name.
+    berlin("mirror", "failover", f"r-{topic}")
+    publish(berlin.brokers, f"copy-of-paris.{topic}", ["mine"])
+    wait_for(
+        lambda: any("came from this cluster" in note for note in described(paris, f"m-{topic}")["notes"]),
+        what="paris says that it does not copy back",
+    )
+    assert paris("topic", "describe", f"copy-of-paris.{topic}").code != 0
+    # Unless that is wanted.
+    assert paris("mirror", "update", f"m-{topic}", "--set", "returning=true").code == 0
+    assert [value for _, _, value in read(paris.brokers, f"copy-of-paris.{topic}", 2)] == ["p", "mine"]
+    paris("mirror", "failover", f"m-{topic}")
+    for site, name in ((berlin, f"r-{topic}"), (paris, f"m-{topic}"), (berlin, f"m-{topic}")):
         deleted = site("mirror", "delete", name)
         assert deleted.code == 0, deleted.err
 
@@ -401,6 +410,10 @@ def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
 SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'
 
 
+def may_read(principal: str) -> Acl:
+    return Acl(resource_type=ResourceType.TOPIC, resource_name="*", principal=principal, operation=Operation.READ)
+
+
 def acls_of(server: Server) -> frozenset[Acl]:
     """Return the access rules in a catalog; the node itself does not list those that it does not enforce."""
     catalog = Catalog(f"sqlite:///{server.data / CATALOG_NAME}")
@@ -422,7 +435,7 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         Acl(resource_type=kind, resource_name=name, pattern=PatternType.LITERAL, principal="User:mirror", operation=one)
         for (kind, name), operations in rights.items()
         for one in operations
-    )
+    ) | {may_read("User:guest")}
     declare_security(tmp_path / "data", {"mirror": "mirror-password"}, rules)
     (tmp_path / "password").write_text("mirror-password")
     (tmp_path / "wrong").write_text("another-password")
@@ -440,14 +453,17 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         group = Consumer({"bootstrap.servers": locked.server.kafka, "group.id": f"{topic}-group", **tls})
         group.commit(offsets=[TopicPartition(topic, 0, 1)], asynchronous=False)
         group.close()
-        with monkeypatch.context() as admin:
-            admin.setenv("MILLSTREAM_USER", ADMIN[0])
-            admin.setenv("MILLSTREAM_PASSWORD", ADMIN[1])
-            admin.setenv("MILLSTREAM_TLS_CA", str(locked.certificates.ca))
-            registered = CommandLine(locked.server.kafka)(
-                "schema", "register", subject, tmp_path / "order.avsc", "--json"
-            )
-        assert registered.code == 0, registered.err
+
+        def as_admin(*arguments: object) -> Outcome:
+            with monkeypatch.context() as admin:
+                admin.setenv("MILLSTREAM_USER", ADMIN[0])
+                admin.setenv("MILLSTREAM_PASSWORD", ADMIN[1])
+                admin.setenv("MILLSTREAM_TLS_CA", str(locked.certificates.ca))
+                done = CommandLine(locked.server.kafka)(*arguments)
+            assert done.code == 0, done.err
+            return done
+
+        registered = as_admin("schema", "register", subject, tmp_path / "order.avsc", "--json")
         flags = ["--source-user", "mirror", "--source-tls-ca", locked.certificates.ca, "--schemas", "--acls"]
         wrong = ["--topics", topic, *flags, "--source-password-file", tmp_path / "wrong"]
         assert berlin("mirror", "create", name, "--from", locked.server.kafka, *wrong).code == 0
@@ -466,5 +482,13 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         assert "mirror-password" not in berlin("mirror", "describe", name, "--json").out
         refused = berlin("mirror", "create", f"{name}-2", "--from", locked.server.kafka, *wrong)
         assert "registry here has" in refused.err
+
+        # A rule that is revoked while berlin is down is deleted there afterwards; one of berlin's own is not.
+        sites.berlin.kill()
+        declare_security(sites.berlin.data, {}, frozenset({may_read("User:berlin")}))
+        as_admin("acl", "remove", "User:guest", "read", "topic:*")
+        sites.berlin.start()
+        wait_for(lambda: may_read("User:guest") not in acls_of(sites.berlin), what="the revoked rule is deleted")
+        assert acls_of(sites.berlin) == rules - {may_read("User:guest")} | {may_read("User:berlin")}
     berlin("mirror", "failover", name)
     assert berlin("mirror", "delete", name).code == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -46,36 +49,77 @@ PARTITIONS_SHOWN_MAX = 50
 LONG_TIMEOUT_S = 60.0
 
 Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The mirror's name.", show_default=False)]
-SourceUser = Annotated[
-    str, typer.Option("--source-user", metavar="NAME", help="The user to sign in as at the source.", show_default=False)
-]
-SourcePassword = Annotated[
-    Path | None,
-    typer.Option("--source-password-file", metavar="FILE", help="Holds the user's password.", show_default=False),
-]
-SourceToken = Annotated[
-    Path | None,
-    typer.Option("--source-token-file", metavar="FILE", help="Holds an API token for the source.", show_default=False),
-]
-SourceMechanism = Annotated[
-    str,
+Topics = Annotated[
+    list[str] | None,
     typer.Option(
-        "--source-mechanism", metavar="NAME", help="SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN.", show_default=False
+        "--topics", metavar="PATTERN", help="Only copies whose whole name matches; may be repeated.", show_default="all"
     ),
 ]
-SourceTls = Annotated[bool, typer.Option("--source-tls", help="Connect to the source with TLS.")]
-SourceCa = Annotated[
-    Path | None,
+Address = Annotated[
+    str,
     typer.Option(
-        "--source-tls-ca",
-        metavar="FILE",
-        help="The certificate authority of the source, in PEM; implies --source-tls.",
+        "--address",
+        metavar="HOST:PORT[,...]",
+        help="Where the other cluster reaches this one; by default at the addresses of its nodes.",
         show_default=False,
     ),
 ]
+Credentials = Mapping[str, str]
+"""The settings of a mirror that say how to connect to its source."""
+
+
+def _credentials(
+    source_user: Annotated[
+        str, typer.Option(metavar="NAME", help="The user to sign in as at the source.", show_default=False)
+    ] = "",
+    source_password_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Holds the user's password.", show_default=False)
+    ] = None,
+    source_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Holds an API token for the source.", show_default=False)
+    ] = None,
+    source_mechanism: Annotated[
+        str, typer.Option(metavar="NAME", help="SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN.", show_default=False)
+    ] = "",
+    source_tls: Annotated[bool, typer.Option("--source-tls", help="Connect to the source with TLS.")] = False,
+    source_tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The certificate authority of the source, in PEM; implies --source-tls.",
+            show_default=False,
+        ),
+    ] = None,
+) -> Credentials:
+    """Return the settings that the `--source-…` options stand for."""
+    settings = {
+        "user": source_user,
+        "password": _content("--source-password-file", source_password_file),
+        "token": _content("--source-token-file", source_token_file),
+        "sasl.mechanism": source_mechanism,
+        "tls": "true" if source_tls else "",
+        "tls.ca": _content("--source-tls-ca", source_tls_ca),
+    }
+    return {name: text for name, text in settings.items() if text}
+
+
+def _takes_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_credentials`, in place of its parameter `credentials`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    options = inspect.signature(_credentials, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        chosen = {name: given.pop(name) for name in options}
+        command(**given, credentials=_credentials(**chosen))
+
+    parameters = [one for name in own for one in (options.values() if name == "credentials" else [own[name]])]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 @app.command("create")
+@_takes_credentials
 def create(
     name: Name,
     source: Annotated[
@@ -95,17 +139,12 @@ def create(
         int, typer.Option(metavar="BYTES", min=0, help="The most bytes per second and node; 0 for no limit.")
     ] = 0,
     schemas: Annotated[
-        bool, typer.Option("--schemas", help="Mirror the schema registry, too; that of this cluster has to be empty.")
+        bool, typer.Option("--schemas", help="Also mirror the schema registry; the one of this cluster must be empty.")
     ] = False,
     acls: Annotated[
-        bool, typer.Option("--acls", help="Mirror access rules, too; this cluster may have none of its own.")
+        bool, typer.Option("--acls", help="Also mirror access rules; this cluster must not have any yet.")
     ] = False,
-    source_user: SourceUser = "",
-    source_password_file: SourcePassword = None,
-    source_token_file: SourceToken = None,
-    source_mechanism: SourceMechanism = "",
-    source_tls: SourceTls = False,
-    source_tls_ca: SourceCa = None,
+    credentials: Credentials = MappingProxyType({}),
     settings: Settings = None,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -121,9 +160,7 @@ def create(
         "rate": str(rate) if rate else "",
         "schemas": "true" if schemas else "",
         "acls": "true" if acls else "",
-        **_credentials(
-            source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
-        ),
+        **credentials,
     }
     chosen = {key: text for key, text in given.items() if text}
     _ask(brokers, timeout, lambda mirrors: mirrors.create(name, chosen))
@@ -241,15 +278,7 @@ def delete(
 @app.command("failover")
 def failover(
     name: Name,
-    topics: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--topics",
-            metavar="PATTERN",
-            help="Only copies whose whole name matches; may be repeated.",
-            show_default="all",
-        ),
-    ] = None,
+    topics: Topics = None,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -277,15 +306,7 @@ def failover(
 @app.command("cutover")
 def cutover(
     name: Name,
-    topics: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--topics",
-            metavar="PATTERN",
-            help="Only copies whose whole name matches; may be repeated.",
-            show_default="all",
-        ),
-    ] = None,
+    topics: Topics = None,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="How long to wait until the copies have caught up.")
     ] = 300.0,
@@ -324,18 +345,8 @@ def cutover(
         )
 
 
-Address = Annotated[
-    str,
-    typer.Option(
-        "--address",
-        metavar="HOST:PORT[,...]",
-        help="Where the other cluster reaches this one; by default at the addresses of its nodes.",
-        show_default=False,
-    ),
-]
-
-
 @app.command("reverse")
+@_takes_credentials
 def reverse(
     name: Name,
     address: Address = "",
@@ -348,12 +359,7 @@ def reverse(
             show_default=False,
         ),
     ] = "",
-    source_user: SourceUser = "",
-    source_password_file: SourcePassword = None,
-    source_token_file: SourceToken = None,
-    source_mechanism: SourceMechanism = "",
-    source_tls: SourceTls = False,
-    source_tls_ca: SourceCa = None,
+    credentials: Credentials = MappingProxyType({}),
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -364,9 +370,6 @@ def reverse(
     The --source options say how it signs in here.
     """
     ask_person(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
-    credentials = _credentials(
-        source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
-    )
     request = _reversal(name, address, save_to, credentials, timeout)
     report = _ask(brokers, timeout, lambda mirrors: mirrors.reverse(request))
     removed = [_removed_document(one) for one in report.removed]
@@ -378,15 +381,11 @@ def reverse(
 
 
 @app.command("switch")
+@_takes_credentials
 def switch(
     name: Name,
     address: Address = "",
-    source_user: SourceUser = "",
-    source_password_file: SourcePassword = None,
-    source_token_file: SourceToken = None,
-    source_mechanism: SourceMechanism = "",
-    source_tls: SourceTls = False,
-    source_tls_ca: SourceCa = None,
+    credentials: Credentials = MappingProxyType({}),
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -397,9 +396,6 @@ def switch(
     The --source options say how it signs in here.
     """
     ask_person(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
-    credentials = _credentials(
-        source_user, source_password_file, source_token_file, source_mechanism, source_tls, source_tls_ca
-    )
     request = _reversal(name, address, "", credentials, timeout)
     report = _ask(brokers, timeout + 10, lambda mirrors: mirrors.switch(request))
     removed = [_removed_document(one) for one in report.removed]
@@ -412,13 +408,13 @@ def switch(
     _print_removed(removed, "")
 
 
-def _reversal(name: str, address: str, save_to: str, credentials: dict[str, str], timeout_s: float) -> ReverseRequest:
+def _reversal(name: str, address: str, save_to: str, credentials: Credentials, timeout_s: float) -> ReverseRequest:
     from millstream.protocol.private.mirror_messages import ReverseRequest
 
     return ReverseRequest(
         name=name,
         address=address,
-        settings={key: text for key, text in credentials.items() if text},
+        settings=dict(credentials),
         save_to=save_to,
         timeout_ms=int(timeout_s * 900),
     )
@@ -453,20 +449,6 @@ def _cut_document(cut: CutPartition) -> dict[str, Any]:
 def _print_cuts(cuts: Iterable[CutPartition]) -> None:
     keys = ("topic", "partition", "offset", "epoch", "dropped", "aborted", "missing")
     print_table(keys, [[_cut_document(cut)[key] for key in keys] for cut in cuts])
-
-
-def _credentials(
-    user: str, password: Path | None, token: Path | None, mechanism: str, tls: bool, ca: Path | None
-) -> dict[str, str]:
-    """Return the settings that say how to connect to a source."""
-    return {
-        "user": user,
-        "password": _content("--source-password-file", password),
-        "token": _content("--source-token-file", token),
-        "sasl.mechanism": mechanism,
-        "tls": "true" if tls else "",
-        "tls.ca": _content("--source-tls-ca", ca),
-    }
 
 
 def _content(flag: str, path: Path | None) -> str:

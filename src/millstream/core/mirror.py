@@ -77,6 +77,12 @@ class MirrorSettings:
         "Whether subscriptions and the state of each of their messages are mirrored; the source has to be Millstream.",
         needs_restart=False,
     )
+    returning: bool = setting(
+        "returning",
+        False,
+        "Whether topics are mirrored whose records came from this cluster: copies that the source has failed over.",
+        needs_restart=False,
+    )
     deletions: bool = setting(
         "deletions",
         False,
@@ -187,6 +193,8 @@ class Mirror:
     """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
     is_gated: bool = False
     """Whether readers wait at commits at all: once the source was seen to be Millstream."""
+    cut_epochs: TopicOffsets = field(default_factory=dict)
+    """The leader epochs in which a failover that has begun continues its copies; nothing is copied to them any more."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
 
@@ -216,6 +224,22 @@ class Mirror:
     def source_name(self, topic: Topic) -> str:
         """Return the name that a copy's original has on the source."""
         return topic.name.removeprefix(self.overrides.get("rename", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SightingChange:
+    """Which schemas or access rules were seen at the source for the first time, and which are deleted here."""
+
+    mirror_id: UUID
+    owner: str
+    """The node's claim on the sightings, which ends when another node makes one."""
+    kind: str
+    seen: frozenset[str] = frozenset()
+    """Hashes of what the source has."""
+    forgotten: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.seen or self.forgotten)
 
 
 def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:

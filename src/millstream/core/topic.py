@@ -445,6 +445,8 @@ class Topic:
     """The mirror that writes the topic; empty for a topic that clients write."""
     is_draining: bool = False
     """With `mirror`: nothing is copied yet, and transactions that were open may still end."""
+    origins: tuple[str, ...] = ()
+    """The ids of the clusters through which its records came here, the first one first. It outlives the mirror."""
 
     @property
     def is_internal(self) -> bool:

@@ -1,29 +1,43 @@
-"""What one answer of a source lacks is not deleted: the node that gave it may be behind."""
+"""Schemas and access rules of a source, copied through a real catalog: what is deleted here, and what stays."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
 
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
-from millstream.broker.mirror.service import MirrorService
-from millstream.core.acl import Acl, AclFilter, Operation, Permission, ResourceType
+from millstream.broker.schemas.examiner import SchemaExaminer
+from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
+from millstream.core.clock import SystemClock
+from millstream.core.errors import NotCoordinator
 from millstream.protocol.private.mirror_messages import RegistryRequest, RegistryResponse
 from millstream.protocol.private.schema_messages import SchemaMessage
+
+NAME = "paris"
 
 
 def rule(name: str) -> Acl:
     return Acl(
         resource_type=ResourceType.TOPIC,
         resource_name=name,
+        pattern=PatternType.LITERAL,
         principal="User:ann",
         operation=Operation.READ,
         permission=Permission.DENY,
     )
+
+
+OLD, NEW, OURS = rule("old"), rule("new"), rule("ours")
 
 
 def page(last: int, *numbers: int, has_more: bool = False) -> RegistryResponse:
@@ -34,65 +48,43 @@ def page(last: int, *numbers: int, has_more: bool = False) -> RegistryResponse:
     return RegistryResponse(last=last, schemas=schemas, has_more=has_more)
 
 
-class Security:
-    def __init__(self) -> None:
-        self.snapshot = SimpleNamespace(acls=frozenset[Acl]())
+class Node:
+    """A node of the target that is the controller, and the answers of its source."""
 
-    async def add_acls(self, acls: frozenset[Acl]) -> None:
-        self.snapshot.acls |= acls
-
-    async def delete_acls(self, selected: AclFilter) -> None:
-        self.snapshot.acls = frozenset(acl for acl in self.snapshot.acls if not selected.matches(acl))
-
-
-class Registry:
-    def __init__(self) -> None:
-        self.versions: set[tuple[Any, int]] = set()
-
-    async def follow(self, _schemas: Any, versions: Any, _settings: Any, *, seen: Any) -> list[tuple[Any, int]]:
-        wanted = {(one.subject, one.version) for one in versions}
-        only_here = self.versions - wanted
-        self.versions = wanted | (only_here - set(seen))
-        return sorted(only_here - set(seen), key=str)
-
-    @property
-    def numbers(self) -> set[int]:
-        return {number for _, number in self.versions}
-
-
-class Site:
-    """A target, and the answers of its source."""
-
-    def __init__(self) -> None:
-        made: Any = MirrorService
-        self.security, self.registry = Security(), Registry()
-        membership = SimpleNamespace(me=SimpleNamespace(node_id=1), node=lambda _: None)
-        service = made(None, membership, None, None, None, self.registry, self.security, None, None)
-        self.run: Any = SimpleNamespace(service=service, mirror=SimpleNamespace(mirror_id=UUID(int=1)), notes={})
+    def __init__(self, catalog: Catalog, examiner: SchemaExaminer) -> None:
+        declarations = CatalogDeclarations(catalog)
+        self.security = SecurityState(declarations, ())
+        self.registry = SchemaRegistry(declarations, examiner=examiner)
+        self.mirrors = Mirrors(declarations, SystemClock(), new_id=lambda: UUID(int=1))
         self.asked: list[tuple[int, int]] = []
-        self.connect()
 
-    def connect(self, cluster_id: str = "paris") -> None:
+    async def start(self, cluster_id: str = "a cluster in paris") -> None:
+        """Load everything as a node does, and connect to the source."""
+        await self.security.load()
+        await self.mirrors.load()
+        mirror = self.mirrors.get(NAME) or await self.mirrors.create(NAME, {"from": "paris:9092", "acls": "true"})
+        service = SimpleNamespace(schemas=self.registry, security=self.security, mirrors=self.mirrors)
+        self.run: Any = SimpleNamespace(service=service, mirror=mirror, notes={})
         source: Any = SimpleNamespace(cluster_id=cluster_id)
         self.source = source
         self.copies = DeclaredCopies(self.run, source)
 
-    def see_acls(self, *answers: set[Acl]) -> frozenset[Acl]:
+    async def see_acls(self, *answers: set[Acl]) -> frozenset[Acl]:
         left = list(answers)
 
         async def acls() -> set[Acl]:
             return left.pop(0)
 
-        async def work() -> None:
-            for _ in answers:
-                await self.copies.sync_acls()
-
         self.source.acls = acls
-        asyncio.run(work())
-        found: frozenset[Acl] = self.security.snapshot.acls
-        return found
+        for _ in answers:
+            await self.copies.sync_acls()
+        return await self.acls()
 
-    def see_schemas(self, *answers: RegistryResponse) -> set[int]:
+    async def acls(self) -> frozenset[Acl]:
+        await self.security.load()
+        return self.security.snapshot.acls
+
+    async def see_schemas(self, *answers: RegistryResponse) -> set[int]:
         left = list(answers)
 
         async def ask(_node: Any, _key: Any, request: RegistryRequest, *_: Any, **__: Any) -> RegistryResponse:
@@ -100,68 +92,136 @@ class Site:
             answer = left.pop(0)
             return RegistryResponse(last=answer.last) if answer.last == request.since else answer
 
-        async def work() -> None:
-            while left:
-                await self.copies.sync_schemas()
-
         self.source.ask = ask
-        asyncio.run(work())
-        return self.registry.numbers
+        while left:
+            await self.copies.sync_schemas()
+        return {one.version for subject in self.registry.subjects() for one in self.registry.versions(subject)}
+
+
+class Target:
+    """A cluster: nodes that share a catalog."""
+
+    def __init__(self, folder: Path) -> None:
+        self.catalog = Catalog.open_folder(folder)
+        self.examiner = SchemaExaminer()
+
+    async def controller(self, cluster_id: str = "a cluster in paris") -> Node:
+        """Start another node as the controller, or the same one again: it has nothing in memory."""
+        node = Node(self.catalog, self.examiner)
+        await node.start(cluster_id)
+        return node
 
 
 @pytest.fixture
-def site() -> Site:
-    return Site()
+async def target(tmp_path: Path) -> AsyncIterator[Target]:
+    made = Target(tmp_path)
+    yield made
+    await made.examiner.close()
+    made.catalog.close()
 
 
-def test_a_rule_is_deleted_when_it_is_missing_several_times_in_a_row(site: Site) -> None:
-    old, new = rule("old"), rule("new")
-    assert site.see_acls({old, new}, {old}) == {old, new}
-    assert site.see_acls({old, new}, *[{old}] * (ABSENT_TIMES - 1)) == {old, new}
-    assert site.see_acls({old}) == {old}
-    assert not site.run.notes
+@pytest.fixture
+async def node(target: Target) -> Node:
+    return await target.controller()
 
 
-def test_a_rule_that_is_declared_here_stays(site: Site) -> None:
-    site.see_acls({rule("old")})
-    site.security.snapshot.acls |= {rule("ours")}
-    assert site.see_acls(*[set[Acl]()] * ABSENT_TIMES) == {rule("ours")}
-    assert "topic:ours" in site.run.notes["acls"]
-    assert "topic:old" not in site.run.notes["acls"]
+NONE = [set[Acl]()] * ABSENT_TIMES
 
 
-def test_a_rule_that_is_removed_while_the_line_is_down_is_deleted_afterwards(site: Site) -> None:
-    site.see_acls({rule("old")})
-    site.connect()
-    assert site.see_acls(*[set[Acl]()] * ABSENT_TIMES) == set()
+async def test_a_rule_is_deleted_when_it_is_missing_several_times_in_a_row(node: Node) -> None:
+    assert await node.see_acls({OLD, NEW}, {OLD}) == {OLD, NEW}
+    assert await node.see_acls({OLD, NEW}, *[{OLD}] * (ABSENT_TIMES - 1)) == {OLD, NEW}
+    assert await node.see_acls({OLD}) == {OLD}
+    assert not node.run.notes
 
 
-def test_the_rules_of_another_source_are_kept(site: Site) -> None:
-    site.see_acls({rule("old")})
-    site.connect("another cluster at the same address")
-    assert site.see_acls(*[set[Acl]()] * ABSENT_TIMES) == {rule("old")}
-    assert "delete by hand" in site.run.notes["acls"]
+async def test_a_rule_that_is_declared_here_stays(node: Node) -> None:
+    await node.see_acls({OLD})
+    await node.security.add_acls([OURS])
+    assert await node.see_acls(*NONE) == {OURS}
+    assert "topic:ours" in node.run.notes["acls"]
+    assert "topic:old" not in node.run.notes["acls"]
 
 
-def test_an_older_registry_is_not_followed(site: Site) -> None:
-    assert site.see_schemas(page(18, 1, 2), *[page(17, 1)] * (ABSENT_TIMES + 1)) == {1, 2}
-    assert "before 18" in site.run.notes["schemas behind"]
-    assert site.see_schemas(page(18)) == {1, 2}
-    assert not site.run.notes
+async def test_a_rule_that_is_revoked_while_the_controller_restarts_is_deleted(target: Target, node: Node) -> None:
+    await node.see_acls({OLD, NEW})
+    restarted = await target.controller()
+    assert await restarted.see_acls(*[{NEW}] * (ABSENT_TIMES - 1)) == {OLD, NEW}
+    assert not restarted.run.notes
+    assert await restarted.see_acls({NEW}) == {NEW}
 
 
-def test_a_version_is_deleted_when_it_is_missing_several_times_in_a_row(site: Site) -> None:
-    assert site.see_schemas(page(18, 1, 2), *[page(19, 1)] * (ABSENT_TIMES - 1)) == {1, 2}
-    assert not site.run.notes
-    assert site.see_schemas(page(19, 1)) == {1}
-    site.see_schemas(page(19))
-    assert site.asked[-1] == (19, 0)
+async def test_a_former_controller_deletes_no_rule_that_was_declared_since(target: Target, node: Node) -> None:
+    await node.see_acls({OLD}, *[set[Acl]()] * (ABSENT_TIMES - 1))
+    other = await target.controller()
+    assert await other.see_acls(*NONE) == set()
+    await other.security.add_acls([OLD])
+    # The former one has missed the rule often enough to delete it.
+    with pytest.raises(NotCoordinator):
+        await node.see_acls(set())
+    assert await node.acls() == {OLD}
+    assert await node.see_acls(*NONE) == {OLD}
+    assert "topic:old" in node.run.notes["acls"]
+    # It is the controller again; the other one finds that out with its next change.
+    with pytest.raises(NotCoordinator):
+        await other.see_acls({NEW})
 
 
-def test_pages_of_two_states_of_the_registry_are_not_combined(site: Site) -> None:
-    site.see_schemas(page(18, 1, 2, 3))
+async def test_what_is_deleted_and_declared_here_again_stays_after_a_restart(target: Target, node: Node) -> None:
+    assert await node.see_acls({OLD}, *NONE) == set()
+    await node.security.add_acls([OLD])
+    restarted = await target.controller()
+    assert await restarted.see_acls(*NONE) == {OLD}
+
+
+async def test_the_rules_of_another_source_are_kept(target: Target, node: Node) -> None:
+    await node.see_acls({OLD})
+    moved = await target.controller("another cluster at the same address")
+    assert await moved.see_acls(*NONE) == {OLD}
+    assert "delete by hand" in moved.run.notes["acls"]
+
+
+async def test_a_deleted_mirror_leaves_no_sightings(target: Target, node: Node) -> None:
+    await node.see_acls({OLD})
+    await node.mirrors.delete(NAME)
+    again = await target.controller()
+    assert await again.see_acls(*NONE) == {OLD}
+
+
+async def test_an_older_registry_is_not_followed(node: Node) -> None:
+    assert await node.see_schemas(page(18, 1, 2), *[page(17, 1)] * (ABSENT_TIMES + 1)) == {1, 2}
+    assert "before 18" in node.run.notes["schemas behind"]
+    assert await node.see_schemas(page(18)) == {1, 2}
+    assert not node.run.notes
+
+
+async def test_a_version_is_deleted_when_it_is_missing_several_times_in_a_row(node: Node) -> None:
+    assert await node.see_schemas(page(18, 1, 2), *[page(19, 1)] * (ABSENT_TIMES - 1)) == {1, 2}
+    assert not node.run.notes
+    assert await node.see_schemas(page(19, 1)) == {1}
+    await node.see_schemas(page(19))
+    assert node.asked[-1] == (19, 0)
+
+
+async def test_a_version_that_is_deleted_while_the_controller_restarts_is_deleted_here(
+    target: Target, node: Node
+) -> None:
+    await node.see_schemas(page(18, 1, 2))
+    restarted = await target.controller()
+    assert await restarted.see_schemas(*[page(19, 1)] * ABSENT_TIMES) == {1}
+    assert not restarted.run.notes
+
+
+async def test_pages_of_two_states_of_the_registry_are_not_combined(node: Node) -> None:
+    await node.see_schemas(page(18, 1, 2, 3))
     # A deletion of version 1 shifts version 3 to the first page.
     looks = [page(19, 1, 2, has_more=True), page(20), page(20, 2, 3, has_more=True), page(20, 4)]
-    assert site.see_schemas(*looks) == {1, 2, 3, 4}
-    assert site.asked[1:] == [(18, 0), (18, 2), (18, 0), (18, 2)]
-    assert site.see_schemas(*[page(20, 2, 3, 4)] * (ABSENT_TIMES - 1)) == {2, 3, 4}
+    assert await node.see_schemas(*looks) == {1, 2, 3, 4}
+    assert node.asked[1:] == [(18, 0), (18, 2), (18, 0), (18, 2)]
+    assert await node.see_schemas(*[page(20, 2, 3, 4)] * (ABSENT_TIMES - 1)) == {2, 3, 4}
+
+
+async def test_rules_that_are_deleted_here_by_hand_come_back(node: Node) -> None:
+    await node.see_acls({OLD})
+    await node.security.delete_acls(AclFilter())
+    assert await node.see_acls({OLD}) == {OLD}

@@ -63,6 +63,7 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(Copier, "__init__", _expose_as_it_arrives, id="transactions exposed as they arrive"),
         pytest.param(MirrorService, "_restrict", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
+        pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),
     ],
 )
 def test_a_planted_bug_is_found(target: object, name: str, wrong: Callable[..., Any] | int) -> None:

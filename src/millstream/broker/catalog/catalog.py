@@ -31,6 +31,15 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import WRITES, Reserve, open_database
+from millstream.broker.catalog.mirror_store import (
+    claim_sightings,
+    delete_mirror,
+    hold_mirror,
+    insert_mirror,
+    read_mirrors,
+    store_sightings,
+    update_mirror,
+)
 from millstream.broker.catalog.pipeline_store import (
     begin_run,
     delete_pipeline,
@@ -92,7 +101,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.job import JobRun
-from millstream.core.mirror import Mirror, TopicOffsets
+from millstream.core.mirror import Mirror, SightingChange
 from millstream.core.pipeline import Pipeline
 from millstream.core.private_file import read_secret
 from millstream.core.quota import QuotaEntity
@@ -312,6 +321,7 @@ class Catalog:
                 "overrides": dict(changed.overrides),
                 "mirror": changed.mirror,
                 "is_draining": changed.is_draining,
+                "origins": list(changed.origins),
             }
             connection.execute(update(topics).where(here).values(values))
             return changed
@@ -419,9 +429,14 @@ class Catalog:
                 acls=frozenset(_acl(row) for row in connection.execute(select(acls))),
             )
 
-    def change_security(self, change: SecurityChange) -> None:
-        """Store a change of users, tokens and access rules, all of it or nothing."""
+    def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
+        """Store a change of users, tokens and access rules, all of it or nothing.
+
+        With what a mirror has seen at its source, if the change comes from there.
+        """
         with self._change() as connection:
+            if sightings is not None:
+                store_sightings(connection, sightings)
             for user, mechanism in sorted(change.delete_credentials):
                 here = (scram_credentials.c.user_name == user) & (scram_credentials.c.mechanism == mechanism)
                 connection.execute(delete(scram_credentials).where(here))
@@ -563,7 +578,7 @@ class Catalog:
             found: list[Sealable] = [
                 *map(_subscription, rows),
                 *read_pipelines(connection),
-                *map(_mirror, connection.execute(select(mirrors).order_by(mirrors.c.name)).all()),
+                *read_mirrors(connection),
             ]
         return [secret for one in found for secret in self._sealing.describe(one)]
 
@@ -574,7 +589,7 @@ class Catalog:
             kinds: tuple[tuple[Table, Callable[[], Iterable[Sealable]]], ...] = (
                 (subscriptions, lambda: map(_subscription, connection.execute(select(subscriptions)).all())),
                 (pipelines, lambda: read_pipelines(connection)),
-                (mirrors, lambda: map(_mirror, connection.execute(select(mirrors)).all())),
+                (mirrors, lambda: read_mirrors(connection)),
             )
             for table, read in kinds:
                 # First the lock, then what it protects.
@@ -596,47 +611,45 @@ class Catalog:
     def mirrors(self) -> list[Mirror]:
         """Return every mirror, by name."""
         with self._read() as connection:
-            rows = connection.execute(select(mirrors).order_by(mirrors.c.name)).all()
-        return [self._sealing.open_all(_mirror(row)) for row in rows]
+            return [self._sealing.open_all(one) for one in read_mirrors(connection)]
 
     def add_mirror(self, mirror: Mirror) -> None:
         """Declare a mirror, durably."""
+        stored = dataclasses.replace(mirror, overrides=self._sealing.seal_all(mirror))
         try:
             with self._change() as connection:
-                connection.execute(
-                    insert(mirrors).values(
-                        mirror_id=str(mirror.mirror_id),
-                        name=mirror.name,
-                        created_ms=mirror.created_ms,
-                        overrides=self._sealing.seal_all(mirror),
-                        **_mirror_row(mirror),
-                    )
-                )
+                insert_mirror(connection, stored)
         except IntegrityError as error:
             raise MirrorExists(f"mirror {mirror.name!r} already exists") from error
 
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
         """Store what `change` computes from a mirror as declared now; increment its version."""
         with self._change() as connection:
-            here = mirrors.c.mirror_id == str(mirror_id)
-            row = connection.execute(select(mirrors).where(here).with_for_update()).first()
-            if row is None:
-                raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
-            stored = _mirror(row)
+            stored = hold_mirror(connection, mirror_id)
             before = self._sealing.open_all(stored)
             changed = change(before)
             if changed == before:
                 return before
             after = dataclasses.replace(changed, version=before.version + 1)
             sealed = self._sealing.seal_all(after, before, stored.overrides)
-            connection.execute(update(mirrors).where(here).values(overrides=sealed, **_mirror_row(after)))
+            update_mirror(connection, dataclasses.replace(after, overrides=sealed))
             return after
 
     def delete_mirror(self, mirror: Mirror) -> None:
         """Delete a mirror."""
         with self._change() as connection:
-            if connection.execute(delete(mirrors).where(mirrors.c.mirror_id == str(mirror.mirror_id))).rowcount != 1:
+            if not delete_mirror(connection, mirror.mirror_id):
                 raise UnknownMirror(f"mirror {mirror.name!r} is not in the catalog")
+
+    def claim_sightings(self, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
+        """Return what a mirror has seen at a source, by kind; only this owner may change it from now on."""
+        with self._change() as connection:
+            return claim_sightings(connection, mirror_id, source=source, owner=owner)
+
+    def store_sightings(self, change: SightingChange) -> None:
+        """Store what a mirror has seen at its source; raise `NotCoordinator` if another node has made a claim."""
+        with self._change() as connection:
+            store_sightings(connection, change)
 
     def job_runs(self, pipeline_id: UUID, *, limit: int) -> list[JobRun]:
         """Return the last runs of a job, the latest first."""
@@ -658,9 +671,16 @@ class Catalog:
         with self._read() as connection:
             return read_schema_changes(connection, since)
 
-    def change_schemas(self, since: int, work: Callable[[SchemaTransaction], None]) -> SchemaChanges:
-        """Change the schema registry in one transaction, while no other node does; return all that is new."""
+    def change_schemas(
+        self, since: int, work: Callable[[SchemaTransaction], None], sightings: SightingChange | None = None
+    ) -> SchemaChanges:
+        """Change the schema registry in one transaction, while no other node does; return all that is new.
+
+        With what a mirror has seen at its source, if the change comes from there.
+        """
         with self._change() as connection:
+            if sightings is not None:
+                store_sightings(connection, sightings)
             work(SchemaTransaction(connection))
             return read_schema_changes(connection, since)
 
@@ -831,6 +851,7 @@ def _topic_row(topic: Topic) -> dict[str, Any]:
         "created_ms": topic.created_ms,
         "mirror": topic.mirror,
         "is_draining": topic.is_draining,
+        "origins": list(topic.origins),
     }
 
 
@@ -844,39 +865,8 @@ def _topic(row: Any) -> Topic:
         created_ms=row.created_ms,
         mirror=row.mirror,
         is_draining=row.is_draining,
+        origins=tuple(row.origins),
     )
-
-
-def _mirror(row: Any) -> Mirror:
-    return Mirror(
-        mirror_id=UUID(row.mirror_id),
-        name=row.name,
-        overrides=dict(row.overrides),
-        is_wanted=row.is_wanted,
-        created_ms=row.created_ms,
-        version=row.version,
-        cuts=_offsets(row.cuts),
-        verified=_offsets(row.verified),
-        is_gated=row.is_gated,
-    )
-
-
-def _mirror_row(mirror: Mirror) -> dict[str, Any]:
-    return {
-        "is_wanted": mirror.is_wanted,
-        "version": mirror.version,
-        "cuts": _offsets_row(mirror.cuts),
-        "verified": _offsets_row(mirror.verified),
-        "is_gated": mirror.is_gated,
-    }
-
-
-def _offsets(row: Any) -> dict[str, dict[int, int]]:
-    return {topic: {int(index): int(offset) for index, offset in offsets.items()} for topic, offsets in row.items()}
-
-
-def _offsets_row(offsets: TopicOffsets) -> dict[str, dict[str, int]]:
-    return {topic: {str(index): offset for index, offset in found.items()} for topic, found in offsets.items()}
 
 
 def _subscription(row: Any) -> Subscription:

@@ -28,6 +28,7 @@ topics = Table(
     Column("created_ms", BigInteger, nullable=False),
     Column("mirror", String(200), nullable=False),
     Column("is_draining", Boolean, nullable=False),
+    Column("origins", JSON, nullable=False),
 )
 
 deleted_topics = Table(
@@ -153,8 +154,23 @@ mirrors = Table(
     Column("cuts", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
     Column("is_gated", Boolean, nullable=False),
+    Column("cut_epochs", JSON, nullable=False),
+    Column("sightings_source", String(64), nullable=False),
+    Column("sightings_owner", String(64), nullable=False),
 )
-"""Mirrors of other clusters. `cuts` and `verified` hold offsets, by topic and partition."""
+"""Mirrors of other clusters. `cuts` and `verified` hold offsets, by topic and partition, `cut_epochs` leader epochs.
+
+`sightings_source` is the cluster that `mirror_sightings` are of, `sightings_owner` the only node that may change them.
+"""
+
+mirror_sightings = Table(
+    "mirror_sightings",
+    metadata,
+    Column("mirror_id", String(36), primary_key=True),
+    Column("kind", String(16), primary_key=True),
+    Column("item_id", String(64), primary_key=True),
+)
+"""Schemas and access rules that the source of a mirror has had, by hash: only these may a mirror delete."""
 
 scram_credentials = Table(
     "scram_credentials",

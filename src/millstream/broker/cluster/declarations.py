@@ -18,7 +18,7 @@ from millstream.core.credential import DeclaredSecurity, SecurityChange
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
 from millstream.core.ids import first_producer_id
 from millstream.core.job import JobRun
-from millstream.core.mirror import Mirror
+from millstream.core.mirror import Mirror, SightingChange
 from millstream.core.pipeline import Pipeline
 from millstream.core.quota import QuotaEntity
 from millstream.core.schema import SchemaChanges
@@ -108,9 +108,9 @@ class Declarations:
         """Return every user and every access rule."""
         return await self.call(Catalog.security)
 
-    async def change_security(self, change: SecurityChange) -> None:
-        """Store a change of users and access rules."""
-        await self._change(lambda catalog: catalog.change_security(change))
+    async def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
+        """Store a change of users and access rules, and what a mirror has seen at its source."""
+        await self._change(lambda catalog: catalog.change_security(change, sightings))
 
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
@@ -182,6 +182,14 @@ class Declarations:
         """Delete a mirror."""
         await self._change(lambda catalog: catalog.delete_mirror(mirror))
 
+    async def claim_sightings(self, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
+        """Return what a mirror has seen at a source; only this owner may change it from now on."""
+        return await self.call(lambda catalog: catalog.claim_sightings(mirror_id, source=source, owner=owner))
+
+    async def store_sightings(self, change: SightingChange) -> None:
+        """Store what a mirror has seen at its source, which only the controller reads."""
+        await self.call(lambda catalog: catalog.store_sightings(change))
+
     async def job_runs(self, pipeline_id: UUID, *, limit: int) -> list[JobRun]:
         """Return the last runs of a job, the latest first."""
         return await self.call(lambda catalog: catalog.job_runs(pipeline_id, limit=limit))
@@ -199,9 +207,11 @@ class Declarations:
         """Return what the schema registry stored after a change."""
         return await self.call(lambda catalog: catalog.schema_changes(since))
 
-    async def change_schemas(self, since: int, work: Callable[[SchemaTransaction], None]) -> SchemaChanges:
-        """Change the schema registry in one transaction, and return all that is new."""
-        return await self._change(lambda catalog: catalog.change_schemas(since, work))
+    async def change_schemas(
+        self, since: int, work: Callable[[SchemaTransaction], None], sightings: SightingChange | None = None
+    ) -> SchemaChanges:
+        """Change the schema registry in one transaction, with what a mirror has seen; return all that is new."""
+        return await self._change(lambda catalog: catalog.change_schemas(since, work, sightings))
 
     async def call(self, ask: Callable[[Catalog], T]) -> T:
         """Run one call of the catalog, without blocking the loop."""

@@ -104,6 +104,7 @@ def topic_to_json(topic: Topic) -> str:
         "created_ms": topic.created_ms,
         "mirror": topic.mirror,
         "is_draining": topic.is_draining,
+        "origins": topic.origins,
     }
     return _compact(content)
 
@@ -121,6 +122,7 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
             created_ms=int(content["created_ms"]),
             mirror=str(content["mirror"]),
             is_draining=bool(content["is_draining"]),
+            origins=tuple(str(cluster_id) for cluster_id in content["origins"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptState(f"a topic cannot be read ({error!r}): {text[:200]!r}") from error

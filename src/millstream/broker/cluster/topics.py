@@ -485,10 +485,12 @@ class Topics:
         timeout_s: float = AGREEMENT_S,
         mirror: str = "",
         topic_id: UUID | None = None,
+        origins: tuple[str, ...] = (),
     ) -> Topic:
         """Declare a topic durably, then open its partitions. `placement` chooses the replicas.
 
-        `mirror` is the mirror that writes it, with the id that it has on the source.
+        `mirror` is the mirror that writes it, with the id that it has on the source. `origins` are the clusters from
+        which its records come.
         """
         if validate_only:
             return self._declare(name, partitions, replication, overrides or {}, internal=internal)
@@ -499,7 +501,7 @@ class Topics:
         async def add() -> Topic:
             async with self._changing:
                 topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
-                topic = dataclasses.replace(topic, mirror=mirror, topic_id=topic_id or topic.topic_id)
+                topic = dataclasses.replace(topic, mirror=mirror, topic_id=topic_id or topic.topic_id, origins=origins)
                 await self._place(topic.topic_id, placement)
                 await self._declarations.add_topic(topic)
                 self._note_declared(topic)
@@ -595,6 +597,14 @@ class Topics:
 
         def changed(topic: Topic) -> Topic:
             return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining)
+
+        return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+
+    async def set_origins(self, name: str, origins: tuple[str, ...], *, timeout_s: float = AGREEMENT_S) -> Topic:
+        """Record from which clusters the records of a topic came."""
+
+        def changed(topic: Topic) -> Topic:
+            return dataclasses.replace(topic, origins=origins)
 
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
 

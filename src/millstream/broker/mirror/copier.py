@@ -2,8 +2,9 @@
 
 A mirror is a consumer to its source, not a follower: it is in no in-sync set, and a slow target does not slow the
 source. The node that leads a copy fetches it. Partitions with the same leader on the source share a few lines, each of
-which has one fetch in flight while it appends what the one before has brought, so that a line with a long round trip
-stays busy and memory stays bounded: lines times two fetches.
+which has one fetch in flight while it appends what the one before has brought. So a link with a long round trip stays
+busy, and memory stays bounded: for each leader of the source, twice `LEADER_BYTES`. Socket buffers are left to the
+kernel, which grows them with the round trip; a fixed size would turn that off.
 
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `transactions` moves that on.
@@ -51,7 +52,10 @@ LINES: Final = 4
 """How many fetches run concurrently for each leader of the source."""
 CHECKED_AT_ONCE: Final = 32
 """How many partitions are compared with their originals concurrently: each takes a round trip or more."""
-FETCH_BYTES: Final = 8 * 1024 * 1024
+LEADER_BYTES: Final = 32 * 1024 * 1024
+"""How much is fetched from each leader of the source at once, by all its lines together."""
+LINE_BYTES: Final = 16 * 1024 * 1024
+"""How much one line fetches at once, at most: the source reads it in one step."""
 FETCH_WAIT_MS: Final = 500
 SILENT_MS: Final = 3000
 """A source that has not answered for longer than this may have more than is known here."""
@@ -123,7 +127,11 @@ class Copy:
 
     def arrived(self, offsets: TopicOffsets) -> asyncio.Future[None] | None:
         """Return None if all replicas of the copy reach its offset among these, otherwise a future for that."""
-        return self.partition.arrived(Offset(offsets.get(self.partition.topic.name, {}).get(self.partition.index, 0)))
+        return self.partition.arrived(self.offset_in(offsets))
+
+    def offset_in(self, offsets: TopicOffsets) -> Offset:
+        """Return its offset among those of many copies; 0 if there is none."""
+        return Offset(offsets.get(self.partition.topic.name, {}).get(self.partition.index, 0))
 
     def verify(self, offset: int) -> None:
         """Note that transactions committed below an offset have arrived as a whole."""
@@ -181,7 +189,7 @@ class Copier:
             if len(copy.commits) >= MARKERS_MAX:
                 # Copying had to wait for this.
                 self._changed.set()
-            copy.verify(offsets.get(copy.partition.topic.name, {}).get(copy.partition.index, 0))
+            copy.verify(copy.offset_in(offsets))
 
     def drop(self, key: CopyKey) -> Copy | None:
         """Stop copying a partition: nothing is appended to it once this returns."""
@@ -334,8 +342,10 @@ class Copier:
         self, leader: NodeId, members: dict[CopyKey, Copy], asked: dict[CopyKey, Offset]
     ) -> asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]]:
         positions = {members[key].source: offset for key, offset in asked.items()}
+        # A few lines get more each, so that they are not idle for most of a long round trip.
+        size = min(LINE_BYTES, LEADER_BYTES // max(1, sum(one == leader for one, _ in self._members)))
         # Not more than a second's worth at once, so that a limited mirror does not come in bursts.
-        limits = FetchLimits(min(FETCH_BYTES, self._rate or FETCH_BYTES), FETCH_WAIT_MS)
+        limits = FetchLimits(min(size, self._rate or size), FETCH_WAIT_MS)
         return asyncio.get_running_loop().create_task(self._source.client.fetch_from(leader, positions, limits))
 
     def _next_positions(

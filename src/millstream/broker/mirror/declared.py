@@ -126,21 +126,26 @@ class Mirrors:
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
 
-    def verified_topics(self, name: str) -> Collection[str]:
-        """Return the copies of a mirror for which it is recorded up to where transactions are whole."""
+    def unfinished_cuts(self, name: str) -> Collection[str]:
+        """Return the copies of a mirror whose failover has begun and not finished."""
         found = self._by_name.get(name)
-        return () if found is None else found.verified.keys()
+        return () if found is None else found.cut_epochs.keys()
 
-    async def forget_verified(self, mirror: Mirror, topic: str) -> None:
-        """Forget durably up to where a copy holds whole transactions, because it is recreated."""
+    async def forget_topic(self, name: str, topic: str) -> None:
+        """Forget durably what is recorded of a copy, because it is recreated."""
+        known = self._by_name.get(name)
+        if known is None or (topic not in known.verified and topic not in known.cut_epochs):
+            return
 
         def forgotten(now: Mirror) -> Mirror:
             return dataclasses.replace(
-                now, verified={name: offsets for name, offsets in now.verified.items() if name != topic}
+                now,
+                verified={one: offsets for one, offsets in now.verified.items() if one != topic},
+                cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},
             )
 
         async with self._changing:
-            self._by_name[mirror.name] = await self._declarations.alter_mirror(mirror.mirror_id, forgotten)
+            self._by_name[name] = await self._declarations.alter_mirror(known.mirror_id, forgotten)
 
     async def note_gated(self, mirror: Mirror) -> None:
         """Record durably that readers wait at commits, before there is a copy: also a failover has to know."""
@@ -152,6 +157,10 @@ class Mirrors:
                 mirror.mirror_id, lambda now: dataclasses.replace(now, is_gated=True)
             )
             self._by_name[mirror.name] = stored
+
+    async def claim_sightings(self, mirror: Mirror, *, source: str, owner: str) -> dict[str, set[str]]:
+        """Return the schemas and access rules that were seen at a source; from now on only this owner changes that."""
+        return await self._declarations.claim_sightings(mirror.mirror_id, source=source, owner=owner)
 
     @finishing
     async def delete(self, name: str) -> Mirror:

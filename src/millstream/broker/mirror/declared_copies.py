@@ -1,22 +1,29 @@
-"""Schemas and access rules of the source, copied by choice into a cluster that has none of its own.
+"""Copies the schemas and access rules of the source, if the mirror is set to, into a cluster that had none at first.
 
-A schema keeps its id and its version, since records refer to it by its id. What exists here and was never seen at the
-source is left alone and reported: nothing that somebody declared here is overwritten or deleted.
+A schema keeps its id and its version, since records refer to it by its id. The catalog records what was seen at the
+source (*sightings*). A mirror deletes only what is recorded there; schemas and rules that were declared on this cluster
+are neither overwritten nor deleted, and `mirror describe` lists them.
 
-Any node of the source may answer, and one may know less than another. So what a single answer lacks is not deleted yet.
+A node of the source may answer before it has learned of a change, so a schema or rule is deleted here only after it was
+missing in several consecutive answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence, Set
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from millstream.broker.mirror.source import Source
 from millstream.broker.schemas.registry import SchemaRegistry
 from millstream.broker.security.state import SecurityState
-from millstream.core.acl import Acl, AclFilter
-from millstream.core.errors import InvalidMirror
-from millstream.core.mirror import MirrorSettings
+from millstream.core.acl import Acl
+from millstream.core.errors import InvalidMirror, NotCoordinator
+from millstream.core.mirror import MirrorSettings, SightingChange
 from millstream.core.schema import (
     QualifiedSubject,
     SchemaContent,
@@ -33,14 +40,15 @@ if TYPE_CHECKING:
 
 PAGE_BYTES: Final = 4 * 1024 * 1024
 ABSENT_TIMES: Final = 3
-"""How often in a row something has to be missing at the source before it is deleted here."""
+"""In how many consecutive answers of the source something has to be missing before it is deleted here."""
+SCHEMAS: Final = "schemas"
+ACLS: Final = "acls"
 SHOWN_MAX: Final = 5
 _UNKNOWN: Final = -1
-T = TypeVar("T", bound=Hashable)
 
 
 def check_declared(settings: MirrorSettings, schemas: SchemaRegistry, security: SecurityState) -> None:
-    """Raise `InvalidMirror` if something is to be copied of which this cluster has its own."""
+    """Raise `InvalidMirror` if schemas or access rules are to be copied and this cluster already has some."""
     if settings.schemas and (subjects := schemas.subjects()):
         raise InvalidMirror(
             f"the schema registry here has {len(subjects)} subjects (such as {str(subjects[0])!r}), whose ids may be "
@@ -89,47 +97,41 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
     return RegistryResponse(last=last, schemas=found, settings=settings)
 
 
-class Sightings(Generic[T]):
-    """What the source has had, and how often in a row each was missing since."""
+class Sightings:
+    """The schemas or access rules that the source has had, by hash, and in how many checks in a row each was missing.
 
-    def __init__(self) -> None:
-        self._absences: dict[T, int] = {}
+    The hashes are kept in the catalog, so that another controller continues with them; the counts begin anew there.
+    """
 
-    def __contains__(self, one: T) -> bool:
-        return one in self._absences
+    def __init__(self, seen: Iterable[str], owner: str) -> None:
+        self.owner = owner
+        """The claim of this node, which ends when another node makes one."""
+        self._absences: dict[str, int] = dict.fromkeys(seen, 0)
+
+    def __contains__(self, item_id: str) -> bool:
+        return item_id in self._absences
 
     @property
     def has_absent(self) -> bool:
         """Whether something is missing that the source has had."""
         return any(self._absences.values())
 
-    def note(self, found: Collection[T]) -> None:
-        """Take in one complete answer of the source."""
-        for one in self._absences:
-            self._absences[one] += 1
-        self._absences.update(dict.fromkeys(found, 0))
+    def compare(self, found: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Take in one complete answer of the source; return what is new in it, and what is to be deleted here."""
+        for item_id, times in self._absences.items():
+            self._absences[item_id] = 0 if item_id in found else times + 1
+        gone = frozenset(item_id for item_id, times in self._absences.items() if times >= ABSENT_TIMES)
+        return frozenset(found - self._absences.keys()), gone
 
-    def gone(self) -> set[T]:
-        """Return what was missing often enough to be deleted here."""
-        return {one for one, times in self._absences.items() if times >= ABSENT_TIMES}
-
-    def forget(self, gone: Collection[T]) -> None:
-        """Forget what was deleted here: if it is declared here again, it is no longer the source's."""
-        for one in gone:
-            self._absences.pop(one, None)
-
-
-class SeenAtSource:
-    """What the owner of a mirror has seen at one source; kept while the node runs, across connections and pauses."""
-
-    def __init__(self, cluster_id: str) -> None:
-        self.cluster_id = cluster_id
-        self.versions: Sightings[tuple[QualifiedSubject, int]] = Sightings()
-        self.acls: Sightings[Acl] = Sightings()
+    def apply(self, change: SightingChange) -> None:
+        """Take over what is stored. What is forgotten and declared here again is no longer the source's."""
+        self._absences.update(dict.fromkeys(change.seen, 0))
+        for item_id in change.forgotten:
+            self._absences.pop(item_id, None)
 
 
 class DeclaredCopies:
-    """Keeps schemas and access rules equal to the source's, for the owner of a mirror."""
+    """Keeps schemas and access rules equal to the source's, on the controller of the target."""
 
     def __init__(self, run: MirrorRun, source: Source) -> None:
         self._run = run
@@ -137,13 +139,16 @@ class DeclaredCopies:
         self._schemas = run.service.schemas
         self._security = run.service.security
         self._last = _UNKNOWN
-        """The latest change of the source's registry that was copied, on this connection."""
-        self._seen = run.service.seen_at(run.mirror, source.cluster_id)
+        """The latest change of the source's registry that was copied."""
+        self._seen: dict[str, Sightings] = {}
+        """What was seen, by kind; empty before this node has made a claim, and after another node did."""
+        self._claiming = asyncio.Lock()
 
     async def sync_schemas(self) -> None:
         """Copy the source's registry if it has changed."""
+        seen = await self._sightings(SCHEMAS)
         pages: list[SchemaMessage] = []
-        seen, first = self._seen.versions, _UNKNOWN
+        first = _UNKNOWN
         # What is missing has to be looked for again, although nothing has changed since.
         since = _UNKNOWN if seen.has_absent else self._last
         while True:
@@ -166,38 +171,65 @@ class DeclaredCopies:
             if not page.has_more:
                 break
         self._run.notes.pop("schemas behind", None)
-        versions = [_version(one) for one in pages]
-        seen.note({(one.subject, one.version) for one in versions})
-        gone = seen.gone()
+        versions = {_version_id(one.subject, one.version): one for one in map(_version, pages)}
         settings = [
             SubjectSettings(subject=QualifiedSubject.parse(one.subject), config=one.config, mode=one.mode)
             for one in page.settings
         ]
-        kept = await self._schemas.follow([_schema(one) for one in pages], versions, settings, seen=gone)
-        seen.forget(gone)
-        self._note("schemas", "schemas", [f"{place[0]} version {place[1]}" for place in kept if place not in seen])
+        async with self._storing(SCHEMAS, seen, versions.keys()) as change:
+            here = self._versions_here()
+            gone = [here[item_id] for item_id in change.forgotten if item_id in here]
+            schemas = [_schema(one) for one in pages]
+            await self._schemas.follow(schemas, list(versions.values()), settings, gone=gone, sightings=change)
+        own = [place for item_id, place in self._versions_here().items() if item_id not in seen]
+        self._note("schemas", "schemas", [f"{subject} version {version}" for subject, version in own])
         self._last = page.last
 
     async def sync_acls(self) -> None:
         """Copy the source's access rules if they have changed."""
-        wanted = frozenset(await self._source.acls())
-        here, seen = self._security.snapshot.acls, self._seen.acls
-        seen.note(wanted)
-        gone = seen.gone()
-        await self._security.add_acls(wanted - here)
-        for acl in here & gone:
-            exact = AclFilter(
-                resource_type=acl.resource_type,
-                resource_name=acl.resource_name,
-                pattern=acl.pattern,
-                principal=acl.principal,
-                host=acl.host,
-                operation=acl.operation,
-                permission=acl.permission,
-            )
-            await self._security.delete_acls(exact)
-        self._note("acls", "access rules", sorted(str(acl) for acl in here - gone if acl not in seen))
-        seen.forget(gone)
+        seen = await self._sightings(ACLS)
+        wanted = {_acl_id(acl): acl for acl in await self._source.acls()}
+        here = {_acl_id(acl): acl for acl in self._security.snapshot.acls}
+        async with self._storing(ACLS, seen, wanted.keys()) as change:
+            gone = [here[item_id] for item_id in change.forgotten if item_id in here]
+            await self._security.follow(wanted.values(), gone, change)
+        own = [acl for item_id, acl in here.items() if item_id not in seen and item_id not in change.forgotten]
+        self._note("acls", "access rules", sorted(map(str, own)))
+
+    def _versions_here(self) -> dict[str, tuple[QualifiedSubject, int]]:
+        return {
+            _version_id(subject, one.version): (subject, one.version)
+            for subject in self._schemas.subjects()
+            for one in self._schemas.versions(subject)
+        }
+
+    async def _sightings(self, kind: str) -> Sightings:
+        """Return what was seen at the source, and make sure that only this node changes it."""
+        async with self._claiming:
+            if not self._seen:
+                owner = uuid.uuid4().hex
+                found = await self._run.service.mirrors.claim_sightings(
+                    self._run.mirror, source=self._source.cluster_id, owner=owner
+                )
+                self._seen = {one: Sightings(found.get(one, ()), owner) for one in (SCHEMAS, ACLS)}
+                self._last = _UNKNOWN
+            return self._seen[kind]
+
+    @asynccontextmanager
+    async def _storing(self, kind: str, seen: Sightings, found: Set[str]) -> AsyncIterator[SightingChange]:
+        """Yield what an answer of the source changes, which has to be stored together with the copies."""
+        fresh, gone = seen.compare(found)
+        change = SightingChange(
+            mirror_id=self._run.mirror.mirror_id, owner=seen.owner, kind=kind, seen=fresh, forgotten=gone
+        )
+        try:
+            yield change
+        except NotCoordinator:
+            # Another node was the controller; if this one is again, it begins with what is stored now.
+            if self._seen.get(kind) is seen:
+                self._seen = {}
+            raise
+        seen.apply(change)
 
     def _note(self, key: str, noun: str, unknown: Sequence[str]) -> None:
         if unknown:
@@ -225,3 +257,17 @@ def _schema(one: SchemaMessage) -> StoredSchema:
     )
     context = QualifiedSubject.parse(one.subject).context
     return StoredSchema(context=context, schema_id=one.id, guid=one.guid, content=content)
+
+
+def _version_id(subject: QualifiedSubject, version: int) -> str:
+    return _hash([subject.context, subject.name, version])
+
+
+def _acl_id(acl: Acl) -> str:
+    return _hash(
+        [acl.resource_type, acl.resource_name, acl.pattern, acl.principal, acl.host, acl.operation, acl.permission]
+    )
+
+
+def _hash(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

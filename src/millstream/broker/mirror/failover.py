@@ -19,7 +19,7 @@ import msgspec
 from millstream.broker.mirror.service import MirrorService, merged_offsets
 from millstream.broker.mirror.source import Source
 from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
-from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
@@ -34,7 +34,6 @@ from millstream.protocol.private.mirror_messages import (
     FailoverResponse,
     OfferRequest,
     OfferResponse,
-    Offsets,
     RemovedRange,
     ReverseRequest,
     ReverseResponse,
@@ -49,7 +48,6 @@ Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to say what is missing."""
 AT_ONCE: Final = 32
-DRAIN_LOOK_S: Final = 0.1
 SAVED_AT_ONCE: Final = 500
 ORIGINAL_HEADER: Final = "millstream-original"
 """A header of saved records: topic, partition and offset that they had."""
@@ -64,12 +62,11 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     topics = chosen_topics(service, mirror, request.topics)
     was_wanted = mirror.is_wanted
     # Nothing is verified from here on, so every copy is cut at the same moment.
-    mirror = await service.mirrors.want(mirror.name, is_wanted=False)
+    mirror = await service.begin_cut(mirror, topics)
     ends, source_error = await _source_ends(mirror, topics)
     cuts = await cut_topics(service, mirror, topics)
     await make_writable(service, topics)
-    if request.topics is not None and was_wanted:
-        await service.mirrors.want(mirror.name, is_wanted=True)
+    await service.end_cut(mirror, topics, resumes=request.topics is not None and was_wanted)
     waited_ms = int((service.clock.monotonic() - started) * 1000)
     _logger.info("copies are writable", extra={"mirror": mirror.name, "topics": len(topics), "took_ms": waited_ms})
     partitions = [
@@ -221,21 +218,26 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
     run = service.run_of(mirror.name)
     if not mirror.is_due or run is None:
         raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
+    if mirror.cut_epochs:
+        raise InvalidMirror(
+            f"a failover of mirror {mirror.name!r} has begun; finish it with `millstream mirror failover "
+            f"{mirror.name}`, then let the old source follow with `millstream mirror reverse {mirror.name}`"
+        )
     deadline = started + request.timeout_ms / 1000
     async with Source(mirror.settings, name=mirror.name) as source:
         fence = _adoption(service, mirror, request, step="fence")
         try:
             fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
-            await _drain(service, fenced.ends, deadline)
             if run.follower is None:
                 raise RequestTimedOut("the mirror lost its connection to the source")
+            await run.follower.drain(fenced.ends, deadline)
             await run.follower.sync_all()
         except BaseException:
             # Nothing has changed hands yet.
             release = msgspec.structs.replace(fence, step="release")
             await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
             raise
-        mirror = await service.mirrors.want(mirror.name, is_wanted=False)
+        mirror = await service.begin_cut(mirror, topics)
         cuts = await cut_topics(service, mirror, topics)
         await make_writable(service, topics)
         mirror = await service.mirrors.find(mirror.name)
@@ -269,23 +271,6 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
         topic_ids=[topic.topic_id for topic in topics],
         save_to=request.save_to,
     )
-
-
-async def _drain(service: MirrorService, ends: Offsets, deadline: float) -> None:
-    """Wait until clients can read everything that the source has."""
-    wanted = {
-        TopicPartition(topic, PartitionIndex(index)): end
-        for topic, offsets in ends.items()
-        for index, end in offsets.items()
-    }
-    while True:
-        exposed = await service.exposed_offsets(wanted)
-        behind = [where for where, end in wanted.items() if exposed.get(where, Offset(-1)) < end]
-        if not behind:
-            return
-        if service.clock.monotonic() > deadline:
-            raise RequestTimedOut(f"{behind[0]} did not catch up in time, so the source keeps its role")
-        await asyncio.sleep(DRAIN_LOOK_S)
 
 
 # -- as the old source --------------------------------------------------------------------------------------------

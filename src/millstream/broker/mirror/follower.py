@@ -19,6 +19,7 @@ from millstream.core.errors import (
     AuthenticationFailed,
     BrokerUnreachable,
     GroupNotEmpty,
+    InvalidMirror,
     MillstreamError,
     RequestTimedOut,
     SubscriptionExists,
@@ -157,10 +158,10 @@ class Follower:
 
     async def _sync_topics(self) -> None:
         metadata = await self._source.metadata()
-        mirrored = frozenset[str]()
+        offer = OfferResponse()
         if self._source.is_millstream:
             offer = await self._source.ask(None, OFFER_KEY, OfferRequest(), OfferResponse)
-            mirrored = frozenset(offer.mirrored)
+        mirrored = frozenset(offer.mirrored)
         now = self._service.clock.monotonic()
         checks_configs = now >= self._configs_at
         if checks_configs:
@@ -173,7 +174,7 @@ class Follower:
                 self._run.notes[key] = f"topic {name!r} is a mirror's copy on the source, and is not mirrored again"
                 continue
             try:
-                await self._sync_topic(topic, checks_configs=checks_configs)
+                await self._sync_topic(topic, offer.origins.get(name, ()), checks_configs=checks_configs)
                 self._run.notes.pop(key, None)
             except MillstreamError as error:
                 self._run.notes[key] = f"topic {name!r}: {error}"
@@ -184,11 +185,19 @@ class Follower:
             return False
         return self._settings.takes(topic.name)
 
-    async def _sync_topic(self, original: TopicMetadata, *, checks_configs: bool) -> None:
+    async def _sync_topic(self, original: TopicMetadata, came_from: Sequence[str], *, checks_configs: bool) -> None:
+        """Create a copy, or let it follow changes; `came_from` are the clusters from which the original was copied."""
         topics, name = self._service.topics, self._settings.rename + original.name
-        copy = topics.get(name)
+        copy, here = topics.get(name), self._service.membership.cluster_id
+        passed = dict.fromkeys((*came_from, self._source.cluster_id))
+        origins = tuple(cluster_id for cluster_id in passed if cluster_id != here)
         if copy is None:
-            await self._create(original, name)
+            if here in passed and not self._settings.returning:
+                raise InvalidMirror(
+                    "its records came from this cluster, so it is not copied back; use `millstream mirror reverse` on "
+                    f"the source, or `millstream mirror update {self._run.mirror.name} --set returning=true`"
+                )
+            await self._create(original, name, origins)
             return
         if copy.mirror != self._run.mirror.name:
             if copy.mirror:
@@ -198,6 +207,8 @@ class Follower:
             raise TopicExists(
                 f"{name!r} was deleted on the source and recreated; delete the copy here to mirror the new one"
             )
+        if copy.origins != origins:
+            await topics.set_origins(name, origins)
         if len(original.partitions) > copy.partitions:
             await topics.add_partitions(name, len(original.partitions))
             self._run.refreshed.set()
@@ -206,11 +217,10 @@ class Follower:
             if dict(copy.overrides) != wanted:
                 await topics.alter(name, wanted, replace=True)
 
-    async def _create(self, original: TopicMetadata, name: str) -> None:
+    async def _create(self, original: TopicMetadata, name: str, origins: tuple[str, ...]) -> None:
         service, settings = self._service, self._settings
-        if name in self._run.service.mirrors.verified_topics(self._run.mirror.name):
-            # A topic of this name was mirrored before; its offsets are not those of the new one.
-            await service.mirrors.forget_verified(self._run.mirror, name)
+        # A topic of this name may have been mirrored before; its offsets are not those of the new one.
+        await service.mirrors.forget_topic(self._run.mirror.name, name)
         nodes = len(service.membership.nodes())
         replication = min(settings.replication or original.replication or 1, nodes)
         topic_id = None if settings.rename or not original.topic_id.int else original.topic_id
@@ -221,6 +231,7 @@ class Follower:
             overrides=await self._overrides(original.name),
             mirror=self._run.mirror.name,
             topic_id=topic_id,
+            origins=origins,
         )
         self._run.refreshed.set()
 
@@ -267,16 +278,17 @@ class Follower:
             return
         name = self._run.mirror.name
         prefix = self._settings.rename
-        copied = [topic.name.removeprefix(prefix) for topic in self._service.copied_topics(name)]
+        cut = self._service.mirrors.unfinished_cuts(name)
+        copied = [
+            topic.name.removeprefix(prefix) for topic in self._service.copied_topics(name) if topic.name not in cut
+        ]
         barrier = await self._source.ask(None, BARRIER_KEY, BarrierRequest(topics=copied), BarrierResponse, waits=True)
         offsets = {prefix + topic: found for topic, found in barrier.offsets.items()}
-        deadline = self._service.clock.monotonic() + ARRIVAL_S
-        while missing := _missing(offsets, await self._reached(offsets, wait_s=ARRIVAL_WAIT_S)):
-            if self._service.clock.monotonic() > deadline:
-                raise RequestTimedOut(
-                    f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
-                )
-            await asyncio.sleep(ARRIVAL_RETRY_S)
+        missing = await self._await_reached(offsets, self._service.clock.monotonic() + ARRIVAL_S)
+        if missing is not None:
+            raise RequestTimedOut(
+                f"offsets of groups and clients that read transactions wait, because {missing} has not arrived"
+            )
         mirror = self._service.mirrors.get(name)
         if mirror is None:
             return
@@ -284,7 +296,10 @@ class Follower:
             *self._waiting_at,
             *((topic, index) for topic in mirror.verified for index in mirror.verified[topic]),
         }
-        verified: dict[str, dict[int, int]] = {}
+        # A failover that has begun, and is repeated later, cuts its copies where they were whole when it began.
+        verified: dict[str, dict[int, int]] = {
+            topic: dict(found) for topic, found in mirror.verified.items() if topic in cut
+        }
         for topic, index in waiting:
             if index in offsets.get(topic, {}):
                 verified.setdefault(topic, {})[index] = offsets[topic][index]
@@ -298,18 +313,39 @@ class Follower:
         await self._reached({})
         return bool(self._waiting_at)
 
+    async def drain(self, ends: Vector, deadline: float) -> None:
+        """Wait until clients can read everything that the source has, which accepts no more writes."""
+        behind = await self._await_reached(ends, deadline, is_readable=True)
+        if behind is not None:
+            raise RequestTimedOut(f"{behind} did not catch up in time, so the source keeps its role")
+
+    async def _await_reached(
+        self, offsets: Vector, deadline: float, *, is_readable: bool = False
+    ) -> TopicPartition | None:
+        """Wait until all copies reach these offsets; return one that does not when the time is up."""
+        clock = self._service.clock
+        while True:
+            wait_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
+            missing = _missing(offsets, await self._reached(offsets, wait_s=wait_s, is_readable=is_readable))
+            if missing is None or clock.monotonic() >= deadline:
+                return missing
+            # A copy is between two leaders, or has been missing all the time.
+            await asyncio.sleep(ARRIVAL_RETRY_S)
+
     async def _reached(
-        self, offsets: Mapping[str, Mapping[int, int]], *, is_verified: bool = False, wait_s: float = 0.0
+        self, offsets: Vector, *, is_verified: bool = False, wait_s: float = 0.0, is_readable: bool = False
     ) -> dict[str, dict[int, int]]:
         """Return how far the copies on all nodes are; with `is_verified`, expose them up to these offsets.
 
-        Nodes answer when their copies have reached the offsets, or after a while.
+        Nodes answer when their copies have reached the offsets, or after a while. With `is_readable`, clients have to
+        be able to read them.
         """
         request = ExposeRequest(
             mirror=self._run.mirror.name,
             offsets={topic: dict(found) for topic, found in offsets.items()},
             is_verified=is_verified,
             wait_ms=int(wait_s * 1000),
+            is_readable=is_readable,
         )
         answers = await gather_or_cancel(
             [

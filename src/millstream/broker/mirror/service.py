@@ -7,6 +7,7 @@ topics, carries over settings, offsets and queues, and moves on where clients ma
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from
 from millstream.broker.mirror.declared import Mirrors
-from millstream.broker.mirror.declared_copies import SeenAtSource
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
 from millstream.broker.schemas.registry import SchemaRegistry
@@ -75,7 +75,7 @@ HOLD_S: Final = 2.0
 FENCE_S: Final = 10.0
 """How long an old source waits until what was written is acknowledged, before it gives up its role."""
 NOTICE_S: Final = 0.05
-"""How often the owner is told at most that clients wait."""
+"""The shortest time between two notices to the owner that clients of this node wait at a commit."""
 NOTICE_RETRY_S: Final = 0.5
 HOLDS_MAX: Final = 100
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -182,7 +182,8 @@ class MirrorRun:
                 continue
             for partition in topics.partitions_of(topic):
                 key = topic.topic_id, partition.index
-                if partition.is_leader and key not in self.service.cutting.get(mirror.mirror_id, ()):
+                is_cut = partition.index in mirror.cut_epochs.get(topic.name, ())
+                if partition.is_leader and not is_cut and key not in self.service.cutting.get(mirror.mirror_id, ()):
                     original = TopicPartition(mirror.source_name(topic), partition.index)
                     yield Copy(
                         partition,
@@ -204,13 +205,22 @@ class MirrorRun:
 
     def describe(self, now_ms: int) -> dict[str, Any]:
         """Return how this node's part does."""
+        notes = [self.notes[key] for key in sorted(self.notes)]
+        mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
+        if unfinished := sorted(
+            topic.name for topic in self.service.copied_topics(mirror.name) if topic.name in mirror.cut_epochs
+        ):
+            notes.append(
+                f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
+                f"`millstream mirror failover {mirror.name}` again"
+            )
         return {
             "node": self.service.membership.me.node_id,
             "state": self.state,
             "error": self.error,
             "source_cluster": "" if self.source is None else self.source.cluster_id,
             "bytes": 0 if self.copier is None else self.copier.bytes_copied,
-            "notes": [self.notes[key] for key in sorted(self.notes)],
+            "notes": notes,
             "groups": len(self.groups),
             "queues": self.queues,
             "partitions": [
@@ -257,8 +267,6 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """Copies that were cut, and are not writable yet, by the mirror's id, and where: nothing is copied to them."""
-        self._seen: dict[UUID, SeenAtSource] = {}
-        """What was seen at the source while this node was the owner, by the mirror's id."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
@@ -296,13 +304,6 @@ class MirrorService:
         if self._client is None:
             self._client = Client.connect(self.membership.addresses(), client_id="mirrors")
         return self._client
-
-    def seen_at(self, mirror: Mirror, cluster_id: str) -> SeenAtSource:
-        """Return what was seen at the source of a mirror; nothing if that was another cluster."""
-        seen = self._seen.get(mirror.mirror_id)
-        if seen is None or seen.cluster_id != cluster_id:
-            seen = self._seen[mirror.mirror_id] = SeenAtSource(cluster_id)
-        return seen
 
     def run_of(self, name: str) -> MirrorRun | None:
         """Return what this node runs of a mirror."""
@@ -358,7 +359,6 @@ class MirrorService:
         self._restrict(self.topics.hosted())
         known = {mirror.mirror_id for mirror in self.mirrors.all()}
         self.cutting = {mirror_id: keys for mirror_id, keys in self.cutting.items() if mirror_id in known}
-        self._seen = {mirror_id: seen for mirror_id, seen in self._seen.items() if mirror_id in known}
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
@@ -395,6 +395,43 @@ class MirrorService:
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }
 
+    async def begin_cut(self, mirror: Mirror, topics: Sequence[Topic]) -> Mirror:
+        """Stop a mirror, and record durably in which epochs this cluster continues its copies.
+
+        A failover that is repeated keeps the epochs of the first attempt: a copy that holds records of such an epoch is
+        cut already, whichever node leads it now.
+        """
+        epochs: dict[str, dict[int, int]] = {}
+        for topic in topics:
+            for index in range(topic.partitions):
+                state = self.topics.state_of(topic, index)
+                if state is None:
+                    raise NotLeader(f"{topic.name}-{index} has no leader yet; try again")
+                known = max((state.leader_epoch, *self._led_epoch(topic, index)))
+                epochs.setdefault(topic.name, {})[index] = known + EPOCH_STEP
+
+        def begun(now: Mirror) -> Mirror:
+            return dataclasses.replace(now, is_wanted=False, cut_epochs=merged_offsets(epochs, now.cut_epochs))
+
+        return await self.mirrors.change(mirror.name, begun)
+
+    def _led_epoch(self, topic: Topic, index: int) -> list[Epoch]:
+        """Return the epoch in which this node leads a partition; a node that is alone may be ahead of the store."""
+        with suppress(MillstreamError):
+            partition = self.topics.partition(topic.name, index)
+            return [partition.leader_epoch] if partition.is_leader else []
+        return []
+
+    async def end_cut(self, mirror: Mirror, topics: Sequence[Topic], *, resumes: bool) -> None:
+        """Forget the epochs of copies that are writable now; with `resumes`, continue to copy to the others."""
+        done = {topic.name for topic in topics}
+
+        def ended(now: Mirror) -> Mirror:
+            left = {name: epochs for name, epochs in now.cut_epochs.items() if name not in done}
+            return dataclasses.replace(now, cut_epochs=left, is_wanted=now.is_wanted or resumes)
+
+        await self.mirrors.change(mirror.name, ended)
+
     async def cut(self, request: CutRequest) -> CutPartition:
         """Cut a copy that this node leads where its transactions are whole, and lead it in a later epoch.
 
@@ -417,26 +454,33 @@ class MirrorService:
             if run is not None and run.copier is not None:
                 run.copier.drop(key)
             log = partition.log
-            limit = None if request.verified is None else _commit_from(partition, request.verified)
             end = log.end_offset
-            if limit is not None and limit < end:
-                await partition.cut_mirrored(limit)
+            begun_at = own_history_start(partition, request.epoch)
+            if begun_at is None:
+                limit = None if request.verified is None else _commit_from(partition, request.verified)
+                if limit is not None and limit < end:
+                    await partition.cut_mirrored(limit)
+                else:
+                    partition.expose(None)
+                stored = partition.stored()
+                if stored is not None:
+                    await stored
+                cut = log.end_offset
+                dropped = end - cut
+                await self.topics.raise_epoch(topic, partition.index, Epoch(request.epoch))
+                await partition.begin_own_history()
             else:
+                # Another node led it when the failover was tried first.
+                cut, dropped = begun_at, 0
                 partition.expose(None)
-            stored = partition.stored()
-            if stored is not None:
-                await stored
-            cut = int(log.end_offset)
-            epoch = Epoch(max(partition.leader_epoch, log.latest_epoch) + EPOCH_STEP)
-            await self.topics.raise_epoch(topic, partition.index, epoch)
-            await partition.begin_own_history()
+                await partition.settled()
             aborted = await partition.abort_open()
             done = cutting[key] = CutPartition(
                 topic=topic.name,
                 partition=partition.index,
                 offset=cut,
                 epoch=partition.leader_epoch,
-                dropped=int(end) - cut,
+                dropped=dropped,
                 aborted=aborted,
             )
             return done
@@ -462,6 +506,7 @@ class MirrorService:
             topic=where.topic,
             partition=where.partition,
             verified=mirror.verified_until(where.topic, where.partition),
+            epoch=mirror.cut_epochs[where.topic][where.partition],
         )
         answer = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
         if answer.cut is None:
@@ -497,18 +542,24 @@ class MirrorService:
         """Say how far this node's copies are, and where clients wait; expose them up to verified offsets."""
         run = self._runs.get(request.mirror)
         if run is not None and request.wait_ms:
-            arrivals = [copy.arrived(request.offsets) for copy in run.copies()]
             # One that this node no longer leads is another's to report on.
             with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.wait_ms / 1000):
-                    await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
+                    if request.is_readable:
+                        await _Readable(run.copies(), request.offsets).wait()
+                    else:
+                        arrivals = [copy.arrived(request.offsets) for copy in run.copies()]
+                        await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
         reached: dict[str, dict[int, int]] = {}
         waiting: list[tuple[str, int]] = []
         if request.is_verified and run is not None and run.copier is not None:
             run.copier.verify(request.offsets)
         for copy in [] if run is None else run.copies():
             topic, index = copy.partition.topic.name, copy.partition.index
-            reached.setdefault(topic, {})[index] = copy.partition.replicated_offset
+            partition = copy.partition
+            reached.setdefault(topic, {})[index] = (
+                partition.high_watermark if request.is_readable else partition.replicated_offset
+            )
             if copy.commits:
                 waiting.append((topic, index))
         return ExposeResponse(reached=reached, waiting=waiting)
@@ -635,9 +686,10 @@ class MirrorService:
 
     async def offer(self, request: OfferRequest) -> OfferResponse:
         """As a source: return the declared subscriptions, and the states of queues that this node stores."""
-        mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
         if not request.topics:
-            return OfferResponse(mirrored=mirrored)
+            mirrored = [topic.name for topic in self.topics.all() if topic.mirror]
+            origins = {topic.name: list(topic.origins) for topic in self.topics.all() if topic.origins}
+            return OfferResponse(mirrored=mirrored, origins=origins)
         wanted = set(request.topics)
         names = {topic.name for topic in self.topics.all() if topic.topic_id in wanted}
         known = {
@@ -673,7 +725,7 @@ class MirrorService:
             queues.append(
                 QueueSnapshot(key.subscription_id.bytes, key.topic_id.bytes, key.partition, loaded.sequence, content)
             )
-        return OfferResponse(mirrored=mirrored, subscriptions=subscriptions, queues=queues, has_more=has_more)
+        return OfferResponse(subscriptions=subscriptions, queues=queues, has_more=has_more)
 
     async def cut_queue(self, queue: QueueSnapshot, topics: Mapping[UUID, Topic], cuts: TopicOffsets) -> None:
         """Cut the stored state of a queue of a topic that is not open any more."""
@@ -734,6 +786,34 @@ class MirrorService:
             "Copies that cannot be continued now.",
             [Sample(sum(bool(copy.error) for copy in run.copies()), (("mirror", name),)) for name, run in runs],
         )
+
+
+class _Readable:
+    """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
+
+    def __init__(self, copies: Iterable[Copy], offsets: TopicOffsets) -> None:
+        self._wanted = {copy.partition: copy.offset_in(offsets) for copy in copies}
+        self._changed = asyncio.Event()
+
+    def advanced(self, partition: Partition) -> None:
+        self._changed.set()
+
+    async def wait(self) -> None:
+        for partition in self._wanted:
+            partition.listen(self)
+        try:
+            while any(one.is_leader and one.high_watermark < offset for one, offset in self._wanted.items()):
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            for partition in self._wanted:
+                partition.forget(self)
+
+
+def own_history_start(partition: Partition, epoch: int) -> Offset | None:
+    """Return from where on a copy holds records of this cluster, which begin in an epoch; None if it holds none."""
+    log = partition.log
+    return log.end_of_epoch(epoch - 1)[1] if log.latest_epoch >= epoch else None
 
 
 def _commit_from(partition: Partition, verified: int) -> Offset | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
-from millstream.core.acl import Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.acl import Acl, AclFilter
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import EpochEnd, NodeId
 from millstream.core.mirror import MirrorSettings
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import OFFER_KEY
+from millstream.protocol.wire.acls import describe_acls
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream.protocol.wire.credentials import Credentials, client_tls
@@ -93,34 +94,7 @@ class Source:
 
     async def acls(self) -> list[Acl]:
         """Return every access rule."""
-        from kio.schema.describe_acls.v3.request import DescribeAclsRequest
-        from kio.static.primitive import i8
-
-        anything = DescribeAclsRequest(
-            resource_type_filter=i8(ResourceType.ANY),
-            resource_name_filter=None,
-            pattern_type_filter=i8(PatternType.ANY),
-            principal_filter=None,
-            host_filter=None,
-            operation=i8(Operation.ANY),
-            permission_type=i8(Permission.ANY),
-        )
-        answer = await self.client.send(None, anything)
-        if answer.error_code:
-            raise error_from_code(answer.error_code, answer.error_message, about="access rules of the source")
-        return [
-            Acl(
-                resource_type=ResourceType(resource.resource_type),
-                resource_name=resource.resource_name,
-                pattern=PatternType(resource.pattern_type),
-                principal=one.principal,
-                host=one.host,
-                operation=Operation(one.operation),
-                permission=Permission(one.permission_type),
-            )
-            for resource in answer.resources
-            for one in resource.acls
-        ]
+        return await describe_acls(self.client, AclFilter())
 
     async def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the high watermarks of partitions; those that cannot be asked are missing."""

@@ -16,6 +16,7 @@ from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.schemas.examiner import SchemaExaminer
 from millstream.core.errors import MillstreamError, SchemaRegistryError
+from millstream.core.mirror import SightingChange
 from millstream.core.schema import (
     CONTEXT_CHARACTERS_MAX,
     DEFAULT_LEVEL,
@@ -563,11 +564,13 @@ class SchemaRegistry:
         versions: Sequence[SubjectVersion],
         settings: Sequence[SubjectSettings],
         *,
-        seen: Collection[tuple[QualifiedSubject, int]],
-    ) -> list[tuple[QualifiedSubject, int]]:
-        """Become equal to another registry, ids included; return the versions that only this one has.
+        gone: Collection[tuple[QualifiedSubject, int]],
+        sightings: SightingChange,
+    ) -> None:
+        """Become equal to the registry of a mirror's source, ids included, in one step with what was seen there.
 
-        Of these, the ones among `seen` are deleted for good: the other registry had them. Others stay.
+        Versions among `gone` that the source does not have are deleted permanently. Others that only this registry has
+        stay.
         """
         await self.load()
         added: dict[tuple[str, int], StoredSchema] = {}
@@ -589,25 +592,27 @@ class SchemaRegistry:
                     code=RegistryCode.NOT_PERMITTED,
                 )
         changed = [one for place, one in wanted.items() if here.get(place) != one]
-        only_here = [place for place in here if place not in wanted]
-        gone = [dataclasses.replace(here[place], is_gone=True) for place in only_here if place in seen]
+        deleted = [
+            dataclasses.replace(here[place], is_gone=True) for place in gone if place in here and place not in wanted
+        ]
         other_settings = [one for one in settings if self._settings.get(one.subject) != one]
 
         def work(transaction: SchemaTransaction) -> None:
             for schema in added.values():
                 transaction.add_schema(schema.context, schema.content, schema_id=schema.schema_id)
-            for version in (*changed, *gone):
+            for version in (*changed, *deleted):
                 transaction.put_version(version)
             for one in other_settings:
                 transaction.put_settings(one)
 
-        if added or changed or gone or other_settings:
-            await self._change(work)
-        return [place for place in only_here if place not in seen]
+        if added or changed or deleted or other_settings:
+            await self._change(work, sightings)
+        elif sightings:
+            await self._declarations.store_sightings(sightings)
 
-    async def _change(self, work: Callable[[SchemaTransaction], None]) -> None:
+    async def _change(self, work: Callable[[SchemaTransaction], None], sightings: SightingChange | None = None) -> None:
         async with self._changing:
-            self._apply(await self._declarations.change_schemas(self._last, work))
+            self._apply(await self._declarations.change_schemas(self._last, work, sightings))
 
     def _apply(self, changes: SchemaChanges) -> None:
         for schema in changes.schemas:

@@ -26,6 +26,7 @@ from millstream.core.credential import (
     user_principal,
 )
 from millstream.core.errors import CatalogUnavailable, InvalidRequest, InvalidSetting
+from millstream.core.mirror import SightingChange
 from millstream.core.tasks import finish
 
 _logger = logging.getLogger(__name__)
@@ -181,13 +182,24 @@ class SecurityState:
             await self._change(SecurityChange(delete_acls=gone))
         return gone
 
-    async def _change(self, change: SecurityChange) -> None:
-        # What the catalog has must hold here too, also if the client that asked for it has left.
-        await finish(self._store(change))
+    async def follow(self, wanted: Iterable[Acl], gone: Iterable[Acl], sightings: SightingChange) -> None:
+        """Add and delete rules as the source of a mirror has, in one step with what was seen there."""
+        here = self.snapshot.acls
+        added, removed = frozenset(wanted) - here, frozenset(gone) & here
+        if len(here) + len(added) > ACLS_MAX:
+            raise InvalidRequest(f"there are {ACLS_MAX} access rules at most; the source of a mirror has more")
+        if added or removed:
+            await self._change(SecurityChange(add_acls=added, delete_acls=removed), sightings)
+        elif sightings:
+            await self._declarations.store_sightings(sightings)
 
-    async def _store(self, change: SecurityChange) -> None:
+    async def _change(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
+        # What the catalog has must hold here too, also if the client that asked for it has left.
+        await finish(self._store(change, sightings))
+
+    async def _store(self, change: SecurityChange, sightings: SightingChange | None) -> None:
         async with self._changing:
-            await self._declarations.change_security(change)
+            await self._declarations.change_security(change, sightings)
             self._hold(await self._declarations.security())
         _logger.info(
             "users, tokens or access rules changed",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from millstream.client.admin.topics import node_configs
-from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
+from millstream.core.acl import Acl, AclFilter
 from millstream.core.credential import (
     ITERATIONS,
     SCRAM_MECHANISMS,
@@ -30,6 +30,7 @@ from millstream.protocol.private.token_messages import (
     ScopeRule,
     TokenDescription,
 )
+from millstream.protocol.wire.acls import describe_acls, filter_fields
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -126,24 +127,7 @@ async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -
 
 async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:
     """The access rules that a filter selects."""
-    from kio.schema.describe_acls.v3.request import DescribeAclsRequest
-
-    answer = await client.send(None, DescribeAclsRequest(**_filter_fields(selected)))
-    if answer.error_code:
-        raise error_from_code(answer.error_code, answer.error_message, about="list access rules")
-    return [
-        Acl(
-            resource_type=ResourceType(resource.resource_type),
-            resource_name=resource.resource_name,
-            pattern=PatternType(resource.pattern_type),
-            principal=one.principal,
-            host=one.host,
-            operation=Operation(one.operation),
-            permission=Permission(one.permission_type),
-        )
-        for resource in answer.resources
-        for one in resource.acls
-    ]
+    return await describe_acls(client, selected)
 
 
 async def add_acls(client: Client, acls: Iterable[Acl]) -> None:
@@ -174,27 +158,13 @@ async def remove_acls(client: Client, filters: Iterable[AclFilter]) -> int:
     """Remove the access rules that filters select; returns how many there were."""
     from kio.schema.delete_acls.v3.request import DeleteAclsFilter, DeleteAclsRequest
 
-    wanted = tuple(DeleteAclsFilter(**_filter_fields(one)) for one in filters)
+    wanted = tuple(DeleteAclsFilter(**filter_fields(one)) for one in filters)
     removed = 0
     for result in (await client.send(None, DeleteAclsRequest(filters=wanted))).filter_results:
         if result.error_code:
             raise error_from_code(result.error_code, result.error_message, about="remove access rules")
         removed += len(result.matching_acls)
     return removed
-
-
-def _filter_fields(selected: AclFilter) -> dict[str, Any]:
-    from kio.static.primitive import i8
-
-    return {
-        "resource_type_filter": i8(selected.resource_type),
-        "resource_name_filter": selected.resource_name,
-        "pattern_type_filter": i8(selected.pattern),
-        "principal_filter": selected.principal,
-        "host_filter": selected.host,
-        "operation": i8(selected.operation),
-        "permission_type": i8(selected.permission),
-    }
 
 
 async def list_secrets(client: Client, *, reseal: bool = False) -> SecretsResponse:

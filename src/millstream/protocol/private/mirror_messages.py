@@ -142,6 +142,8 @@ class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
     mirror: str
     topic: str
     partition: int
+    epoch: int
+    """The epoch in which this cluster continues the copy; the same each time a failover is repeated."""
     verified: int | None = None
 
 
@@ -159,10 +161,12 @@ class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_verified: bool = False
     wait_ms: int = 0
     """How long to wait until the copies that the node leads reach the offsets."""
+    is_readable: bool = False
+    """Whether clients have to be able to read up to there, and not only all replicas to have it."""
 
 
 class ExposeResponse(Response, frozen=True, kw_only=True):
-    """The copies that this node leads, and up to where their replicas have them."""
+    """The copies that this node leads, and up to where all replicas have them or clients can read them."""
 
     reached: Offsets = msgspec.field(default_factory=dict)
     waiting: Sequence[tuple[str, int]] = ()
@@ -218,7 +222,9 @@ class OfferResponse(Response, frozen=True, kw_only=True):
     """What a node of the source has."""
 
     mirrored: Sequence[str] = ()
-    """Topics that are mirrored there from elsewhere, and are therefore not mirrored again."""
+    """Without topics in the request: those that a mirror writes there, and which are therefore not mirrored again."""
+    origins: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """Without topics in the request: the ids of the clusters from which the records of topics came."""
     subscriptions: Sequence[OfferedSubscription] = ()
     queues: Sequence[QueueSnapshot] = ()
     has_more: bool = False

@@ -179,7 +179,8 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
     """Cuts a copy that this node leads, for the node that carries out a failover.
 
-    {"mirror": "paris", "topic": "orders", "partition": 0}     answer: {"error": 0, "message": null, "cut": {…}}
+    {"mirror": "paris", "topic": "orders", "partition": 0, "epoch": 1003, "verified": 4711}
+    answer: {"error": 0, "message": null, "cut": {…}}
     """
 
     key = CUT_KEY
@@ -193,7 +194,7 @@ class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
 class MirrorExpose(_MirrorApi[ExposeRequest, ExposeResponse]):
     """Says how far a node's copies are; then exposes transactions that have arrived as a whole everywhere.
 
-    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000}
+    {"mirror": "paris", "offsets": {"orders": {0: 4711}}, "is_verified": false, "wait_ms": 1000, "is_readable": false}
     answer: {"error": 0, "message": null, "reached": {"orders": {0: 4720}}, "waiting": [["orders", 0]]}
     """
 
@@ -224,11 +225,12 @@ class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
     """Returns what a node of a source has besides records, for a mirror of another cluster.
 
         {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
-        answer: {"error": 0, "message": null, "mirrored": ["paris.orders"], "subscriptions": [{"name": …, …}],
+        answer: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
         "queues": [[subscription id, topic id, partition, sequence, snapshot], …], "has_more": false}
+        without topics: {"error": 0, "message": null, "mirrored": ["paris.orders"], "origins": {"orders": ["Q3k…"]}}
 
-    `mirrored` are topics that are copies themselves, which are not mirrored again. Without topics, only they are
-    returned. Queues whose last write the caller has seen are left out.
+    `mirrored` are topics that are copies themselves, which are not mirrored again; `origins` are the ids of the
+    clusters from which the records of a topic came. Queues whose last write the caller has seen are left out.
     """
 
     key = OFFER_KEY

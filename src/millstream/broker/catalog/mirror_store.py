@@ -1,0 +1,138 @@
+"""Mirrors in the catalog, and what they have seen at their sources."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from millstream.broker.catalog.tables import mirror_sightings, mirrors
+from millstream.core.errors import NotCoordinator, UnknownMirror
+from millstream.core.mirror import Mirror, SightingChange, TopicOffsets
+
+
+def read_mirrors(connection: Connection) -> list[Mirror]:
+    """Return every mirror as stored, by name."""
+    return [_mirror(row) for row in connection.execute(select(mirrors).order_by(mirrors.c.name))]
+
+
+def insert_mirror(connection: Connection, mirror: Mirror) -> None:
+    """Store a new mirror."""
+    connection.execute(
+        insert(mirrors).values(
+            mirror_id=str(mirror.mirror_id),
+            name=mirror.name,
+            created_ms=mirror.created_ms,
+            sightings_source="",
+            sightings_owner="",
+            **_row(mirror),
+        )
+    )
+
+
+def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
+    """Return a mirror as stored, which no other node changes until the end of the transaction."""
+    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
+    if row is None:
+        raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
+    return _mirror(row)
+
+
+def update_mirror(connection: Connection, mirror: Mirror) -> None:
+    """Store a changed mirror."""
+    connection.execute(update(mirrors).where(_here(mirror.mirror_id)).values(**_row(mirror)))
+
+
+def delete_mirror(connection: Connection, mirror_id: UUID) -> bool:
+    """Delete a mirror with its sightings; return whether there was one."""
+    connection.execute(delete(mirror_sightings).where(mirror_sightings.c.mirror_id == str(mirror_id)))
+    return connection.execute(delete(mirrors).where(_here(mirror_id))).rowcount == 1
+
+
+# -- what was seen at the source ----------------------------------------------------------------------------------
+
+
+def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
+    """Return what was seen at a source, by kind; from now on, only this owner may change it.
+
+    What was seen at another cluster is forgotten.
+    """
+    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
+    if row is None:
+        raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
+    of_mirror = mirror_sightings.c.mirror_id == str(mirror_id)
+    if row.sightings_source != source:
+        connection.execute(delete(mirror_sightings).where(of_mirror))
+    values = {"sightings_source": source, "sightings_owner": owner}
+    connection.execute(update(mirrors).where(_here(mirror_id)).values(**values))
+    found: dict[str, set[str]] = {}
+    for kind, item_id in connection.execute(
+        select(mirror_sightings.c.kind, mirror_sightings.c.item_id).where(of_mirror)
+    ):
+        found.setdefault(kind, set()).add(item_id)
+    return found
+
+
+def store_sightings(connection: Connection, change: SightingChange) -> None:
+    """Store what was seen; raise `NotCoordinator` if another node has made a claim since."""
+    here = _here(change.mirror_id)
+    owner = connection.execute(select(mirrors.c.sightings_owner).where(here).with_for_update()).scalar_one_or_none()
+    if owner is None:
+        raise UnknownMirror(f"mirror {change.mirror_id} is not in the catalog")
+    if owner != change.owner:
+        raise NotCoordinator("another node copies the schemas and access rules of this mirror")
+    key = {"mirror_id": str(change.mirror_id), "kind": change.kind}
+    if change.seen:
+        added = postgresql.insert if connection.dialect.name != "sqlite" else sqlite.insert
+        rows = [{**key, "item_id": item_id} for item_id in sorted(change.seen)]
+        connection.execute(added(mirror_sightings).on_conflict_do_nothing(), rows)
+    if change.forgotten:
+        gone = and_(
+            mirror_sightings.c.mirror_id == key["mirror_id"],
+            mirror_sightings.c.kind == change.kind,
+            mirror_sightings.c.item_id == bindparam("gone_id"),
+        )
+        connection.execute(
+            delete(mirror_sightings).where(gone), [{"gone_id": item_id} for item_id in sorted(change.forgotten)]
+        )
+
+
+def _here(mirror_id: UUID) -> Any:
+    return mirrors.c.mirror_id == str(mirror_id)
+
+
+def _mirror(row: Any) -> Mirror:
+    return Mirror(
+        mirror_id=UUID(row.mirror_id),
+        name=row.name,
+        overrides=dict(row.overrides),
+        is_wanted=row.is_wanted,
+        created_ms=row.created_ms,
+        version=row.version,
+        cuts=_offsets(row.cuts),
+        verified=_offsets(row.verified),
+        is_gated=row.is_gated,
+        cut_epochs=_offsets(row.cut_epochs),
+    )
+
+
+def _row(mirror: Mirror) -> dict[str, Any]:
+    return {
+        "overrides": dict(mirror.overrides),
+        "is_wanted": mirror.is_wanted,
+        "version": mirror.version,
+        "cuts": _offsets_row(mirror.cuts),
+        "verified": _offsets_row(mirror.verified),
+        "is_gated": mirror.is_gated,
+        "cut_epochs": _offsets_row(mirror.cut_epochs),
+    }
+
+
+def _offsets(row: Any) -> dict[str, dict[int, int]]:
+    return {topic: {int(index): int(offset) for index, offset in offsets.items()} for topic, offsets in row.items()}
+
+
+def _offsets_row(offsets: TopicOffsets) -> dict[str, dict[str, int]]:
+    return {topic: {str(index): offset for index, offset in found.items()} for topic, found in offsets.items()}
