@@ -1,7 +1,7 @@
-"""What there is to do once per mirror: topics, settings, partitions, groups, queues and transactions.
+"""The tasks of a mirror as a whole: topics, settings, partitions, groups, queues and transactions.
 
-Only the controller of the target does it. Everything here may be repeated, so two nodes that both take themselves for
-the controller for a moment do no harm.
+Only the controller of the target runs them. Each may be repeated, so it does no harm if two nodes briefly consider
+themselves the controller.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CONFIGS_S: Final = 10.0
 
 
 class Follower:
-    """The owner's part of a mirror."""
+    """Runs the tasks of one mirror while this node is its owner."""
 
     def __init__(self, run: MirrorRun, source: Source, copier: Copier) -> None:
         self._run = run
@@ -117,7 +117,7 @@ class Follower:
     async def _loop(
         self, work: Callable[[], Awaitable[None]], pause_s: float, wanted: asyncio.Event | None = None
     ) -> None:
-        """Do one thing again and again, or when it is wanted, while this node is the owner."""
+        """Repeat a task after a pause, or when an event is set, while this node is the owner."""
         what = f"{work.__name__.lstrip('_').removeprefix('sync_')} cannot be mirrored now"
         unreachable_since: float | None = None
         while True:

@@ -1,7 +1,8 @@
-"""A node's part of every mirror: it copies the partitions that it leads, and reports on them.
+"""The mirrors that a node runs: it copies the partitions that it leads, and reports their lag.
 
-One node, the controller of the target cluster, also does what there is to do once per mirror (`follower`): it creates
-topics, carries over settings, offsets and queues, and moves on where clients may read transactions.
+The controller of the target cluster is the *owner* of every mirror. It also runs the tasks of the mirror as a whole
+(`follower`): it creates topics, copies settings, offsets and queues, and decides up to where clients may read
+transactions.
 """
 
 from __future__ import annotations
@@ -71,16 +72,16 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 HOLD_S: Final = 2.0
-"""How long the decisions of transactions are held back for a barrier, at most."""
+"""The longest time for which a barrier delays commits and aborts."""
 FENCE_S: Final = 10.0
-"""How long an old source waits until what was written is acknowledged, before it gives up its role."""
+"""How long an old source waits until all written records are replicated, before the step fails."""
 NOTICE_S: Final = 0.05
 """The shortest time between two notices to the owner that clients of this node wait at a commit."""
 NOTICE_RETRY_S: Final = 0.5
 HOLDS_MAX: Final = 100
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 EPOCH_STEP: Final = 1000
-"""How far a cut raises the epoch: the old source does not elect that often before it follows this cluster."""
+"""How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
 R = TypeVar("R", bound=Response)
 
 
@@ -204,7 +205,7 @@ class MirrorRun:
         return [] if self.copier is None else list(self.copier.copies.values())
 
     def describe(self, now_ms: int) -> dict[str, Any]:
-        """Return how this node's part does."""
+        """Return the state of the mirror on this node."""
         notes = [self.notes[key] for key in sorted(self.notes)]
         mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
         if unfinished := sorted(
@@ -263,10 +264,10 @@ class MirrorService:
         self.subscriptions = subscriptions
         self._transactions = transactions
         self._held: dict[str, asyncio.Task[None]] = {}
-        """What holds back the decisions of transactions here, by token."""
+        """The tasks that delay commits and aborts for a barrier, by its token."""
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
-        """Copies that were cut, and are not writable yet, by the mirror's id, and where: nothing is copied to them."""
+        """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
@@ -276,7 +277,7 @@ class MirrorService:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this node does what there is to do once per mirror."""
+        """Whether this node is the controller, which runs the tasks of mirrors as a whole."""
         return self.membership.controller_id == self.membership.me.node_id
 
     def start(self) -> None:
@@ -379,7 +380,7 @@ class MirrorService:
     # -- what others ask for --------------------------------------------------------------------------------
 
     def describe(self, mirror: Mirror) -> dict[str, Any]:
-        """Return a mirror as declared, and how this node's part of it does."""
+        """Return a mirror as declared, and its state on this node."""
         run = self._runs.get(mirror.name)
         return {
             "name": mirror.name,

@@ -61,7 +61,7 @@ class MirrorNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MirrorDescriptions(Response, frozen=True, kw_only=True):
-    """Mirrors, and how those parts of them do that the node runs."""
+    """Mirrors, each with its state on the node that answers."""
 
     mirrors: Sequence[dict[str, Any]] = ()
 

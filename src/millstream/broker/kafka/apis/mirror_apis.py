@@ -138,7 +138,7 @@ class MirrorDelete(_MirrorApi[MirrorName, Response]):
 
 
 class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
-    """Lists mirrors and how they do.
+    """Lists mirrors with their state and lag.
 
         {"names": ["paris"]}, or null for all
         answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
