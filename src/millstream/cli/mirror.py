@@ -199,7 +199,8 @@ def describe(
     lag = "unknown" if described["lag"] is None else f"{described['lag']:,} offsets, {described['lag_s']:.1f} s"
     print_line(f"lag         {lag}")
     print_line(
-        f"copied      {sized(described['bytes'])} since it started, {counted(len(described['topics']), 'topic')}"
+        f"copied      {sized(described['bytes'])} since it started, {sized(int(described['bytes_per_s']))}/s now, "
+        f"{counted(len(described['topics']), 'topic')}"
     )
     print_line(f"state       {counted(described['groups'], 'group')}, {counted(described['queues'], 'queue')}")
     if described["error"]:

@@ -36,3 +36,32 @@ def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.Monk
         asyncio.run(fetches())
     assert slept == [1.0, 2.0, 3.0]
     assert limited.bytes_copied == 3000
+
+
+def test_the_current_rate_is_that_of_the_last_seconds() -> None:
+    now = [100.0]
+    make: Any = Copier
+    copier = make(
+        None, None, SimpleNamespace(monotonic=lambda: now[0]), rate=0, gates=False, cut_of=None, on_commit=None
+    )
+    answers = {
+        TopicPartition("orders", PartitionIndex(0)): FetchAnswer(
+            memoryview(bytes(1000)), Offset(0), Offset(0), Offset(0)
+        )
+    }
+
+    def copy_for(seconds: int) -> None:
+        for _ in range(4 * seconds):
+            now[0] += 0.25
+            asyncio.run(copier._pace(answers))
+
+    assert copier.bytes_per_s == 0
+    copy_for(2)
+    assert copier.bytes_per_s == pytest.approx(4000, rel=0.2)
+    copy_for(60)
+    assert copier.bytes_per_s == pytest.approx(4000, rel=0.1)
+    assert len(copier._copied_at) < 50
+    now[0] += 5
+    assert copier.bytes_per_s == pytest.approx(2000, rel=0.2)
+    now[0] += 20
+    assert copier.bytes_per_s == 0

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,6 +58,9 @@ LEADER_BYTES: Final = 32 * 1024 * 1024
 LINE_BYTES: Final = 16 * 1024 * 1024
 """How much one line fetches at once, at most: the source reads it in one step."""
 FETCH_WAIT_MS: Final = 500
+RATE_S: Final = 10.0
+"""Over how long the current rate is measured."""
+RATE_STEP_S: Final = 0.5
 SILENT_MS: Final = 3000
 """A source that has not answered for longer than this may have more than is known here."""
 HELD_FIRST_S: Final = 0.1
@@ -173,6 +177,23 @@ class Copier:
         """Set after each assignment, and replaced by the next."""
         self._next_slot_s = 0.0
         self.bytes_copied = 0
+        self._copied_at: deque[tuple[float, int]] = deque()
+        """Moments of the last seconds, and how many bytes had been copied before."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bytes per second of the last seconds."""
+        now, marks = self._clock.monotonic(), self._copied_at
+        since, before = next(((at, size) for at, size in marks if at > now - RATE_S), (now, self.bytes_copied))
+        return (self.bytes_copied - before) / max(now - since, RATE_STEP_S)
+
+    def _count(self, size: int) -> None:
+        now, marks = self._clock.monotonic(), self._copied_at
+        if size and (not marks or now >= marks[-1][0] + RATE_STEP_S):
+            marks.append((now, self.bytes_copied))
+            if marks[0][0] <= now - RATE_S:
+                marks.popleft()
+        self.bytes_copied += size
 
     def follow(self, copies: Iterable[Copy]) -> None:
         """Copy these partitions from now on, and no others; known ones keep their state."""
@@ -367,7 +388,7 @@ class Copier:
     async def _pace(self, answers: dict[TopicPartition, FetchAnswer | MillstreamError]) -> None:
         """Wait as the rate demands."""
         size = sum(len(one.records) for one in answers.values() if isinstance(one, FetchAnswer))
-        self.bytes_copied += size
+        self._count(size)
         if not self._rate or not size:
             return
         now = self._clock.monotonic()

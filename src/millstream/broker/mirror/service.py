@@ -221,6 +221,7 @@ class MirrorRun:
             "error": self.error,
             "source_cluster": "" if self.source is None else self.source.cluster_id,
             "bytes": 0 if self.copier is None else self.copier.bytes_copied,
+            "bytes_per_s": 0.0 if self.copier is None else self.copier.bytes_per_s,
             "notes": notes,
             "groups": len(self.groups),
             "queues": self.queues,

@@ -158,6 +158,7 @@ def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
         "lag": sum(lags) if lags else None,
         "lag_s": max(ages) / 1000 if ages else None,
         "bytes": sum(report["bytes"] for report in reports),
+        "bytes_per_s": sum(report["bytes_per_s"] for report in reports),
         "groups": max((report["groups"] for report in reports), default=0),
         "queues": max((report["queues"] for report in reports), default=0),
         "notes": sorted({note for report in reports for note in report["notes"]}) + silent,

@@ -143,8 +143,8 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
         {"names": ["paris"]}, or null for all
         answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
         "wanted": true, "problem": "", "version": …, "topics": […], "cuts": {…}, "report": {"node": 1,
-        "state": "running", "error": "", "bytes": …, "notes": […], "partitions": [{"topic": …, "partition": …,
-        "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …, "epoch": …, "error": ""}]}}]}
+        "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […], "partitions": [{"topic": …,
+        "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …, "epoch": …, "error": ""}]}}]}
 
     Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """

@@ -94,6 +94,7 @@ class MirrorDescription(msgspec.Struct, frozen=True):
     lag: int | None
     lag_s: float | None
     bytes: int
+    bytes_per_s: float
     groups: int
     queues: int
     notes: list[str]
