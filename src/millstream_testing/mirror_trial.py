@@ -64,6 +64,10 @@ Place = tuple[str, int, int]
 """Topic, partition and offset."""
 
 
+Cuts = Mapping[tuple[str, int], int]
+"""The offset at which each copy was cut, by topic and partition."""
+
+
 class TrialBroken(Exception):
     """The trial could not be continued, so nothing was proved."""
 
@@ -337,16 +341,16 @@ class MirrorTrial:
         self.faults["kill a site"] += 1
         killed_at = time.monotonic()
         load.stop()
-        report = self._done(second, "mirror", "failover", MIRROR, "--yes", "--json").document
-        self._say(f"failed over in {report['waited_ms']} ms; {len(load.stored)} stored, {len(load.accepted)} accepted")
-        self._check_failover(second, load, report, killed_at)
+        cuts = self._fail_over(second)
+        self._say(f"{len(load.stored)} stored, {len(load.accepted)} accepted")
+        self._check_failover(second, load, cuts, killed_at)
         upper = self._read(second, "read_uncommitted")
 
         more = Load(second, self._numbers)
         more.start()
         time.sleep(3)
         first.start()
-        only_here = self._check_common(first, upper, report)
+        only_here = self._check_common(first, upper, cuts)
         reverse = ("mirror", "reverse", MIRROR, "--address", second.outside, "--save-to", SAVED, "--yes", "--json")
         reversed_ = self._retried(second, *reverse)
         self._check_removed(first, only_here, reversed_["removed"])
@@ -367,6 +371,22 @@ class MirrorTrial:
                 break
         self._check_pairs(first)
         self._check_pairs(second)
+
+    def _fail_over(self, site: Site) -> Cuts:
+        """Let a site take over; a node of a cluster may be killed meanwhile, so that the command has to be repeated."""
+        node = self._random.choice(site.nodes) if site.is_cluster and self._random.random() < 0.5 else None
+        killing = threading.Timer(self._random.uniform(0, 1), Server.kill, [node])
+        if node is not None:
+            self._say("kill a node of the second site during the failover")
+            self.faults["kill during failover"] += 1
+            killing.start()
+        report = self._done(site, "mirror", "failover", MIRROR, "--yes", "--json").document
+        self._say(f"failed over in {report['waited_ms']} ms")
+        if node is not None:
+            killing.join()
+            node.start()
+        described = self._done(site, "mirror", "describe", MIRROR, "--json").document
+        return {(topic, int(index)): cut for topic, cuts in described["cuts"].items() for index, cut in cuts.items()}
 
     def _retried(self, site: Site, *arguments: str) -> dict[str, Any]:
         """Run a command; a fault may have left the mirror without a connection for a moment."""
@@ -415,8 +435,7 @@ class MirrorTrial:
 
     # -- the checker ----------------------------------------------------------------------------------------
 
-    def _check_failover(self, site: Site, load: Load, report: dict[str, Any], killed_at: float) -> None:
-        cuts = {(one["topic"], one["partition"]): one["offset"] for one in report["partitions"]}
+    def _check_failover(self, site: Site, load: Load, cuts: Cuts, killed_at: float) -> None:
         everything = self._read(site, "read_uncommitted")
         for place, value in load.stored.items():
             if place[2] < cuts[place[0], place[1]] and everything.get(place) != value:
@@ -445,9 +464,8 @@ class MirrorTrial:
             self.violations.append(f"{len(again)} accepted messages were delivered again, for example {min(again)}")
         self._say(f"{len(plain)} messages here, {len(delivered)} delivered, {len(carried)} certainly accepted")
 
-    def _check_common(self, first: Site, upper: dict[Place, str], report: dict[str, Any]) -> dict[Place, str]:
+    def _check_common(self, first: Site, upper: dict[Place, str], cuts: Cuts) -> dict[Place, str]:
         """Compare what both sites have below the cuts; return what only the first has."""
-        cuts = {(one["topic"], one["partition"]): one["offset"] for one in report["partitions"]}
         deadline = time.monotonic() + PATIENCE_S
         while True:
             lower = self._read(first, "read_uncommitted")

@@ -152,6 +152,8 @@ def test_a_copy_has_the_same_messages_at_the_same_offsets_and_takes_over(
 
     report = berlin("mirror", "failover", name, "--json").document
     assert [one["missing"] for one in report["partitions"]] == [0, 0, 0]
+    again = berlin("mirror", "failover", name, "--json").document
+    assert [one["offset"] for one in again["partitions"]] == [one["offset"] for one in report["partitions"]]
     publish(berlin.brokers, topic, ["mine"])
     assert len(read(berlin.brokers, topic, 601)) == 601
     epochs = {one["epoch"] for one in report["partitions"]}

@@ -54,11 +54,17 @@ ORIGINAL_HEADER: Final = "millstream-original"
 
 
 async def fail_over(service: MirrorService, request: FailoverRequest) -> FailoverResponse:
-    """Make copies writable here; nothing is copied to them any more. May be repeated after a failure."""
+    """Make copies writable here; nothing is copied to them any more.
+
+    May be repeated: after a failure it continues, and after a success whose response was lost it returns the cuts.
+    """
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
-    if any(topic.is_draining for topic in service.copied_topics(mirror.name)):
+    copied = service.copied_topics(mirror.name)
+    if any(topic.is_draining for topic in copied):
         return await _end_fence(service, mirror, started)
+    if not copied and request.topics is None and mirror.cuts:
+        return FailoverResponse(partitions=_earlier_cuts(service, mirror), source_error="it was not asked again")
     topics = chosen_topics(service, mirror, request.topics)
     was_wanted = mirror.is_wanted
     # Nothing is verified from here on, so every copy is cut at the same moment.
@@ -101,6 +107,16 @@ async def _end_fence(service: MirrorService, mirror: Mirror, started: float) -> 
         source_error="the copies of the other cluster were not cut",
         waited_ms=int((service.clock.monotonic() - started) * 1000),
     )
+
+
+def _earlier_cuts(service: MirrorService, mirror: Mirror) -> list[CutPartition]:
+    """Return where the copies of a mirror were cut that still exist."""
+    return [
+        CutPartition(topic=name, partition=index, offset=offset, epoch=_epoch_of(service, topic, index))
+        for name, offsets in sorted(mirror.cuts.items())
+        if (topic := service.topics.get(name)) is not None
+        for index, offset in sorted(offsets.items())
+    ]
 
 
 def _epoch_of(service: MirrorService, topic: Topic, index: int) -> int:
