@@ -3,8 +3,8 @@
 One round: producers and workers use the first site while nodes are killed or frozen and the line between the sites is
 cut. The first site is killed, and the second takes over. Producers and workers continue there. The first site starts
 again and follows (`reverse`). Then both change sides as planned (`switch`). The load consists of transactions over two
-topics, single messages that workers of a subscription accept, and an application that copies these messages in
-transactions, which also commit its offsets.
+topics, single messages that workers of a subscription accept, an application that copies these messages in
+transactions, which also commit its offsets, and updates of a compacted topic.
 
 A site is one node or a cluster. The sites reach each other through relays that delay data, stall occasionally as TCP
 does after a loss, and can be cut.
@@ -13,6 +13,7 @@ does after a loss, and can be cut.
 
 - below the cut of a failover, the second site has every record of the first at its offset, among them all that were
   acknowledged to a producer;
+- of each key of a compacted topic, the second site has the newest update below the cut;
 - no transaction is torn: both topics hold the same numbers for readers of committed records;
 - every message is accepted by a worker or delivered after a failover, so none is taken for one that was accepted;
 - a message whose acceptance was carried over is not delivered again;
@@ -53,6 +54,8 @@ STOP_S = 60.0
 LEFT, RIGHT, PLAIN, COPIED, SAVED = "left", "right", "plain", "copied", "saved"
 TOPICS = (LEFT, RIGHT, PLAIN, COPIED)
 PARTITIONS = 3
+COMPACTED, KEYS = "compacted", 50
+COMPACTION = {"cleanup.policy": "compact", "segment.ms": 3000, "max.compaction.lag.ms": 5000}
 SUBSCRIPTION, GROUP = "workers", "copiers"
 MIRROR = "site"
 CARRIED_S = 10.0
@@ -157,6 +160,11 @@ def _values(pulled: Outcome) -> set[str]:
     return {json.loads(line)["value"] for line in pulled.lines if line.startswith("{")}
 
 
+def _newest(found: Mapping[Place, str]) -> dict[str, tuple[int, str]]:
+    """Return the last update of each key, with its offset; an update is `key:number`."""
+    return {value.partition(":")[0]: (place[2], value) for place, value in sorted(found.items())}
+
+
 class Load:
     """Producers and workers of one site, until they are stopped."""
 
@@ -203,6 +211,8 @@ class Load:
             for _ in range(20):
                 number = str(next(self._numbers))
                 producer.produce(PLAIN, number, key=number, on_delivery=self._delivered)
+            key = f"k{int(number) // 20 % KEYS}"
+            producer.produce(COMPACTED, f"{key}:{number}", key=key, on_delivery=self._delivered)
             producer.poll(0.02)
             time.sleep(0.03)
         producer.flush(10)
@@ -327,6 +337,8 @@ class MirrorTrial:
         first, second = self.first, self.second
         for topic in TOPICS:
             self._done(first, "topic", "create", topic, "--partitions", str(PARTITIONS))
+        compaction = [part for name, value in COMPACTION.items() for part in ("--set", f"{name}={value}")]
+        self._done(first, "topic", "create", COMPACTED, "--partitions", str(PARTITIONS), *compaction)
         # Leases of workers that died with the first site end before the checker stops waiting for their messages.
         lease = ("--set", f"share.record.lock.duration.ms={LEASE_MS}")
         self._done(first, "subscription", "create", SUBSCRIPTION, "--topic", PLAIN, *lease)
@@ -366,7 +378,7 @@ class MirrorTrial:
         self._await_equal(first, second)
         here = self._read(first, "read_uncommitted")
         for place, value in more.stored.items():
-            if here.get(place) != value:
+            if place[0] in TOPICS and here.get(place) != value:
                 self.violations.append(f"the switch lost {value} at {place}; there is {here.get(place)}")
                 break
         self._check_pairs(first)
@@ -437,8 +449,9 @@ class MirrorTrial:
 
     def _check_failover(self, site: Site, load: Load, cuts: Cuts, killed_at: float) -> None:
         everything = self._read(site, "read_uncommitted")
+        self._check_compacted(site, load, cuts)
         for place, value in load.stored.items():
-            if place[2] < cuts[place[0], place[1]] and everything.get(place) != value:
+            if place[0] in TOPICS and place[2] < cuts[place[0], place[1]] and everything.get(place) != value:
                 self.violations.append(
                     f"{value} was stored at {place}, below the cut; there is {everything.get(place)}"
                 )
@@ -512,6 +525,21 @@ class MirrorTrial:
             self.violations.append(f"offsets are ahead of {len(missing)} records, for example {min(missing)}")
         self._say(f"the group has read {len(read)} messages, and written {len(written)}")
 
+    def _check_compacted(self, site: Site, load: Load, cuts: Cuts) -> None:
+        """Check that no key of the compacted topic has only an older update than the newest one below the cut."""
+        below = {
+            place: value
+            for place, value in load.stored.items()
+            if place[0] == COMPACTED and place[2] < cuts[place[0], place[1]]
+        }
+        found = self._read(site, "read_uncommitted", {COMPACTED: PARTITIONS})
+        here = _newest(found)
+        for key, (offset, value) in _newest(below).items():
+            if here.get(key, (-1, ""))[0] < offset or (here[key][0] == offset and here[key][1] != value):
+                self.violations.append(f"{value} was stored at {COMPACTED} {offset}; there is {here.get(key)}")
+                break
+        self._say(f"{len(below)} updates of {len(here)} keys, {len(found)} left after compaction")
+
     def _check_pairs(self, site: Site) -> None:
         found = self._read(site, "read_committed")
         left = {value for place, value in found.items() if place[0] == LEFT}
@@ -521,12 +549,19 @@ class MirrorTrial:
 
     def _await_equal(self, one: Site, other: Site) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while (here := self._read(one, "read_uncommitted")) != (there := self._read(other, "read_uncommitted")):
+        while (here := self._contents(one)) != (there := self._contents(other)):
             if time.monotonic() > deadline:
                 differ = [place for place in here.keys() | there.keys() if here.get(place) != there.get(place)]
                 self.violations.append(f"{len(differ)} places differ, for example {min(differ)}")
                 return
             time.sleep(1)
+
+    def _contents(self, site: Site) -> dict[Place, str]:
+        """Read every record; of the compacted topic only the newest of each key: each site compacts on its own."""
+        updates = self._read(site, "read_uncommitted", {COMPACTED: PARTITIONS})
+        newest = set(_newest(updates).values())
+        kept = {place: value for place, value in updates.items() if (place[2], value) in newest}
+        return {**self._read(site, "read_uncommitted"), **kept}
 
     def _await_lag(self, site: Site, lag_max: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
