@@ -491,6 +491,6 @@ def test_a_locked_source_with_its_schemas_and_access_rules(
         as_admin("acl", "remove", "User:guest", "read", "topic:*")
         sites.berlin.start()
         wait_for(lambda: may_read("User:guest") not in acls_of(sites.berlin), what="the revoked rule is deleted")
-        assert acls_of(sites.berlin) == rules - {may_read("User:guest")} | {may_read("User:berlin")}
+        assert acls_of(sites.berlin) >= rules - {may_read("User:guest")} | {may_read("User:berlin")}
     berlin("mirror", "failover", name)
     assert berlin("mirror", "delete", name).code == 0

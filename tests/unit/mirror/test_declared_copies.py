@@ -64,10 +64,10 @@ class Node:
         await self.mirrors.load()
         mirror = self.mirrors.get(NAME) or await self.mirrors.create(NAME, {"from": "paris:9092", "acls": "true"})
         service = SimpleNamespace(schemas=self.registry, security=self.security, mirrors=self.mirrors)
-        self.run: Any = SimpleNamespace(service=service, mirror=mirror, notes={})
+        run: Any = SimpleNamespace(service=service, mirror=mirror, notes={})
         source: Any = SimpleNamespace(cluster_id=cluster_id)
-        self.source = source
-        self.copies = DeclaredCopies(self.run, source)
+        self.run, self.source = run, source
+        self.copies = DeclaredCopies(run, source)
 
     async def see_acls(self, *answers: set[Acl]) -> frozenset[Acl]:
         left = list(answers)
