@@ -48,7 +48,6 @@ from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
 from millstream.core.tasks import TaskSupervisor, within
-from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
@@ -430,7 +429,6 @@ class Broker:
 
     async def _is_answered_by(self, other: Node) -> bool:
         """Whether the node that has this one's id runs. It cannot be this one, which does not listen yet."""
-        await asyncio.to_thread(import_lean_kio)
         from millstream.protocol.wire.node_status import BrokerStatus
 
         host = f"[{other.host}]" if ":" in other.host else other.host
@@ -682,7 +680,6 @@ def not_running(node: NodeId) -> str:
 
 
 def _import_served() -> Any:
-    import_lean_kio()
     from millstream.broker.kafka import served_apis
 
     return served_apis

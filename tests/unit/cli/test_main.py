@@ -39,6 +39,13 @@ def test_a_command_imports_only_what_it_needs() -> None:
     assert imported & heavy == set()
 
 
+def test_a_server_does_not_import_what_only_tests_of_kio_need() -> None:
+    program = "import sys, millstream.broker.kafka.served_apis, millstream.broker.node; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "kio.schema.errors" in loaded
+    assert "hypothesis" not in loaded
+
+
 def test_the_version_is_reported() -> None:
     reported = call_command(["--version"])
     assert (reported.code, reported.out, reported.err) == (0, f"millstream {__version__}\n", "")
