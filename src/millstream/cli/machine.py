@@ -35,6 +35,7 @@ from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, make_private
 from millstream.broker.net.listener import ORPHAN_S, bind_patiently, listen
 from millstream.broker.security.listeners import Listeners, address_of
+from millstream.cli.broker_lifecycle import HELD, BrokerEvent, BrokerLifecycle, BrokerState
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.core.backoff import Backoff
 from millstream.core.child_process import SupervisedChild
@@ -67,7 +68,6 @@ _LINE_BYTES_MAX: Final = 1024 * 1024
 _LAST_LINES_S: Final = 1.0
 _ANSWER_S: Final = 1.0
 """How long a broker may take to report its health; the gateway waits for all brokers of the machine."""
-_LOOK_S: Final = 0.05
 _SETTLE_ATTEMPTS: Final = 5
 
 
@@ -84,17 +84,12 @@ class BrokerProcess(SupervisedChild):
         self._config = config
         self._serving: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._may_run = asyncio.Event()
-        self._may_run.set()
-        self._held = asyncio.Event()
-        """Set while no process runs and none is started."""
-        self._asked: asyncio.Future[None] | None = None
-        self._is_ready = False
-        self._failed_starts = 0
+        self._lifecycle = BrokerLifecycle(FAILED_STARTS_MAX)
+        self._answer: asyncio.Future[None] | None = None
+        """Done when the question about the broker's health that is open is answered; None if none is open."""
+        self._health: dict[str, Any] | None = None
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         """What the broker announced when it was ready for the first time, or why it never was."""
-        self.health: dict[str, Any] | None = None
-        """What the broker last said about itself; None while it does not serve."""
         self.internal_address = ""
         """Where the gateway reaches the broker, which keeps it when it is started again."""
         self.exit_code = 0
@@ -114,71 +109,61 @@ class BrokerProcess(SupervisedChild):
         bound = [self._config.kafka, *(one.address for one in self._config.listeners)]
         self._config = with_addresses(config, bound)
 
+    @property
+    def state(self) -> BrokerState:
+        """Return what the process is doing."""
+        return self._lifecycle.state
+
+    @property
+    def health(self) -> dict[str, Any] | None:
+        """Return what the broker last said about itself; None while it does not serve, or is silent."""
+        return self._health if self.state is BrokerState.SERVING else None
+
     async def pause(self) -> None:
-        """Stop the process in order, and start no other until `resume`."""
-        self._may_run.clear()
-        held = asyncio.ensure_future(self._held.wait())
-        while not held.done():
-            process = self._process
-            if process is None:
-                # It is being started, or will be soon.
-                await asyncio.wait([held], timeout=_LOOK_S)
-                continue
-            self._is_dismissed = True
-            self._is_ready = False
-            self._hang_up()
-            ending = asyncio.ensure_future(process.wait())
-            await asyncio.wait([ending], timeout=self.stop_s)
-            if not ending.done():
-                self._kill(process)
-            await ending
-            await asyncio.wait([held], timeout=_LOOK_S)
+        """Stop the process in order, and start no other until `resume`, which may follow when this has returned."""
+        self._lifecycle.apply(BrokerEvent.PAUSE)
+        await self._end()
+        await self._lifecycle.until(HELD)
 
     def resume(self) -> None:
-        """Start the process again."""
-        self._failed_starts = 0
-        self._may_run.set()
+        """Start a paused process again."""
+        self._lifecycle.apply(BrokerEvent.RESUME)
+
+    def retry(self) -> None:
+        """Start the process again although it has failed to start too often."""
+        self._lifecycle.apply(BrokerEvent.RETRY)
 
     def retire(self) -> None:
         """Start no process any more."""
+        self._lifecycle.apply(BrokerEvent.RETIRE)
         self._stopping.set()
-        self._may_run.set()
 
     async def stop(self) -> None:
         """Let the process finish its work, then end it."""
-        self._may_run.set()
-        self._is_ready = False
+        self.retire()
         await super().stop()
+        with suppress(TimeoutError):
+            await within(self.stop_s, self._lifecycle.until((BrokerState.RETIRED,)))
 
     async def refresh(self) -> None:
-        """Wait for what the broker says about itself now; one that does not answer in time has no health."""
+        """Wait for what the broker says about itself now; one that does not answer in time is silent."""
         process = self._process
-        if not self._is_ready or process is None or process.stdin is None or process.stdin.is_closing():
-            self.health = None
+        is_ready = self.state in (BrokerState.SERVING, BrokerState.SILENT)
+        if not is_ready or process is None or process.stdin is None or process.stdin.is_closing():
             return
-        if self._asked is None:
-            self._asked = asyncio.get_running_loop().create_future()
+        if self._answer is None:
+            self._answer = asyncio.get_running_loop().create_future()
             process.stdin.write(QUESTION)
-        answered, _ = await asyncio.wait([self._asked], timeout=_ANSWER_S)
+        answered, _ = await asyncio.wait([self._answer], timeout=_ANSWER_S)
         if not answered:
             # The question stays open: the answer counts when it comes.
-            self.health = None
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the broker serves, but has not answered the last question about its health."""
-        return self._is_ready and self._asked is not None and self.health is None
+            self._lifecycle.apply(BrokerEvent.TIMED_OUT)
 
     async def _wanted(self) -> None:
-        # From here on no process runs. While this broker waits to hand over its logs, another one that is handing over
-        # its own pauses it, and must not wait for it.
-        self._held.set()
-        if self._failed_starts >= FAILED_STARTS_MAX:
-            self._failed_starts = 0
+        if self.state is BrokerState.LOST:
             await self._machine.hand_over(self)
-        while not self._may_run.is_set():
-            await self._may_run.wait()
-        self._held.clear()
+        await self._lifecycle.until((BrokerState.DUE, BrokerState.RETIRED))
+        self._lifecycle.apply(BrokerEvent.SPAWN)
 
     async def _spawn(self) -> Process:
         machine = self._machine
@@ -199,6 +184,7 @@ class BrokerProcess(SupervisedChild):
             )
         except BaseException:
             mine.close()
+            self._lifecycle.apply(BrokerEvent.SPAWN_FAILED)
             raise
         finally:
             theirs.close()
@@ -223,36 +209,38 @@ class BrokerProcess(SupervisedChild):
         announced: dict[str, Any] = json.loads(line)
         self._config = with_addresses(self._config, announced["listeners"])
         self.internal_address = announced["internal"]
-        self._failed_starts = 0
-        self._is_ready = True
+        self._lifecycle.apply(BrokerEvent.READY)
         self._machine.started(NodeId(self.node_id))
         if not self.ready.done():
             self.ready.set_result(announced)
         while line := await process.stdout.readline():
-            self.health = json.loads(line)
-            self._answered()
+            self._health = json.loads(line)
+            self._lifecycle.apply(BrokerEvent.ANSWERED)
+            self._close_question()
 
-    def _answered(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.set_result(None)
+    def _close_question(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.set_result(None)
 
     async def _ended(self, process: Process) -> int:
+        if self.state in (BrokerState.STOPPING, BrokerState.RETIRING):
+            # It was being spawned when it was asked to end.
+            await self._end()
         code = self.exit_code = await super()._ended(process)
         if self._listening is not None:
             # All that it said is read before anything else is concluded from its end. A process that it started may
             # still hold its output.
             await asyncio.wait([self._listening], timeout=_LAST_LINES_S)
             self._listening.cancel()
-        if not self._is_ready and not self._is_dismissed:
-            self._failed_starts += 1
-        self._is_ready = False
-        self.health = None
-        self._answered()
-        if not self.ready.done() and not self._stopping.is_set():
+        self._health = None
+        self._close_question()
+        is_failed_start = self.state is BrokerState.STARTING
+        self._lifecycle.apply(BrokerEvent.EXITED)
+        if is_failed_start and not self.ready.done():
             # Its first start failed, and it has said why: restarting would not help.
             self.ready.set_exception(CommandFailed(f"node {self.node_id} did not start", _exit_code(code)))
-            self._stopping.set()
+            self.retire()
         return code
 
     def _hang_up(self) -> None:
@@ -436,7 +424,7 @@ class Machine:
         reasons: dict[str, None] = {}
         warnings: dict[str, None] = dict.fromkeys(self._given_up.values())
         for broker in self.brokers:
-            if broker.is_silent:
+            if broker.state is BrokerState.SILENT:
                 reasons[f"node {broker.node_id} of this machine does not answer"] = None
             elif broker.health is None:
                 reasons[not_running(NodeId(broker.node_id))] = None
@@ -456,40 +444,36 @@ class Machine:
         """Note that a broker is ready, perhaps one that had been given up."""
         self._given_up.pop(node, None)
 
-    async def hand_over(self, dead: BrokerProcess) -> None:
-        """Move the logs of a broker that cannot be started to the folders of the others, if they can be read."""
-        node = NodeId(dead.node_id)
+    async def hand_over(self, lost: BrokerProcess) -> None:
+        """Move the logs of a broker that cannot be started to the folders of the others, if they can be read.
+
+        Others that are lost too wait for their turn: they count as paused meanwhile, and stay lost when the others are
+        resumed.
+        """
+        node = NodeId(lost.node_id)
         async with self._changing:
-            if dead not in self.brokers:
-                # Its logs were moved while it waited.
-                dead.retire()
-                return
-            if self._is_stopping or self.service is None or len(self.brokers) == 1:
-                # In a cluster, the replicas on other machines take over.
-                return
-            _logger.error(
-                "node %d cannot be started; its logs are handed over to the other nodes of this machine", node
-            )
-            try:
-                await self._hand_over(dead, node)
-            except (MillstreamError, OSError) as error:
-                self._given_up[node] = f"node {node} cannot be started, and its logs cannot be handed over: {error}"
-                _logger.error("%s", self._given_up[node])
+            # In a cluster, the replicas on other machines take over.
+            if not self._is_stopping and self.service is not None and len(self.brokers) > 1:
+                _logger.error(
+                    "node %d cannot be started; its logs are handed over to the other nodes of this machine", node
+                )
+                try:
+                    await self._hand_over(lost, node)
+                except (MillstreamError, OSError) as error:
+                    self._given_up[node] = f"node {node} cannot be started, and its logs cannot be handed over: {error}"
+                    _logger.error("%s", self._given_up[node])
+            lost.retry()
 
-    async def _hand_over(self, dead: BrokerProcess, node: NodeId) -> None:
-        from millstream.broker.cluster.machine_folder import close_cleanly
-
+    async def _hand_over(self, lost: BrokerProcess, node: NodeId) -> None:
         # The others go on while it is found out whether the logs can be read.
-        await asyncio.to_thread(
-            asyncio.run, close_cleanly(self._layout.folders[node], self._files, self.clock, is_locked=False)
-        )
-        others = [broker for broker in self.brokers if broker is not dead]
+        await self._close_logs(node)
+        others = [broker for broker in self.brokers if broker is not lost]
         await asyncio.gather(*(broker.pause() for broker in others))
         if self._is_stopping:
             return
         self._layout = self._layout.without(node)
         self.brokers = others
-        dead.retire()
+        lost.retire()
         self._given_up[node] = (
             f"node {node} could not be started {FAILED_STARTS_MAX} times in a row, and the other nodes of this machine "
             "have its partitions; restart the machine to use all cores again"
@@ -498,6 +482,12 @@ class Machine:
         for broker in others:
             broker.configure(self._broker_config(NodeId(broker.node_id)))
             broker.resume()
+
+    async def _close_logs(self, node: NodeId) -> None:
+        from millstream.broker.cluster.machine_folder import close_cleanly
+
+        folder = self._layout.folders[node]
+        await asyncio.to_thread(asyncio.run, close_cleanly(folder, self._files, self.clock, is_locked=False))
 
     async def _settle_again(self) -> None:
         """Move the logs. Only a machine whose logs are all in their place may go on; else the next start continues."""

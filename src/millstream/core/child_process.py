@@ -73,9 +73,14 @@ class SupervisedChild(ABC):
     async def stop(self) -> None:
         """Let the child finish its work, then end it."""
         self._stopping.set()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Ask the running child, if any, to finish its work; kill it if it takes too long."""
         process = self._process
         if process is None:
             return
+        self._is_dismissed = True
         self._hang_up()
         try:
             await within(self.stop_s, process.wait())
