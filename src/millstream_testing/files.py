@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -106,6 +107,7 @@ class MemoryFiles:
 
     def __init__(self, seed: int = 0, *, open_files_max: int = 16) -> None:
         self.capacity_bytes: int | None = None
+        self.full_errno = errno.ENOSPC
         self.short_write_chance = 0.0
         self.syncs_in_background = True
         """Whether a store may have files synced without a thread."""
@@ -217,7 +219,7 @@ class MemoryFiles:
             room = self._room(file, position)
             if room is not None and len(content) > room:
                 if room <= 0:
-                    raise OSError(errno.ENOSPC, "no space left on device")
+                    raise OSError(self.full_errno, os.strerror(self.full_errno))
                 content = content[:room]
             if len(content) > 1 and self._chance.random() < self.short_write_chance:
                 content = content[: self._chance.randint(1, len(content) - 1)]
@@ -268,7 +270,7 @@ class MemoryFiles:
             file = self._opened(descriptor)
             room = self._room(file, len(file.data))
             if room is not None and size - len(file.data) > room:
-                raise OSError(errno.ENOSPC, "no space left on device")
+                raise OSError(self.full_errno, os.strerror(self.full_errno))
             if len(file.data) < size:
                 file.truncate(size)
 

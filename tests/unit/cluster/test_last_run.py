@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from millstream.broker.cluster.last_run import FolderOwner, LastRun, change_owner
 from millstream.core.errors import CorruptState
 from millstream_testing.files import MemoryFiles
 
 FOLDER = "/data"
+FILE_BYTES = 4096
+
+
+def new_files() -> MemoryFiles:
+    made = MemoryFiles(1)
+    made.make_directory(FOLDER)
+    return made
 
 
 @pytest.fixture
 def files() -> MemoryFiles:
-    made = MemoryFiles(1)
-    made.make_directory(FOLDER)
-    return made
+    return new_files()
 
 
 def run(files: MemoryFiles, boot_id: str = "a", *, stopped_clean: bool = False) -> LastRun:
@@ -81,9 +90,10 @@ def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> 
     assert run(files).was_admitted
 
 
-def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles) -> None:
+@pytest.mark.parametrize("full_errno", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles, full_errno: int) -> None:
     run(files).begin("first")
-    files.capacity_bytes = 0
+    files.capacity_bytes, files.full_errno = 0, full_errno
     # The machine went down: what that may have cost is recorded by a run that registers nowhere.
     assert run(files, "b").is_unclean("first")
     again = run(files, "b")
@@ -96,14 +106,37 @@ def test_a_full_disk_keeps_nothing_from_being_recorded(files: MemoryFiles) -> No
     assert last.is_unclean("first")
 
 
-def test_a_damaged_record_is_not_taken_for_a_folder_without_an_owner(files: MemoryFiles) -> None:
+@given(st.integers(0, FILE_BYTES - 1), st.integers(0, 7))
+def test_a_damaged_record_is_not_taken_for_a_folder_without_an_owner(at: int, bit: int) -> None:
+    files = new_files()
     change_owner(files, FOLDER, FolderOwner(node_id=2, cluster="c", cluster_id="id"))
-    files.flip_bit(f"{FOLDER}/last-run", 0, 3)
+    files.flip_bit(f"{FOLDER}/last-run", at, bit)
     for read in (lambda: FolderOwner.read(files, FOLDER), lambda: run(files)):
         with pytest.raises(CorruptState, match=r"/data/last-run is damaged .* remove the file and start the node with"):
             read()
     files.remove(f"{FOLDER}/last-run")
     assert run(files, stopped_clean=True).is_unclean("first")
+
+
+@given(st.integers(0, FILE_BYTES), st.booleans())
+def test_a_record_that_was_torn_on_a_full_disk_is_noticed(at: int, is_tail_new: bool) -> None:
+    files = new_files()
+    path = f"{FOLDER}/last-run"
+    last = run(files)
+    last.begin("first")
+    old = files.content(path)
+    last.begin("second")
+    new = files.content(path)
+    assert len(old) == len(new) == FILE_BYTES
+    torn = old[:at] + new[at:] if is_tail_new else new[:at] + old[at:]
+    descriptor = files.open(path)
+    files.write_at(descriptor, torn, 0)
+    files.close(descriptor)
+    if torn in (old, new):
+        assert run(files).ran_as("second") is (torn == new)
+    else:
+        with pytest.raises(CorruptState, match="checksum"):
+            run(files)
 
 
 def test_only_a_full_disk_overwrites_the_record_in_place(files: MemoryFiles) -> None:

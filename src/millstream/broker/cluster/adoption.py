@@ -224,7 +224,10 @@ class Adoption:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            raise CorruptState(f"{self._data}/{ADOPTING_NAME} cannot be read: {error}") from error
+            raise CorruptState(
+                f"{self._data}/{ADOPTING_NAME} cannot be read ({error}); remove the file and adopt the folder again, "
+                "if need be after `millstream cluster adopt --undo`"
+            ) from error
         if mark.cluster != self._cluster:
             raise ClusterMismatch(
                 f"{self._data} is being adopted by the cluster {mark.cluster!r}; give --cluster {mark.cluster}"

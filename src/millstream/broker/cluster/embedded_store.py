@@ -51,6 +51,7 @@ REVISIONS_AHEAD = 1 << 20
 
 _MAGIC = b"MSco"
 _HEADER = struct.Struct(">4sII")
+_ADVICE = "move the file out of the folder and start again: what it held is derived from the logs"
 
 
 class _StoredEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -187,7 +188,7 @@ class CoordinationFile:
         at = tail.find(_MAGIC, 1)
         while at > 0:
             if self._record_at(memoryview(tail), at) is not None:
-                raise CorruptState(f"{self._path} is damaged at byte {self._end}")
+                raise CorruptState(f"{self._path} is damaged at byte {self._end}; {_ADVICE}")
             at = tail.find(_MAGIC, at + 1)
         self._files.truncate(self._descriptor, self._end)
 
@@ -202,7 +203,7 @@ class CoordinationFile:
         try:
             return msgspec.msgpack.decode(body, type=_Record), start + length
         except msgspec.DecodeError as error:
-            raise CorruptState(f"{self._path} cannot be read at byte {position}: {error}") from error
+            raise CorruptState(f"{self._path} cannot be read at byte {position} ({error}); {_ADVICE}") from error
 
 
 def _encode(record: _Record) -> bytes:

@@ -7,14 +7,14 @@ cluster, so that an empty folder or an old copy is noticed too.
 
 from __future__ import annotations
 
-import errno
 import logging
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+from crc32c import crc32c
 
-from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.files import Files, is_out_of_space, write_fully
 from millstream.broker.log.state import read_whole, replace_file
 from millstream.core.errors import CorruptState
 
@@ -26,6 +26,7 @@ _KEPT: Final = 16
 """Several, because a node may register more than once before it is admitted."""
 _FILE_BYTES: Final = 4096
 """Enough for all that is kept, so that a full disk can store a change in the space that the file has."""
+_CHECKSUM_BYTES: Final = 9
 
 
 class _Content(msgspec.Struct, kw_only=True):
@@ -149,8 +150,9 @@ class LastRun:
         try:
             replace_file(self._files, self._folder, FILE_NAME, encoded)
         except OSError as error:
-            # A full disk has no room for another file. If the overwrite is torn, the next start is refused.
-            if error.errno != errno.ENOSPC or not self._overwrite(encoded):
+            # A full disk has no room for another file. If the overwrite is torn, the checksum does not match, and the
+            # next start is refused.
+            if not is_out_of_space(error) or not self._overwrite(encoded):
                 raise
 
     def _overwrite(self, content: bytes) -> bool:
@@ -171,18 +173,28 @@ class LastRun:
 
 
 def _encode(content: _Content) -> bytes:
-    """Encode what is stored, always in the same size."""
-    return msgspec.json.encode(content).ljust(_FILE_BYTES)
+    """Encode what is stored, always in the same size: a checksum in hexadecimal digits, then JSON."""
+    body = msgspec.json.encode(content).ljust(_FILE_BYTES - _CHECKSUM_BYTES)
+    return _checksum(body) + body
+
+
+def _checksum(body: bytes) -> bytes:
+    return f"{crc32c(body):08x} ".encode()
 
 
 def _read(files: Files, folder: str) -> _Content | None:
     """Return what the folder records; None if it has no record. One that is damaged may hide the folder's owner."""
     path = f"{folder}/{FILE_NAME}"
     try:
-        return msgspec.json.decode(read_whole(files, path), type=_Content)
+        content = read_whole(files, path)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    try:
+        if checksum != _checksum(body):
+            raise CorruptState("its checksum does not match")
+        return msgspec.json.decode(body, type=_Content)
+    except (CorruptState, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptState(
             f"{path} is damaged ({error}), so the cluster and the node that own the folder are unknown; remove the "
             "file and start the node with the settings that it had: the same --node-id, and in a cluster the same "

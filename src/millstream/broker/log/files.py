@@ -267,6 +267,11 @@ def _describe_holder(written: bytes) -> str:
     return f"process {text} ({command})" if command else f"process {text}"
 
 
+def is_out_of_space(error: OSError) -> bool:
+    """Whether the disk, or what its user may use of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 WRITE_BYTES = 1024 * 1024
 """Larger writes are split: the system finds room for these in memory that it has used before."""
 
