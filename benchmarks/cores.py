@@ -1,12 +1,16 @@
 """`make bench-cores`: throughput with 1, 2 and more broker processes, and what each GB and each request costs.
 
     python -m benchmarks.cores [--seconds S] [--rounds N] [--cores 1,2]
+    python -m benchmarks.cores --partitions 10000 [--cores 1,4]
 
 Machines with different numbers of processes run side by side, one is loaded at a time, and the rounds are interleaved,
 so that ratios of one run compare even where others use the machine too. The load is librdkafka's: four producers on 16
 partitions, with messages of 1 KiB (CPU per GB) and of 100 bytes (CPU per message). On six or more cores the clients are
 pinned to the last two, and the servers to the rest. With fewer, both share the cores, and throughput says
 little about more processes: the numbers that count are the ratios of CPU, which must not grow.
+
+With `--partitions`, it measures machines that have so many instead: creating them, what the processes cost at rest, a
+clean stop and the start after it. CPU seconds count more than seconds where others use the machine too.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +29,7 @@ from typing import Final
 import psutil
 from benchmarks.cases import OS, Case
 from benchmarks.machine import facts
-from benchmarks.processes import tree_of
+from benchmarks.processes import Cpu, cpu_of, resident_of_tree, tree_of
 from benchmarks.target import Numbers, Target
 from benchmarks.throughput import produce
 from confluent_kafka.admin import AdminClient
@@ -43,6 +48,10 @@ CASES: Final = {
 SHOWN: Final = ("MB/s", "messages/s", "CPU s/GB", "CPU s/M messages")
 _PORTS: Final = range(20_000, 30_000)
 _ADMIN_S: Final = 60.0
+TOPICS: Final = 10
+_MANY_S: Final = 300.0
+_SETTLE_S: Final = 5.0
+_REST_S: Final = 20.0
 
 
 def main() -> int:
@@ -51,7 +60,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", default="", help="numbers of processes; the default is 1, 2 and, with six cores, 4")
+    parser.add_argument("--partitions", type=int, default=0, help="measure machines with so many, not throughput")
     arguments = parser.parse_args()
+    if arguments.partitions:
+        return _measure_partitions(arguments.partitions, arguments.cores or "1,4")
     count = os.cpu_count() or 1
     is_pinned = count >= PINNED_MIN
     sizes = [int(size) for size in arguments.cores.split(",")] if arguments.cores else [1, 2] + [4] * is_pinned
@@ -72,6 +84,71 @@ def main() -> int:
                     found[size].append(_measured(topics[size], case, arguments.seconds))
             _print(name, found)
     return 0
+
+
+def _measure_partitions(count: int, cores: str) -> int:
+    print(facts())
+    for size in map(int, cores.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            server = _server(Path(folder), size, next(_free_ports(size)))
+            print(f"{size} {'process' if size == 1 else 'processes'}, empty: ", end="")
+            with server:
+                print(f"ready after {server.start_s:.1f} s, {_resident_mb(server):.0f} MB", flush=True)
+                _create_many(server, count)
+                _print_rest(server)
+                began = time.monotonic()
+                server.stop()
+                print(f"  clean stop {time.monotonic() - began:.1f} s", flush=True)
+                server.start()
+                _await_leaders(server, count)
+                used = ", ".join(f"{name} {cpu.user_s + cpu.system_s:.1f}" for name, cpu in _cpu_by_process(server))
+                print(f"  start: ready after {server.start_s:.1f} s; CPU s by process: {used}", flush=True)
+                _print_rest(server)
+    return 0
+
+
+def _create_many(server: Server, count: int) -> None:
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    topics = [NewTopic(f"many-{number}", count // TOPICS) for number in range(TOPICS)]
+    began = time.monotonic()
+    for created in admin.create_topics(topics, operation_timeout=_MANY_S, request_timeout=_MANY_S).values():
+        created.result(_MANY_S)
+    _await_leaders(server, count)
+    print(f"  {count:,} partitions created in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _await_leaders(server: Server, count: int) -> None:
+    deadline = time.monotonic() + _MANY_S
+    while time.monotonic() < deadline:
+        found = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0}).list_topics(timeout=_ADMIN_S)
+        topics = [topic for name, topic in found.topics.items() if name.startswith("many-")]
+        if sum(one.leader >= 0 for topic in topics for one in topic.partitions.values()) >= count // TOPICS * TOPICS:
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"not all of {count} partitions were led within {_MANY_S:g} s")
+
+
+def _print_rest(server: Server) -> None:
+    time.sleep(_SETTLE_S)
+    before = dict(_cpu_by_process(server))
+    time.sleep(_REST_S)
+    used = [(name, cpu.since(before[name])) for name, cpu in _cpu_by_process(server)]
+    percent = ", ".join(f"{name} {100 * (cpu.user_s + cpu.system_s) / _REST_S:.1f}" for name, cpu in used)
+    print(f"  at rest: {_resident_mb(server):.0f} MB; CPU % by process: {percent}", flush=True)
+
+
+def _cpu_by_process(server: Server) -> list[tuple[str, Cpu]]:
+    """Return the CPU of the main process and of each of its children, with that of their own children."""
+    main = psutil.Process(server.pid)
+    children = [(f"child {number}", cpu_of(child.pid)) for number, child in enumerate(main.children(), 1)]
+    own = cpu_of(server.pid)
+    for _, cpu in children:
+        own = own.since(cpu)
+    return [("main", own), *children]
+
+
+def _resident_mb(server: Server) -> float:
+    return resident_of_tree(server.pid) / 1e6
 
 
 def _free_ports(size: int) -> Iterator[int]:

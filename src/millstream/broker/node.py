@@ -136,7 +136,7 @@ class ChildProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineShare:
-    """What a broker process has from the process that supervises those of its machine."""
+    """What the supervisor of a machine gives each of its broker processes."""
 
     data: str
     """The folder of the machine, with the stores that its nodes share."""
@@ -145,11 +145,11 @@ class MachineShare:
     http: str
     """Where the machine serves HTTP; empty if it does not."""
     internal: str
-    """Where this node listens for its own processes and the other nodes, if it is to be where it was; else empty."""
+    """The internal address of this node's previous process, to listen on again; empty at the first start."""
     secret: str
-    """By which the nodes of the machine and their processes know each other, where clients authenticate."""
+    """The password of the machine's nodes and their child processes, where clients must authenticate."""
     assertion_seed: str
-    """Of the key with which its nodes say who a caller is; their gateway does not know it."""
+    """The seed of the key that signs assertions, the same for all nodes; the gateway does not get it."""
     store: CoordinationStore | None
     """The coordination store of the machine; None in a cluster, which has one for all."""
 
@@ -478,6 +478,7 @@ class Broker:
                 catalog_away_since_ms=lambda: declarations.away_since_ms,
                 is_single=self._is_single,
                 node_listener=self._listeners.own_listener,
+                starts_with=self._starts_with(),
             )
         )
         self._undo.callback(node.topics.close)
@@ -485,6 +486,11 @@ class Broker:
         await node.open()
         secrets = StoredSecrets(stores.catalog, self._sealing, node.declared.with_secrets)
         return _Core(node=node, membership=await node.membership(self._advertised()), secrets=secrets)
+
+    def _starts_with(self) -> tuple[NodeId, ...]:
+        """Return the nodes that start together with this one; none if this process replaces an earlier one."""
+        machine = self._machine
+        return () if machine is None or machine.store is None or machine.internal else machine.nodes
 
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
@@ -534,7 +540,7 @@ class Broker:
             freeze_heap()
 
     def _unready_reasons(self, store: LogStore, node: ClusterNode) -> Iterable[str]:
-        """Yield why the node should get no traffic although it runs; those of a machine speak for each other."""
+        """Yield why the node should get no traffic: its own reasons, and nodes of its machine that do not run."""
         yield from node.unready_reasons()
         for other in () if self._machine is None else self._machine.nodes:
             if other != self._config.node_id and other not in node.view.live:

@@ -36,7 +36,7 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
     revision = await store.change(changes)
     assert revision is not None
     registered = NodeRegistration.from_json(ONE, registered.to_json(), revision)
-    await admit(registered, Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
+    await admit([registered], Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
     entries = (await store.read("")).entries
     assert entries[keys.admitted_key(ONE)].value == "again"
     return PartitionState.from_json(entries[KEY].value)
@@ -51,3 +51,30 @@ async def test_replicas_that_were_in_sync_stay_eligible_when_too_few_are_left(
     state = await state_after(unclean=unclean, min_in_sync=min_in_sync)
     assert (state.leader != ONE, state.leader_epoch > 4, state.in_sync) == (True, True, (TWO,))
     assert state.eligible == eligible
+
+
+async def test_nodes_that_join_together_lead_nothing_of_before() -> None:
+    clock = ManualClock()
+    store = EmbeddedStore(EmbeddedService(clock), clock)
+    registered = {
+        node: NodeRegistration(
+            node=Node(node_id=node, host="host", port=1),
+            http="",
+            incarnation=f"{node}",
+            version="",
+            unclean=node == ONE,
+        )
+        for node in (ONE, TWO)
+    }
+    nodes = [Put(keys.node_key(node), one.to_json()) for node, one in registered.items()]
+    revision = await store.change([Put(keys.CONTROLLER, "3"), Put(KEY, LED_BY_ONE.to_json()), *nodes])
+    assert revision is not None
+    joining = [NodeRegistration.from_json(node, one.to_json(), revision) for node, one in registered.items()]
+    # One of them registers again before it is admitted.
+    await store.change([Put(keys.node_key(TWO), registered[TWO].to_json())])
+    await admit(joining, Term(store, revision), [THREE], lambda _topic_id: 1)
+    entries = (await store.read("")).entries
+    assert {node: keys.admitted_key(node) in entries for node in (ONE, TWO)} == {ONE: True, TWO: False}
+    state = PartitionState.from_json(entries[KEY].value)
+    # Node 1 cannot be trusted, and node 2 is the only one that has everything.
+    assert (state.has_leader, state.leader_epoch > 4, state.in_sync) == (False, True, (TWO,))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from random import Random
 from uuid import UUID
 
@@ -32,7 +33,7 @@ from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
+from millstream.core.errors import CorruptState, MillstreamError, RequestTimedOut, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.partition_state import PartitionState
@@ -45,45 +46,49 @@ MinInSync = Callable[[UUID], int]
 """Returns how many replicas of a topic's partitions must be in sync."""
 
 
-async def admit(registered: NodeRegistration, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
-    """Admit a node; do nothing if it registered again meanwhile."""
-    node = registered.node.node_id
+async def admit(
+    joining: Sequence[NodeRegistration], term: Term, alive: Collection[NodeId], min_in_sync: MinInSync
+) -> None:
+    """Admit nodes; those that registered again meanwhile are left out."""
     rewritten: set[PartitionKey] = set()
-    while proposals := await _needed_proposals(registered, term, alive, rewritten, min_in_sync):
+    while proposals := await _needed_proposals(joining, term, alive, rewritten, min_in_sync):
         overtaken = {one.partition for one in await term.propose(proposals)}
         rewritten |= {one.partition for one in proposals} - overtaken
-    admitted = await term.change(
-        [Put(keys.admitted_key(node), registered.incarnation)], [Expect(keys.node_key(node), registered.revision)]
-    )
-    if admitted:
-        _logger.info("node admitted", extra={"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)})
+    for registered in joining:
+        node = registered.node.node_id
+        admitted = await term.change(
+            [Put(keys.admitted_key(node), registered.incarnation)], [Expect(keys.node_key(node), registered.revision)]
+        )
+        if admitted:
+            extra = {"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)}
+            _logger.info("node admitted", extra=extra)
 
 
 async def _needed_proposals(
-    registered: NodeRegistration,
+    joining: Sequence[NodeRegistration],
     term: Term,
     alive: Collection[NodeId],
     rewritten: Collection[PartitionKey],
     min_in_sync: MinInSync,
 ) -> list[Proposal]:
-    node = registered.node.node_id
     snapshot = await term.store.read(keys.PARTITIONS)
     proposals = []
     for key, entry in snapshot.entries.items():
         try:
             partition = parse_partition(key.removeprefix(keys.PARTITIONS))
-            state = PartitionState.from_json(entry.value)
+            before = PartitionState.from_json(entry.value)
         except (CorruptState, ValueError) as error:
             # It cannot be read, so no node leads by it.
             _logger.error("a key cannot be read", extra={"key": key, "error": str(error)})
             continue
-        if node not in state.replicas:
-            continue
-        changed = _without_node(state, registered, alive, min_in_sync(partition[0]))
-        if changed is None and registered.unclean and partition not in rewritten:
-            changed = state
-        if changed is not None:
-            proposals.append(Proposal(partition, changed, entry.revision))
+        state, is_needed = before, False
+        for registered in joining:
+            if registered.node.node_id in state.replicas:
+                changed = _without_node(state, registered, alive, min_in_sync(partition[0]))
+                is_needed |= changed is not None or (registered.unclean and partition not in rewritten)
+                state = changed or state
+        if is_needed:
+            proposals.append(Proposal(partition, state, entry.revision))
     return proposals
 
 
@@ -132,6 +137,8 @@ class Balance:
         self._due.clear()
 
 
+_START_S = 10.0
+"""How long the first controller of a machine waits for the other nodes that start with it."""
 _WORKED_OUT_AT_ONCE = 1000
 """How many partitions are checked before other tasks get their turn."""
 
@@ -157,10 +164,12 @@ class Controller:
         clock: Clock,
         author: str = "",
         is_single: bool = False,
+        starts_with: Collection[NodeId] = (),
     ) -> None:
         """`registered` returns this process's registration; without one it neither decides nor interferes.
 
         `author` is the name of this process in what it announces: its own changes come through `note_declared`.
+        `starts_with` are nodes that start at the same time: they keep what they led before, if they come soon.
         """
         self._me = me
         self._registered = registered
@@ -172,6 +181,7 @@ class Controller:
         self._clock = clock
         self._author = author
         self._is_single = is_single
+        self._starts_with = frozenset(starts_with)
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
@@ -310,17 +320,24 @@ class Controller:
 
     async def _keep_leaders(self, term: Term) -> None:
         backoff = Backoff(self._random)
+        # Else every partition of theirs would lose its leader and get it back. One that was seen before and is gone
+        # has to be elected again, in a new epoch.
+        with suppress(RequestTimedOut):
+            await self._view.until(
+                lambda: self._starts_with <= self._view.registrations.keys(), _START_S, what="the start of all nodes"
+            )
         while True:
             await self._wake.wait()
             self._wake.clear()
             try:
                 joining = [one for one in self._view.nodes.values() if not self._view.is_live(one.node.node_id)]
-                for registered in joining:
-                    await admit(registered, term, self._view.live, self._min_in_sync)
                 if joining:
+                    await admit(joining, term, self._view.live, self._min_in_sync)
                     # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.
                     await self._seen(term.last_revision)
-                await self._elect(term)
+                if not self._view.live.keys() <= self._view.leaving:
+                    # Else all are about to stop, and those that start next take over what they led.
+                    await self._elect(term)
                 await self._finish_moves(term)
                 await self._balance(term)
                 backoff.reset()

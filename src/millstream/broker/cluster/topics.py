@@ -535,7 +535,6 @@ class Topics:
             await self._declarations.delete_topic(topic, now_ms=self._clock.now_ms())
             self._note_declared(topic.topic_id)
         await self._await_deletion(topic, timeout_s)
-        _logger.info("topic deleted", extra={"topic": name})
 
     def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         """Call `listener` after each deletion of a topic."""
