@@ -2,134 +2,153 @@
 
     python -m trials.chaos_cores [--kills N] [--seed N] [--load messages,transactions,subscriptions] [--keep FOLDER]
 
-Each kind of load has a machine of its own, which starts with three broker processes:
+One machine, which starts with three broker processes, has all of these loads at once:
 
-- messages: idempotent producers and a plain one write at full speed, a group reads and commits (`kill_trial.py`);
+- messages: idempotent producers and a plain one write, a group reads and commits (`kill_trial.py`);
 - transactions: groups of programs consume, transform and produce in transactions (`transaction_trial.py`);
-- subscriptions: workers of every promise and door take messages (`subscription_trial.py`).
+- subscriptions: workers with every delivery promise and client take messages (`subscription_trial.py`).
 
-A broker process, the supervisor or all processes are killed with SIGKILL; after the latter two, as after clean stops,
-the machine starts with another number of processes. The exit code is 1, and the seed is printed, when a message was
-lost, doubled or out of order, or when the machine did not recover.
+In each round every load waits until it has recovered from the last kill. Then a broker process, the supervisor or all
+processes are killed with SIGKILL, and the machine starts with another number of processes after the latter two; some
+rounds add a clean stop and a start with yet another number. The exit code is 1, and the seed is printed, when a message
+was lost, doubled or out of order, or when the machine did not recover.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from millstream_testing import kill_trial, subscription_trial, transaction_trial
-from millstream_testing.machine_server import MachineServer, TrialMachine
+from millstream_testing.machine_server import TrialMachine
 from millstream_testing.server import ServerFailed
 from millstream_testing.trial_clients import TrialFailed
 
-NODE_KINDS = {"kill": 6, "stop": 1}
-GROUPS = ("classic", "consumer")
-"""Not aiokafka, which never turns to its bootstrap addresses again when all the brokers that it knows are gone."""
+MESSAGES_PER_S = 60
+"""Of each producer: more would leave too little of a small machine for the other loads."""
+LEASE_S = 0.5
+"""How long the machine is away after a kill is drawn from this."""
+AIOKAFKA_IDLE_S_MAX = 10.0
+"""When all brokers that aiokafka knows are gone, it never turns to its bootstrap addresses again, not even for those
+that have come back with another number of cores: its programs are then restarted."""
 MINUTES_MAX = 60.0
 
 
 def main() -> int:
-    """Run the trials; 0 when nothing was wrong, 1 otherwise."""
+    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_cores", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="how many, for each kind of load; the default is 50")
+    parser.add_argument("--kills", type=int, default=50, help="how many; the default is 50")
     parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
     parser.add_argument("--load", default=",".join(LOADS), help="only these kinds of load; the default is all of them")
     parser.add_argument("--keep", type=Path, help="leave the data, the logs and the histories in this folder")
     arguments = parser.parse_args()
     seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # Without waiting for the threads: all processes of the trial end with this one.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     with tempfile.TemporaryDirectory(prefix="millstream-chaos-cores-") as folder:
         kept = Path(folder) if arguments.keep is None else arguments.keep
-        sound = [trial(load, arguments.kills, seed, kept / load) for load in arguments.load.split(",")]
-    return int(not all(sound))
+        is_sound = trial(arguments.load.split(","), arguments.kills, seed, kept)
+    return int(not is_sound)
 
 
-def trial(load: str, kills: int, seed: int, folder: Path) -> bool:
-    """Run one kind of load in a folder and print the outcome; return whether nothing was wrong."""
-    folder.mkdir(parents=True, exist_ok=True)
-    print_line(f"{load}: {kills} kills, seed {seed}")
+def trial(loads: list[str], kills: int, seed: int, folder: Path) -> bool:
+    """Run loads on one machine and print the outcome; return whether nothing was wrong."""
+    print_line(f"{', '.join(loads)}: {kills} kills, seed {seed}")
     began = time.monotonic()
-    try:
-        found = LOADS[load](folder, kills, seed)
-    except (TrialFailed, ServerFailed) as error:
-        found = f"the trial failed: {error}\n{_log_tails(folder)}"
-    if found:
-        print_line(f"{found}\n{load}: seed {seed}")
+    machine = TrialMachine(folder, seed=seed, settings={**transaction_trial.SETTINGS, **subscription_trial.SETTINGS})
+    server = machine.server
+
+    def run(load: str) -> bool:
+        own = folder / load
+        own.mkdir(parents=True, exist_ok=True)
+
+        def show(line: str) -> None:
+            print_line(f"[{server.kills} kills, last {server.last_kill}, now {server.cores} cores] {load}: {line}")
+
+        try:
+            found = LOADS[load](own, machine, kills, seed, show)
+        except (TrialFailed, ServerFailed) as error:
+            found = f"the trial failed: {error}"
+        except BaseException:
+            server.abandon()
+            raise
+        print_line(f"{load}: {found or 'nothing was wrong'}")
+        if found:
+            server.abandon()
+        return not found
+
+    with machine, ThreadPoolExecutor(len(loads)) as threads:
+        server.share(len(loads))
+        is_sound = all(list(threads.map(run, loads)))
+        server.share(1)
+    took = f"{server.kills} kills and {server.clean_stops} clean stops in {time.monotonic() - began:.0f} s"
+    if is_sound:
+        print_line(f"nothing was wrong: {took}, seed {seed}")
     else:
-        print_line(f"{load}: nothing was wrong, {time.monotonic() - began:.0f} s")
-    return not found
+        print_line(f"BROKEN: {took}, seed {seed}; the log of the machine ends with:\n{server.log_tail()}")
+    return is_sound
 
 
-def _messages(folder: Path, kills: int, seed: int) -> str:
-    server = MachineServer(folder, seed=seed)
+Show = Callable[[str], None]
 
-    def show(line: str) -> None:
-        print_line(f"{server.last_kill}, {server.cores} cores: {line}")
 
-    plan = kill_trial.Plan(kills=kills, partitions=6, seed=seed)
+def _messages(folder: Path, machine: TrialMachine, kills: int, seed: int, show: Show) -> str:
+    plan = kill_trial.Plan(kills=kills, partitions=6, messages_per_s=MESSAGES_PER_S, steady=True, seed=seed)
+    running = kill_trial.KillTrial(machine.server, plan, show)
+    running.prepare()
     try:
-        with kill_trial.KillTrial(server, plan, show) as running:
-            outcome = running.run()
-            running.save_history(folder / "history.jsonl")
+        outcome = running.run()
     finally:
-        server.end()
-    print_line(f"{len(outcome.starts_s)} kills\n{outcome.report}")
+        running.end_clients()
+        running.save_history(folder / "history.jsonl")
+    show(f"{outcome.report}")
     return "" if outcome.report.ok else "BROKEN"
 
 
-def _transactions(folder: Path, kills: int, seed: int) -> str:
-    machine = TrialMachine(folder, seed=seed, settings=transaction_trial.SETTINGS)
-    # Programs are killed too, and count.
+def _transactions(folder: Path, machine: TrialMachine, kills: int, seed: int, show: Show) -> str:
     plan = transaction_trial.Plan(
-        kills=kills,
+        rounds=kills,
         seed=seed,
-        node_kinds=NODE_KINDS,
+        node_kinds={"kill": 1},
         node_share=1.0,
         worker_faults=(0, 1),
+        lease_ms=int(LEASE_S * 1000),
         minutes_max=MINUTES_MAX,
-        groups=GROUPS,
+        aiokafka_idle_s_max=AIOKAFKA_IDLE_S_MAX,
     )
-    with transaction_trial.TransactionTrial(folder, machine, plan, _shown(machine)) as running:
-        try:
-            outcome = running.run()
-        except (TrialFailed, ServerFailed):
-            print_line(running.waiting())
-            raise
-        finally:
-            running.save_history(folder / "history.jsonl")
-    print_line(f"{outcome.kills} kills, {running.renewed} programs renewed\n{outcome.findings()}")
+    running = transaction_trial.TransactionTrial(folder, machine, plan, show)
+    running.prepare()
+    try:
+        outcome = running.run()
+    except (TrialFailed, ServerFailed):
+        print_line(running.waiting())
+        raise
+    finally:
+        running.end_clients()
+        running.save_history(folder / "history.jsonl")
+    show(f"{running.renewed} programs renewed; {outcome.findings()}")
     return "" if outcome.ok else "BROKEN"
 
 
-def _subscriptions(folder: Path, kills: int, seed: int) -> str:
-    machine = TrialMachine(folder, seed=seed, settings=subscription_trial.SETTINGS)
-    plan = subscription_trial.Plan(seed=seed, faults=kills, node_kinds=NODE_KINDS, minutes_max=MINUTES_MAX)
-    with machine:
-        outcome = asyncio.run(subscription_trial.SubscriptionTrial(folder, machine, plan, _shown(machine)).run())
-    print_line(outcome.account)
+def _subscriptions(folder: Path, machine: TrialMachine, kills: int, seed: int, show: Show) -> str:
+    plan = subscription_trial.Plan(
+        seed=seed, faults=kills, node_kinds={"kill": 1}, node_lease_s=LEASE_S, minutes_max=MINUTES_MAX
+    )
+    outcome = asyncio.run(subscription_trial.SubscriptionTrial(folder, machine, plan, show).run())
+    show(outcome.account)
     return "\n".join(f"BROKEN {finding}" for finding in outcome.findings)
 
 
-def _shown(machine: TrialMachine) -> Callable[[str], None]:
-    def show(line: str) -> None:
-        print_line(f"[{machine.server.last_kill}, now {machine.server.cores} cores] {line}")
-
-    return show
-
-
-def _log_tails(folder: Path) -> str:
-    return "\n".join(log.read_bytes()[-4000:].decode(errors="replace") for log in folder.glob("node-*.log"))
-
-
-LOADS: Mapping[str, Callable[[Path, int, int], str]] = {
+LOADS: Mapping[str, Callable[[Path, TrialMachine, int, int, Show], str]] = {
     "messages": _messages,
     "transactions": _transactions,
     "subscriptions": _subscriptions,
@@ -137,7 +156,7 @@ LOADS: Mapping[str, Callable[[Path, int, int], str]] = {
 
 
 def print_line(line: str) -> None:
-    """Say something with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 
 

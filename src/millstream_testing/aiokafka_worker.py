@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -48,10 +49,14 @@ class AiokafkaWorker(Worker):
         )
         self._consumer.assign([TopicPartition(task.source, partition) for partition in task.partitions])
         await self._within("start of the consumer", self._consumer.start())
+        busy_at = time.monotonic()
         while not self.stopping.is_set():
             polled = await self._consumer.getmany(timeout_ms=int(BATCH_S * 1000), max_records=BATCH_MAX)
             if polled:
                 await self._transact(polled)
+                busy_at = time.monotonic()
+            elif task.idle_s_max is not None and time.monotonic() - busy_at > task.idle_s_max:
+                raise Renew(f"no message for {task.idle_s_max:g} s")
         await self._within("stop of the producer", self._producer.stop())
         await self._within("stop of the consumer", self._consumer.stop())
 
@@ -83,8 +88,11 @@ class AiokafkaWorker(Worker):
             self._consumer.seek(TopicPartition(begun.source, each.partition), each.first)
 
     async def _within(self, name: str, done: Awaitable[T]) -> T:
+        idle_s_max = self.task.idle_s_max
+        limit_s = self.task.stuck_s if idle_s_max is None else idle_s_max
         try:
-            async with asyncio.timeout(self.task.stuck_s):
+            async with asyncio.timeout(limit_s):
                 return await done
         except TimeoutError as error:
-            raise Stuck(f"{name} was not done within {self.task.stuck_s:g} s") from error
+            kind = Stuck if idle_s_max is None else Renew
+            raise kind(f"{name} was not done within {limit_s:g} s") from error

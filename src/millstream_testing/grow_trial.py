@@ -1,16 +1,16 @@
-"""A machine grows into a cluster and moves through it, under load and kills; every message is judged.
+"""Turn a loaded machine into a cluster and move its partitions, while processes are killed; check every message.
 
-Idempotent producers write to a topic, a group reads and commits, and workers accept what a subscription that delivers
-exactly once hands them. Meanwhile:
+Idempotent producers write to a topic, a group reads and commits, and workers accept the messages of an exactly-once
+subscription. Meanwhile:
 
 1. the machine, with two broker processes, is killed and started again;
-2. it is adopted by a cluster; the command is killed at random moments until it has been through (nothing runs then);
-3. three nodes join, and every topic, internal ones included, gets three replicas;
-4. the leaders of the first machine are drained from it, and it is removed; then the rest is balanced.
+2. with the machine stopped, `cluster adopt` runs, is killed at random moments and repeated until it completes;
+3. three nodes join, and `topic replicate` gives every topic, internal ones included, three replicas;
+4. the nodes of the first machine are drained and removed, and the rest is balanced.
 
 While plans are applied, nodes are killed, the controller among them. At the end everything is read from the start: no
-message may be lost, doubled or out of order, the group must have read all of it and kept its commits, each message must
-have been accepted exactly once, and replicas must be the same byte for byte.
+message may be lost, duplicated or out of order, the group must have read all of it and kept its commits, no message may
+have been accepted twice, and all replicas must be identical byte for byte.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from millstream.core.subscription import DELIVERY, EXACTLY_ONCE, LEASE, START
 from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
+from millstream_testing import killed_adopt
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -53,7 +54,7 @@ QUEUE = "queue"
 GROUP = "group"
 CORES = 2
 NODES = (1, 1001, 2, 3, 4)
-"""The machine that grows has two of them."""
+"""The first two are the processes of the machine that is adopted."""
 JOINED = (2, 3, 4)
 SETTINGS: dict[str, object] = {
     "lease-ms": 2000,
@@ -81,7 +82,7 @@ class Plan:
 
 
 class Worker(threading.Thread):
-    """Accepts what a subscription hands out, and remembers what was answered."""
+    """Accept the messages of a subscription, and count the confirmed acceptances."""
 
     def __init__(self, name: str, brokers: str, stopping: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
@@ -116,7 +117,7 @@ class Worker(threading.Thread):
 
 
 class GrowTrial:
-    """One trial. Everything that it starts ends with it."""
+    """Run one trial; leaving it ends every process that it started."""
 
     def __init__(self, folder: Path, plan: Plan, print_line: Callable[[str], None]) -> None:
         self._folder = folder
@@ -125,8 +126,8 @@ class GrowTrial:
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
         self._notes = Notes()
-        self._working = threading.Event()
-        """Set when workers are to end."""
+        self._workers_stopping = threading.Event()
+        """Set when the workers should stop."""
         self._loads: list[Load] = []
         self._readers: list[Reader] = []
         self._workers: list[Worker] = []
@@ -154,13 +155,13 @@ class GrowTrial:
 
     def __exit__(self, *exception: object) -> None:
         self._notes.stopping.set()
-        self._working.set()
+        self._workers_stopping.set()
         for thread in [*self._loads, *self._readers, *self._workers]:
             thread.join(15.0)
         self._stack.close()
 
     def run(self) -> list[str]:
-        """Grow, and return what is wrong."""
+        """Run all steps and return what is wrong."""
         self._machine.start()
         self._start_clients()
         self._kill_under_load(self._machine)
@@ -169,12 +170,12 @@ class GrowTrial:
         return self._judge()
 
     def log_tails(self) -> str:
-        """The end of every node's log."""
+        """Return the end of every node's log."""
         return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self._nodes.items())
 
     def _server(self, node: int, settings: dict[str, object]) -> Server:
         server = Server(self._folder / f"node-{node}", settings={"node-id": node, **SETTINGS, **settings})
-        # Ports that no one else is given: those of a machine's processes follow each other.
+        # The processes of a machine listen on consecutive ports.
         base = next(
             base
             for base in self._random.sample(_PORTS, len(_PORTS))
@@ -208,7 +209,7 @@ class GrowTrial:
         patient = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
         self._readers = [Reader(f"{GROUP}/{number}", self._notes, patient, topics) for number in range(2)]
         self._workers = [
-            Worker(f"worker-{number}", self._brokers, self._working) for number in range(self._plan.workers)
+            Worker(f"worker-{number}", self._brokers, self._workers_stopping) for number in range(self._plan.workers)
         ]
         self._auditor = Auditor("audit", self._notes, self._brokers, topics)
         for thread in [*self._loads, *self._readers, *self._workers]:
@@ -238,35 +239,47 @@ class GrowTrial:
         self._print_line(f"node {server.settings['node-id']} killed and started again")
 
     def _adopt(self) -> None:
-        """Have the cluster adopt the machine, with a command that dies again and again."""
+        """Run `cluster adopt`, kill it at random moments, and repeat it until it completes."""
         self._machine.stop()
         flags = [part for name, value in self._stores.items() for part in (f"--{name}", value)]
-        command = [sys.executable, "-m", "millstream.cli.main", "cluster", "adopt", "--data", str(self._machine.data)]
+        adopt = ["cluster", "adopt", "--data", str(self._machine.data), *flags]
+        killed = self._adopt_step_by_step(adopt) if self._plan.adoption_kills else 0
+        command = [sys.executable, "-m", "millstream.cli.main", *adopt]
         lasts_s = 3.0
-        killed = 0
+        killed_at_random = 0
         while True:
             began = time.monotonic()
             adopting = subprocess.Popen(
-                [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
             )
-            patience_s = self._random.uniform(0.0, lasts_s) if killed < self._plan.adoption_kills else WAIT_S
+            is_last = killed_at_random >= self._plan.adoption_kills
+            patience_s = WAIT_S if is_last else self._random.uniform(0.0, lasts_s)
             try:
                 said, _ = adopting.communicate(timeout=patience_s)
             except subprocess.TimeoutExpired:
                 adopting.send_signal(signal.SIGKILL)
                 adopting.communicate()
-                killed += 1
+                killed_at_random += 1
                 # Moments near the end are as likely as those near the start.
                 lasts_s = max(lasts_s, 1.2 * (time.monotonic() - began))
                 continue
             if adopting.returncode:
                 raise TrialFailed(f"the adoption failed: {said}")
             break
-        self.kills += killed
-        self._print_line(f"adopted, {killed} times killed")
+        self.kills += killed + killed_at_random
+        self._print_line(f"adopted; killed after each of {killed} steps, and {killed_at_random} times at random")
         self._machine.settings |= {**self._stores, "rack": "machine-1"}
         self._machine.start()
         self._await_load("the adoption")
+
+    def _adopt_step_by_step(self, adopt: Sequence[str]) -> int:
+        """Run the command once for each of its steps, killed after it; return how often that was."""
+        for step in killed_adopt.STEPS:
+            command = [sys.executable, "-m", killed_adopt.MODULE, step, *adopt]
+            adopting = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+            if adopting.returncode != -signal.SIGKILL:
+                raise TrialFailed(f"not killed after {step!r}, but: {adopting.stdout}{adopting.stderr}")
+        return len(killed_adopt.STEPS)
 
     def _grow(self) -> None:
         for node in JOINED:
@@ -315,7 +328,7 @@ class GrowTrial:
 
     def _status(self) -> dict[str, Any]:
         found = self._command("cluster", "status", "--json")
-        # Exit code 1 says that something is lacking.
+        # Exit code 1 means that the cluster is not healthy; the document is printed all the same.
         document: dict[str, Any] = found.document if found.out else {}
         return document
 
@@ -366,7 +379,7 @@ class GrowTrial:
         identity = self._topic_id()
         self._wait(self._troubled, "the replicas are in sync")
         self._notes.stopping.set()
-        self._working.set()
+        self._workers_stopping.set()
         folders = {node: server.data for node, server in self._nodes.items()}
         for server in self._nodes.values():
             server.stop()
@@ -390,7 +403,7 @@ class GrowTrial:
         return "; ".join(str(queue) for queue in found["queues"] if any(queue[name] for name in BUSY))
 
     def _unaccepted(self, ends: dict[int, int]) -> list[str]:
-        """Compare what workers were told with what the topic has; acceptances whose answers were lost are not known."""
+        """Compare the confirmed acceptances with the topic; those whose confirmation was lost are not counted."""
         accepted = sum((worker.accepted for worker in self._workers), Counter[tuple[int, int]]())
         twice = [place for place, times in accepted.items() if times > 1]
         beyond = [place for place in accepted if place[1] >= ends[place[0]]]

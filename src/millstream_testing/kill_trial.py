@@ -67,8 +67,7 @@ class KillTrial:
     def __enter__(self) -> Self:
         self._server.start()
         try:
-            self._create_topic()
-            self._start_clients()
+            self.prepare()
         except BaseException:
             self._server.kill()
             raise
@@ -77,10 +76,19 @@ class KillTrial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end_clients()
+        self._server.kill()
+
+    def prepare(self) -> None:
+        """Create the topic and start the clients, on a server that runs already."""
+        self._create_topic()
+        self._start_clients()
+
+    def end_clients(self) -> None:
+        """End the producers and the members of the group."""
         self._notes.stopping.set()
         for thread in [*self._loads, *self._readers]:
             thread.join(SETTLE_S_MAX)
-        self._server.kill()
 
     def run(self) -> Outcome:
         """Kill as often as planned, then look at everything once more; stops early when something is found."""

@@ -1,7 +1,8 @@
-"""A real `millstream serve --cores N` for trials: any of its processes may be killed, and N changes between starts.
+"""Run `millstream serve --cores N` in a trial: kill any of its processes, and change N between starts.
 
-`MachineServer` takes the place of a server or of a trial's node, and `TrialMachine` that of a trial's cluster, so that
-the trials of messages, transactions and subscriptions run on a machine as they are.
+A trial of messages uses `MachineServer` as its server. Trials of transactions and subscriptions use `TrialMachine` as
+their cluster, whose only node is a `MachineServer`. Several trials may share one machine: it is killed and started when
+all of them have asked for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -21,16 +23,22 @@ from millstream.cli.local_process import is_free
 from millstream.core.errors import MillstreamError
 from millstream_testing.cluster_network import RelayNetwork
 from millstream_testing.server import READY_S_MAX, Server, ServerFailed
+from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialNode
 from millstream_testing.trial_solo import TrialSolo
 
 CORES = (1, 2, 3, 4)
+VICTIMS = ("a broker", "the supervisor", "all processes")
+CLEAN_STOP_SHARE = 0.2
+"""How often a start after a kill is followed by a clean stop and a start with another number of cores."""
 _BASES = range(20_000, 30_000)
 _LOOK_S = 0.05
+_TOGETHER_S_MAX = 400.0
+"""How long one trial waits for the others: longer than each may take to recover from a kill."""
 
 
 class MachineServer(TrialNode):
-    """A machine whose `kill` picks its victims: one broker, the supervisor, or all processes."""
+    """A machine whose `kill` draws its victim: one broker, the supervisor, or all processes."""
 
     def __init__(
         self, folder: Path, *, seed: int, cores: int = 3, settings: Mapping[str, object] | None = None
@@ -46,28 +54,62 @@ class MachineServer(TrialNode):
         self._base = base
         self._broker_is_back = True
         self.last_kill = ""
+        self.kills = 0
+        self.clean_stops = 0
+        self.share(1)
+
+    def share(self, trials: int) -> None:
+        """Let so many trials, each in a thread of its own, use the machine; each calls `kill` and `start` in turn."""
+        self._killing = threading.Barrier(trials, self._kill, _TOGETHER_S_MAX)
+        self._starting = threading.Barrier(trials, self._start, _TOGETHER_S_MAX)
+
+    def abandon(self) -> None:
+        """End the waiting of other trials: one of them has failed."""
+        self._killing.abort()
+        self._starting.abort()
 
     def command(self) -> Sequence[str]:
-        """The command line of a machine, whose processes all have the machine's clock."""
+        """Return the command line of a machine, whose processes all have the system's clock."""
         return Server.command(self)
 
     @property
     def kafka_addresses(self) -> list[str]:
-        """Where each broker process listens."""
+        """Return where each broker process listens."""
         return [f"127.0.0.1:{self._base + number}" for number in range(self.cores)]
 
     @property
     def cores(self) -> int:
-        """How many broker processes it runs."""
+        """Return how many broker processes it runs."""
         return int(str(self.settings["cores"]))
 
     def kill(self) -> None:
         """Kill something, as kill -9 does; `start` follows."""
+        _together(self._killing)
+
+    def start(self) -> Self:
+        """Start the machine if it is down, and wait until a killed broker is back."""
+        _together(self._starting)
+        return self
+
+    def stop(self) -> int:
+        """Stop cleanly; the next start has another number of cores."""
+        self._broker_is_back = True
+        code = super().stop()
+        self.settings["cores"] = self._random.choice(CORES)
+        return code
+
+    def end(self) -> None:
+        """Kill the supervisor, and thereby everything."""
+        self._broker_is_back = True
+        super().end()
+
+    def _kill(self) -> None:
         if not self.is_running():
             self.end()
             return
+        self.kills += 1
         brokers = [child for child in psutil.Process(self.pid).children() if _is_broker(child)]
-        self.last_kill = self._random.choice(("a broker", "the supervisor", "all processes")) if brokers else "the node"
+        self.last_kill = self._random.choice(VICTIMS) if brokers else "the node"
         if self.last_kill == "a broker":
             victim = self._random.choice(brokers)
             victim.kill()
@@ -83,34 +125,27 @@ class MachineServer(TrialNode):
         self.end()
         self.settings["cores"] = self._random.choice(CORES)
 
-    def stop(self) -> int:
-        """Stop cleanly; the next start has another number of cores."""
-        self._broker_is_back = True
-        code = super().stop()
-        self.settings["cores"] = self._random.choice(CORES)
-        return code
+    def _start(self) -> None:
+        if self.is_running():
+            self._await_broker()
+        else:
+            super().start()
+        if self.kills and self._random.random() < CLEAN_STOP_SHARE:
+            code = self.stop()
+            if code:
+                raise ServerFailed(f"stopped with exit code {code}; the log ends with:\n{self.log_tail()}")
+            self.clean_stops += 1
+            super().start()
 
-    def end(self) -> None:
-        """Kill the supervisor, and so everything."""
-        self._broker_is_back = True
-        super().kill()
-
-    def start(self) -> Self:
-        """Start the machine, or wait until a killed broker is back."""
-        if self._broker_is_back:
-            return super().start()
+    def _await_broker(self) -> None:
         began = time.monotonic()
         while not all(self._answers(self._base + number) for number in range(self.cores)):
             if time.monotonic() - began > READY_S_MAX:
                 raise ServerFailed(f"a killed broker is not back; the log ends with:\n{self.log_tail()}")
             time.sleep(_LOOK_S)
-        self.start_s = time.monotonic() - began
-        self._broker_is_back = True
-        return self
-
-    def is_whole(self) -> bool:
-        """Whether it runs and no broker was killed since it was waited for."""
-        return self.is_running() and self._broker_is_back
+        if not self._broker_is_back:
+            self.start_s = time.monotonic() - began
+            self._broker_is_back = True
 
     @staticmethod
     def _answers(port: int) -> bool:
@@ -121,6 +156,13 @@ class MachineServer(TrialNode):
             return False
 
 
+def _together(barrier: threading.Barrier) -> None:
+    try:
+        barrier.wait()
+    except threading.BrokenBarrierError:
+        raise TrialFailed("another trial on this machine failed, or did not get this far in time") from None
+
+
 def _is_broker(child: psutil.Process) -> bool:
     try:
         return "millstream.cli.machine" in child.cmdline()
@@ -129,7 +171,7 @@ def _is_broker(child: psutil.Process) -> bool:
 
 
 class TrialMachine(TrialSolo):
-    """A machine with several broker processes, with the face of a trial's cluster."""
+    """A machine with several broker processes, used as the cluster of a trial."""
 
     def __init__(self, folder: Path, *, seed: int, settings: Mapping[str, object]) -> None:
         super().__init__(folder, settings=settings)
@@ -137,16 +179,15 @@ class TrialMachine(TrialSolo):
 
     @property
     def brokers_max(self) -> int:
-        """From how many brokers clients may fetch."""
+        """Return from how many brokers clients may fetch."""
         return max(CORES)
 
-    def start(self, nodes: object = None) -> None:
+    def start(self, nodes: Iterable[int] | None = None) -> None:
         """Start the machine, or wait until a killed broker is back."""
-        if not self.server.is_whole():
-            self.server.start()
+        self.server.start()
 
     def lacks(self) -> str:
-        """What it lacks to be whole: processes that answer and know each other, and leaders."""
+        """Return what is missing until all processes answer, know each other, and every partition has a leader."""
         for address in self.server.kafka_addresses:
             try:
                 found = self.ask(lambda client: client.metadata(), address)

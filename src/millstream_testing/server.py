@@ -88,7 +88,7 @@ class Server:
         try:
             ready = json.loads(self._first_line(self._process))
         except BaseException:
-            self.kill()
+            self.end()
             raise
         self.start_s = time.monotonic() - began
         self.kafka = ready["kafka"]
@@ -104,10 +104,14 @@ class Server:
         except subprocess.TimeoutExpired:
             raise ServerFailed(f"did not stop within {STOP_S_MAX:g} s; its log ends with:\n{self.log_tail()}") from None
         finally:
-            self.kill()
+            self.end()
 
     def kill(self) -> None:
         """Kill the process and all its children at once, as kill -9 does; does nothing when none is running."""
+        self.end()
+
+    def end(self) -> None:
+        """Make sure that no process is left."""
         if self._reap is not None:
             self._reap()
             self._await_free_ports()

@@ -77,6 +77,8 @@ class Plan:
 
     kills: int = 100
     """Go on until so many processes were killed."""
+    rounds: int | None = None
+    """Stop after so many rounds, however many processes were killed."""
     minutes_max: float = 30.0
     """Stop after so long in any case."""
     node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
@@ -96,6 +98,8 @@ class Plan:
     partitions: int = 4
     messages_per_s: int = 40
     abort_share: float = 0.15
+    aiokafka_idle_s_max: float | None = None
+    """Restart programs with aiokafka after so long without progress, where brokers come back at other addresses."""
     lease_ms: int = 2000
     replica_lag_ms: int = 3000
     load_s: tuple[float, float] = (0.3, 2.0)
@@ -168,26 +172,34 @@ class TransactionTrial:
     def __enter__(self) -> Self:
         try:
             self._stack.enter_context(self.cluster)
-            self._wait(self.cluster.lacks, "the start")
-            self._create_topics()
-            self._wait(self.cluster.lacks, "the start with topics")
-            self._start_clients()
+            self.prepare()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.end_clients()
+        self._stack.close()
+
+    def prepare(self) -> None:
+        """Create the topics and start the clients, on nodes that run already."""
+        self._wait(self.cluster.lacks, "the start")
+        self._create_topics()
+        self._wait(self.cluster.lacks, "the start with topics")
+        self._start_clients()
+
+    def end_clients(self) -> None:
+        """End the producer, the readers and the programs."""
         self._fed.stopping.set()
         self._notes.stopping.set()
         for worker in self._workers:
             worker.end()
-        self._stack.close()
 
     def run(self) -> Outcome:
         """Kill as often as planned, then look at everything once more; stops early when something is found."""
         deadline = time.monotonic() + self._plan.minutes_max * 60
-        while self._kills < self._plan.kills and time.monotonic() < deadline:
+        while not self._is_enough and time.monotonic() < deadline:
             self._strike()
             if len(self._rounds) % self._plan.check_every == 0:
                 report = self._check()
@@ -205,6 +217,11 @@ class TransactionTrial:
     def renewed(self) -> int:
         """Return how often programs ended by themselves and were restarted."""
         return sum(worker.renewed for worker in self._workers)
+
+    @property
+    def _is_enough(self) -> bool:
+        rounds = self._plan.rounds
+        return self._kills >= self._plan.kills if rounds is None else len(self._rounds) >= rounds
 
     @property
     def _kills(self) -> int:
@@ -339,7 +356,7 @@ class TransactionTrial:
         """Makes the task of each life of one program."""
         plan = self._plan
         client = "aiokafka" if group == "aiokafka" else "confluent"
-        settings = _settings(group, number, plan.seed, alone=self.cluster.brokers_max == 1)
+        settings = _settings(group, number, plan.seed, alone=len(self.cluster.nodes) == 1)
 
         def task(producer: str) -> Task:
             return Task(
@@ -355,6 +372,7 @@ class TransactionTrial:
                 abort_share=plan.abort_share,
                 timeout_ms=10_000,
                 stuck_s=plan.heal_s_max * _STUCK_SHARE,
+                idle_s_max=plan.aiokafka_idle_s_max if group == "aiokafka" else None,
                 partitions=list(range(number, plan.partitions, plan.workers)),
                 command=list(plan.java) if group == JAVA else [],
                 settings=settings,
@@ -420,8 +438,10 @@ class TransactionTrial:
 
     def _more(self) -> list[str]:
         more = []
-        if self._kills < self._plan.kills:
-            more.append(f"only {self._kills} of {self._plan.kills} kills within {self._plan.minutes_max:g} minutes")
+        if not self._is_enough:
+            more.append(
+                f"only {len(self._rounds)} rounds with {self._kills} kills in {self._plan.minutes_max:g} minutes"
+            )
         hanging = CommandLine(self.cluster.kafka)("transaction", "list", "--hanging", "--json")
         if hanging.code or hanging.document["hanging"]:
             more.append(f"hanging transactions: {hanging.out or hanging.err}")

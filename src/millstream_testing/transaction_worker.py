@@ -42,6 +42,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     timeout_ms: int
     stuck_s: float
     """How long to try in vain: longer than any fault, with the time that clients need to find the way again."""
+    idle_s_max: float | None = None
+    """Begin a new life after so long without a message, for a client that does not find its brokers again."""
     partitions: list[int] = []
     """The partitions of the source that it owns, if its client does not share them out by the group."""
     command: list[str] = []

@@ -77,10 +77,10 @@ class TrialNode(Server):
         self._is_ready = False
         return super().stop()
 
-    def kill(self) -> None:
-        """Kill it."""
+    def end(self) -> None:
+        """Make sure that no process is left."""
         self._is_ready = False
-        super().kill()
+        super().end()
 
     def pause(self) -> None:
         """Stop the process without its knowing. Only the main one: the watcher must see this process end."""

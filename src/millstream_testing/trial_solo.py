@@ -1,4 +1,4 @@
-"""One node on its own, with the face of a trial's cluster: no etcd, no PostgreSQL, no failover."""
+"""A single node, used as the cluster of a trial: no etcd, no PostgreSQL, no failover."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TrialSolo(TrialCluster):
 
     @property
     def kafka(self) -> str:
-        """Where clients find the node; nothing lies between."""
+        """Return the node's own address: no relay is in between."""
         return self.nodes[1].kafka
 
     def lacks(self) -> str:
-        """What it lacks to be whole: it has to answer."""
+        """Return why the node does not answer; empty if it does."""
         try:
             self.ask(lambda client: client.metadata())
         except (MillstreamError, OSError, TimeoutError) as error:

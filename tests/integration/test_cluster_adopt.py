@@ -19,12 +19,12 @@ from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.core.clock import SystemClock
 from millstream_testing.command import run_command
 from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.killed_adopt import STEPS
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 
 DEADLINE_S = 60.0
 QUICK = {"group-initial-delay-ms": 0}
-STEPS = ("mark", "catalog", "some states", "states", "owner", "coordination", "catalog.sqlite")
 
 
 class Crash(BaseException):
