@@ -103,6 +103,9 @@ class MachineServer(TrialNode):
         self._broker_is_back = True
         super().end()
 
+    def dump_stacks(self) -> None:
+        """Do nothing: the processes of a machine do not write their stacks on a signal, which would end them."""
+
     def _kill(self) -> None:
         if not self.is_running():
             self.end()

@@ -184,8 +184,8 @@ class ClusterNode:
             clock=dependencies.clock,
             author=self._announcer.author,
             is_single=dependencies.is_single,
-            starts_with=dependencies.starts_with,
         )
+        self._controller.expect(dependencies.starts_with)
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())
         admitted = asyncio.ensure_future(self._joined(registration, self._controller))

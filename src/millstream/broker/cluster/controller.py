@@ -164,12 +164,10 @@ class Controller:
         clock: Clock,
         author: str = "",
         is_single: bool = False,
-        starts_with: Collection[NodeId] = (),
     ) -> None:
         """`registered` returns this process's registration; without one it neither decides nor interferes.
 
         `author` is the name of this process in what it announces: its own changes come through `note_declared`.
-        `starts_with` are nodes that start at the same time: they keep what they led before, if they come soon.
         """
         self._me = me
         self._registered = registered
@@ -181,7 +179,7 @@ class Controller:
         self._clock = clock
         self._author = author
         self._is_single = is_single
-        self._starts_with = frozenset(starts_with)
+        self._expected: frozenset[NodeId] = frozenset()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
@@ -192,6 +190,10 @@ class Controller:
         self._term: Term | None = None
         self.elections = 0
         view.listen(self._on_view_change)
+
+    def expect(self, nodes: Collection[NodeId]) -> None:
+        """Let nodes that start at the same time as this one keep what they led before, if they come soon."""
+        self._expected = frozenset(nodes)
 
     @property
     def is_active(self) -> bool:
@@ -324,7 +326,7 @@ class Controller:
         # has to be elected again, in a new epoch.
         with suppress(RequestTimedOut):
             await self._view.until(
-                lambda: self._starts_with <= self._view.registrations.keys(), _START_S, what="the start of all nodes"
+                lambda: self._expected <= self._view.registrations.keys(), _START_S, what="the start of all nodes"
             )
         while True:
             await self._wake.wait()
