@@ -1,10 +1,13 @@
 """`make bench-spark`: topics landed as tables, beside Spark copying the same rows from Parquet to Parquet.
 
-    python -m benchmarks.spark_landing [--quick] [--share OF_THE_ROWS] [--rounds N] [--out FILE]
+    python -m benchmarks.spark_landing [--quick] [--share OF_THE_ROWS] [--rounds N] [--only PART] [--out FILE]
 
 The copy has the same rows with the same columns, codec, size of row groups and statistics. Both begin with a new folder
 and end when what they wrote is committed: a table by its log, the copy as Spark commits a folder. Then the same bytes
-are landed from one topic and from a hundred. Turn about, medians of the rounds; a first turn warms up.
+are landed from one topic and from a hundred, and a topic whose messages are of 30 days, in turn, is landed in one batch
+into tables partitioned by the hour of landing, by the day and by the hour of the message: the worst case, since every
+task has rows of every day. Turn about, medians of the rounds; a first turn warms up. `--only partitions` measures only
+the last.
 """
 
 from __future__ import annotations
@@ -47,6 +50,14 @@ TIMES_MAX: Final = 1.5
 
 LANDED, COPIED = "landed from a topic", "copied from Parquet"
 ONE, MANY = "one topic", f"{TOPICS} topics"
+DATED: Final = Load(1_000_000, 100)
+DAYS: Final = 30
+BY: Final = {
+    "by the hour of landing": "",
+    f"by event day, {DAYS} days": "day(timestamp)",
+    f"by event hour, {DAYS * 24} hours": "hour(timestamp)",
+}
+"""The partitionings that are compared."""
 _WAIT_S: Final = 60.0
 
 Found = dict[str, dict[str, list[Numbers]]]
@@ -70,20 +81,21 @@ class Shore:
         return names
 
     def fill(self, topics: list[str], load: Load) -> None:
-        """Publish rows whose values no codec can make much of."""
+        """Publish rows whose values no codec can make much of, each an hour after the one before, for some days."""
         digests = ", ".join(f"sha2(concat(id, '/{part}'), 256)" for part in range(-(-load.size // 64)))
         names = ", ".join(f"'{name}'" for name in topics)
         frame = self.spark.range(0, load.rows, 1, PARTITIONS).selectExpr(
             "cast(cast(id as string) as binary) as key",
             f"cast(substring(concat({digests}), 1, {load.size}) as binary) as value",
             f"element_at(array({names}), cast(id % {len(topics)} as int) + 1) as topic",
+            f"timestamp_seconds(1790000000 + 3600 * (id % {DAYS * 24})) as timestamp",
         )
         writer = frame.write.format("millstream").option("kafka.bootstrap.servers", self.brokers)
         writer.mode("append").save()
 
-    def land(self, topics: list[str], lake: Path, rows: int) -> None:
+    def land(self, topics: list[str], lake: Path, rows: int, partition_by: str = "") -> None:
         """Land everything that topics have; raise `WrongRows` unless it was all."""
-        overrides = {"topics": ",".join(topics), "batch.max.messages": str(2 * rows)}
+        overrides = {"topics": ",".join(topics), "batch.max.messages": str(2 * rows), "partition.by": partition_by}
         pipeline = Pipeline(pipeline_id=uuid.uuid4(), name=lake.name, kind=PipelineKind.LAND, overrides=overrides)
         job = LandJob(pipeline, JobContext(spark=self.spark, brokers=self.brokers, lake=str(lake), folder=""))
         landed, lag = 0, 1
@@ -94,12 +106,12 @@ class Shore:
         if landed != rows:
             raise WrongRows(f"{landed} rows of {rows} were landed")
 
-    def landing(self, topics: list[str], rows: int) -> Callable[[], Callable[[], None]]:
+    def landing(self, topics: list[str], rows: int, partition_by: str = "") -> Callable[[], Callable[[], None]]:
         """Land into a new folder, which is taken away again."""
 
         def work() -> Callable[[], None]:
             lake = self.folder / f"lake-{uuid.uuid4().hex[:8]}"
-            self.land(topics, lake, rows)
+            self.land(topics, lake, rows, partition_by)
             return lambda: shutil.rmtree(lake)
 
         return work
@@ -122,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of the rows, one round")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows; what is fixed weighs more with few")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("partitions",), help="measure only a part")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(arguments)
@@ -132,12 +145,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
         server = stack.enter_context(Server(folder / "data"))
         shore = Shore(open_session(stack, given.master, [], folder), server.kafka, folder)
-        loads = [Load(int(load.rows * share), load.size) for load in LOADS]
-        copies = {load.title: measure_copy(shore, load, rounds, console) for load in loads}
-        spread_load = Load(int(SPREAD.rows * share), SPREAD.size)
-        spread = measure_topics(shore, spread_load, rounds, console)
-    compared = {f"{load}, raw": found for load, found in copies.items()} | {f"{spread_load.title}, spread": spread}
-    tables = [*lines(compared), targets(copies, spread)]
+        dated_load = Load(int(DATED.rows * share), DATED.size)
+        dated = {f"{dated_load.title}, partitioned": measure_partitions(shore, dated_load, rounds, console)}
+        if given.only:
+            tables = lines(dated)
+        else:
+            loads = [Load(int(load.rows * share), load.size) for load in LOADS]
+            copies = {load.title: measure_copy(shore, load, rounds, console) for load in loads}
+            spread_load = Load(int(SPREAD.rows * share), SPREAD.size)
+            spread = measure_topics(shore, spread_load, rounds, console)
+            compared = {f"{load}, raw": found for load, found in copies.items()}
+            tables = [
+                *lines({**compared, f"{spread_load.title}, spread": spread, **dated}),
+                targets(copies, spread),
+            ]
     for table in tables:
         console.print(table.rich())
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +189,14 @@ def measure_topics(shore: Shore, load: Load, rounds: int, console: Console) -> d
     shore.fill(one, load)
     shore.fill(many, load)
     return turn_about({ONE: shore.landing(one, load.rows), MANY: shore.landing(many, load.rows)}, load, rounds, console)
+
+
+def measure_partitions(shore: Shore, load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
+    """The same rows in tables with other partitions."""
+    topics = shore.create(1, PARTITIONS)
+    shore.fill(topics, load)
+    ways = {name: shore.landing(topics, load.rows, partition_by) for name, partition_by in BY.items()}
+    return turn_about(ways, load, rounds, console)
 
 
 def turn_about(

@@ -531,6 +531,36 @@ def test_tables_can_be_plain_parquet(shore: Shore, topic: str) -> None:
     assert [row["value"] for row in rows if row.get("reason")] == [b"no json"]
 
 
+def test_tables_can_be_partitioned_by_event_time(shore: Shore, topic: str) -> None:
+    shore.create(topic, partitions=2)
+    settings = {"topics": topic, "decode": "json", "partition_by": "day(created_at)"}
+    days = ["2026-11-14T10:00:00Z", "2026-11-15T23:59:59.999Z", "2026-11-16T00:00:00+02:00", "2026-11-16T12:00:00"]
+    published = shore.publish(topic, [{"n": number, "created_at": days[number % 4]} for number in range(400)])
+    shore.land(**settings, batch_max_messages="150")
+    assert shore.landed(topic) == published
+    found = {row["n"]: str(row["event_day"]) for row in shore.rows(topic)}
+    assert [found[number] for number in range(4)] == ["2026-11-14", "2026-11-15", "2026-11-15", "2026-11-16"]
+    # Late messages, one that widens a column, and those that have no time.
+    late = shore.publish(topic, [{"n": 0.5, "created_at": "2024-02-29T00:00:00Z"}])
+    shore.publish(topic, [{"n": 1}, {"n": 2, "created_at": "soon"}, {"n": 3, "created_at": 17}, None])
+    counts = shore.land(**settings)[-1].counts
+    assert (counts["quarantined"], counts["quarantined.no-time"], counts["widened"]) == (4, 4, 1)
+    assert shore.landed(topic) == sorted(published + late)
+    assert {row["reason"].partition(",")[0] for row in shore.rows(topic, "__quarantine")} == {
+        "created_at is missing or null",
+        'created_at: "soon" is not a time',
+        'created_at: "17" is not a time',
+    }
+    assert (shore.lake / topic / "event_day=2024-02-29").is_dir()
+    table = deltalake.DeltaTable(str(shore.lake / topic))
+    files = shore.spark.read.option("basePath", table.table_uri).parquet(*table.file_uris())
+    assert files.where("event_day = date '2026-11-15'").count() == 200
+    with pytest.raises(InvalidSetting, match=r"is partitioned by day\(created_at\), not by hour\(created_at\)"):
+        shore.land(**{**settings, "partition_by": "hour(created_at)"})
+    with pytest.raises(InvalidSetting, match="not by the hour of landing"):
+        shore.land(topics=topic, decode="json")
+
+
 @pytest.mark.parametrize("source", ["environment", "pipeline"])
 def test_tables_can_be_in_an_object_store(
     shore: Shore, topic: str, monkeypatch: pytest.MonkeyPatch, source: str

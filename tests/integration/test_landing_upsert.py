@@ -261,31 +261,37 @@ def test_expectations_count_or_fail(keys: Keys) -> None:
     assert len(keys.rows()) == 2
 
 
-def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys) -> None:
+@pytest.mark.parametrize("partition_by", ["", "hour(timestamp)"])
+def test_a_backfill_lands_what_the_table_does_not_have(keys: Keys, partition_by: str) -> None:
     keys.create(partitions=2)
     now = time.time_ns() // 1_000_000
     hour = 3_600_000
     for age in (5, 4, 3, 2, 1):
         keys.publish([(f"k{age}{n}", {"id": age * 10 + n}) for n in range(4)], timestamp=now - age * hour)
+    how: dict[str, Any] = {"mode": "append", "partition_by": partition_by}
     start: dict[str, Any] = {"from": "latest"}
-    job = keys.job(mode="append", **start)
+    job = keys.job(**how, **start)
     assert job.step().rows == 0
     keys.publish([("new", {"id": 100})])
     run(job)
     job.close()
     assert [row["id"] for row in keys.rows()] == [100]
     window = TimeWindow(now - 4 * hour - 1, now - 2 * hour)
-    steps = keys.land(window=window, mode="append", batch_max_messages="3")
+    steps = keys.land(window=window, **how, batch_max_messages="3")
     wanted = sorted(age * 10 + n for age in (4, 3) for n in range(4))
     assert sorted(row["id"] for row in keys.rows()) == [*wanted, 100]
     assert count_of(steps, "duplicates") == 0
-    steps = keys.land(window=TimeWindow(0, now + hour), mode="append")
+    steps = keys.land(window=TimeWindow(0, now + hour), **how)
     everything = [age * 10 + n for age in range(1, 6) for n in range(4)]
     assert sorted(row["id"] for row in keys.rows()) == [*everything, 100]
     assert count_of(steps, "duplicates") == 9
     keys.publish([("newer", {"id": 101})])
-    keys.land(mode="append")
+    keys.land(**how)
     assert len(keys.rows()) == 22
+    if partition_by:
+        hours = {(row["timestamp"].date(), row["timestamp"].hour) for row in keys.rows()}
+        assert {(row["event_day"], row["event_hour"]) for row in keys.rows()} == hours
+        assert len(hours) >= 5
 
 
 def test_a_backfill_of_keys_changes_nothing_that_is_newer(keys: Keys) -> None:
@@ -299,9 +305,10 @@ def test_a_backfill_of_keys_changes_nothing_that_is_newer(keys: Keys) -> None:
     assert sorted(row["v"] for row in keys.rows()) == before == [2]
 
 
-@pytest.mark.parametrize("mode", ["append", "upsert"])
-def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "partition_by"), [("append", ""), ("append", "timestamp"), ("upsert", "")])
+def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: str, partition_by: str) -> None:
     keys.create()
+    how: dict[str, Any] = {"mode": mode, "partition_by": partition_by}
     keys.publish(
         [
             (b"a", {"id": 1, "total": 5}),
@@ -310,18 +317,18 @@ def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: st
             (b"d", {"id": 4, "total": -1}),
         ]
     )
-    keys.land(mode=mode, expect='["total > 0"]')
+    keys.land(**how, expect='["total > 0"]')
     assert len(keys.rows("__quarantine")) == 3
-    job = keys.job(make_requarantine, mode=mode, expect="[]")
+    job = keys.job(make_requarantine, **how, expect="[]")
     step = job.step()
     job.close()
     assert (step.counts["landed"], step.counts["quarantined"]) == (1, 2)
     assert sorted(row["id"] for row in keys.rows()) == [1, 4]
     assert [row["offset"] for row in keys.rows("__quarantine")] == [1, 2]
-    job = keys.job(make_requarantine, mode=mode)
+    job = keys.job(make_requarantine, **how)
     assert job.step().counts["landed"] == 0
     job.close()
     keys.publish([(b"e", {"id": 5, "total": 1})])
-    keys.land(mode=mode)
+    keys.land(**how)
     assert sorted(row["id"] for row in keys.rows()) == [1, 4, 5]
     assert len(keys.rows("__quarantine")) == 2

@@ -50,8 +50,12 @@ def topics(server: Server, topic: str) -> tuple[str, str]:
     assert millstream("topic", "create", topic, "--partitions", "3").code == 0
     assert millstream("topic", "create", f"{topic}-again", "--partitions", "2").code == 0
     producer = Producer({"bootstrap.servers": server.kafka})
+    now_ms = int(time.time() * 1000)
     for number in range(3000):
-        producer.produce(topic, f'{{"n": {number}}}', str(number % KEYS), headers=[("h", str(number))])
+        # Of two days, in no order.
+        sent_ms = now_ms - number * 7919 % 48 * 3_600_000
+        headers: list[tuple[str, str | bytes | None]] = [("h", str(number))]
+        producer.produce(topic, f'{{"n": {number}}}', str(number % KEYS), headers=headers, timestamp=sent_ms)
     assert producer.flush(WAIT_S) == 0
     return topic, f"{topic}-again"
 
@@ -102,15 +106,17 @@ def test_a_replay_that_is_interrupted_goes_on_and_publishes_everything_once(
 
 @pytest.mark.trial
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("source", ["--from-topic", "--from-table"])
+@pytest.mark.parametrize(
+    ("source", "partition_by"), [("--from-topic", ""), ("--from-table", ""), ("--from-table", "hour(timestamp)")]
+)
 def test_a_replay_that_is_killed_again_and_again_publishes_everything_once(
-    server: Server, topics: tuple[str, str], tmp_path: Path, source: str
+    server: Server, topics: tuple[str, str], tmp_path: Path, source: str, partition_by: str
 ) -> None:
     millstream = CommandLine(server.kafka)
     if source == "--from-table":
         name = f"land-{topics[0]}"
-        create = ("pipeline", "create", "land", name, "--topic", topics[0], "--lake", str(tmp_path), "--stopped")
-        assert millstream(*create).code == 0
+        create = ["pipeline", "create", "land", name, "--topic", topics[0], "--lake", str(tmp_path), "--stopped"]
+        assert millstream(*create, *(["--partition-by", partition_by] if partition_by else [])).code == 0
         landed = millstream("pipeline", "run", name, "--once")
         assert landed.code == 0, landed.err
     command = [sys.executable, "-m", "millstream.cli.main", "replay", source, topics[0], "--into", topics[1]]

@@ -39,6 +39,7 @@ from millstream.cli.pipeline_options import (
     OrderBy,
     Pace,
     Parameters,
+    PartitionBy,
     Pattern,
     Requirements,
     Rules,
@@ -92,6 +93,7 @@ def land(
     map_: Maps = None,
     expect: Expects = None,
     on_violation: OnViolation = None,
+    partition_by: PartitionBy = None,
     start: Start = None,
     settings: Settings = None,
     stopped: Stopped = False,
@@ -117,6 +119,7 @@ def land(
         map=map_,
         expect=expect,
         on_violation=on_violation,
+        partition_by=partition_by,
         start=start,
         settings=settings,
     )

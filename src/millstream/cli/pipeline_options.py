@@ -12,6 +12,7 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import given_text, parse_assignments, parse_settings
+from millstream.core.event_time import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
 from millstream.core.schedule import parse_duration_ms
 
@@ -87,6 +88,16 @@ DeleteWhen = Annotated[
         "--delete-when",
         metavar="CONDITION",
         help="With --mode upsert: when a message deletes its key, as in \"op = 'd'\".",
+        show_default=False,
+    ),
+]
+PartitionBy = Annotated[
+    str | None,
+    typer.Option(
+        "--partition-by",
+        metavar="TIME",
+        help="Partition the table by an event time: day(COLUMN) or hour(COLUMN), also of timestamp, the message's own. "
+        "Default: by the hour of landing.",
         show_default=False,
     ),
 ]
@@ -280,7 +291,7 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
         {
             *("topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"),
-            *("mode", "key", "order_by", "delete_when", "map", "expect", "on_violation"),
+            *("mode", "key", "order_by", "delete_when", "map", "expect", "on_violation", "partition_by"),
         }
     ),
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode", "udf", "requirements"}),
@@ -311,6 +322,7 @@ class Flags:
     map: Sequence[str] | None = None
     expect: Sequence[str] | None = None
     on_violation: str | None = None
+    partition_by: str | None = None
     sql: str | None = None
     into: str | None = None
     table: list[str] | None = None
@@ -356,7 +368,9 @@ class Flags:
             raise typer.BadParameter("--schema is given once for land: all topics share the same columns")
         is_debezium = self.format == DEBEZIUM
         is_upsert = is_debezium or self.mode == UPSERT
-        reads_payload = bool(schemas or self.key or self.order_by or self.delete_when or self.map or self.expect)
+        is_by_field = bool(self.partition_by) and EventTime.parse(self.partition_by or "").column != MESSAGE_TIME
+        fields_of = (schemas, self.key, self.order_by, self.delete_when, self.map, self.expect, is_by_field)
+        reads_payload = any(map(bool, fields_of))
         return {
             "topics": ",".join(self.topic) if self.topic else None,
             "pattern": self.pattern,
@@ -369,6 +383,7 @@ class Flags:
             "maps": ",".join(self.map) if self.map else None,
             "expect": json.dumps(list(self.expect), ensure_ascii=False) if self.expect else None,
             "on.violation": self.on_violation,
+            "partition.by": self.partition_by,
             "every.ms": _milliseconds(self.every),
             # Payload fields are named for nothing else.
             "decode": DEBEZIUM if is_debezium else "json" if reads_payload else None,

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
+from millstream.core.event_time import MESSAGE_TIME, EventTime
 from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
@@ -350,6 +351,14 @@ class LandSettings(PipelineSettings):
         maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
     )
+    partition_by: str = setting(
+        "partition.by",
+        "",
+        "The event time by which the table is partitioned, as in `day(created_at)` or `hour(created_at)`: a column of "
+        "the table, or `timestamp`, the message's own time. Empty partitions by the hour of landing. It is fixed when "
+        "the table is created.",
+        needs_restart=False,
+    )
     schema: str = setting(
         "schema",
         "",
@@ -439,12 +448,23 @@ class LandSettings(PipelineSettings):
         elif self.key or self.order_by or self.delete_when or self.decode == DEBEZIUM:
             named = "decode=debezium" if self.decode == DEBEZIUM else "`key`, `order.by` and `delete.when`"
             raise InvalidSetting(f"{named} need a table with one row per key: set mode=upsert (--mode upsert)")
+        event_time = self.event_time
+        if event_time is not None and self.decode == NO_DECODING and event_time.column != MESSAGE_TIME:
+            raise InvalidSetting(
+                f"`partition.by` names {event_time.column!r}, and payloads are not decoded: set decode=json (--decode "
+                f"json), or partition by {MESSAGE_TIME}, the time of the message"
+            )
 
     def _check_upsert(self) -> None:
         if self.format != "delta":
             raise InvalidSetting("mode=upsert needs format=delta: readers of plain files would see half a commit")
         if self.dedupe_ms:
             raise InvalidSetting("mode=upsert has one row per key already; leave `dedupe.ms` out")
+        if self.partition_by:
+            raise InvalidSetting(
+                "mode=upsert stores rows by their key, and a change can give a row another time; leave `partition.by` "
+                "(--partition-by) out"
+            )
         if self.decode == NO_DECODING and (self.key or self.order_by or self.delete_when):
             raise InvalidSetting(
                 "`key`, `order.by` and `delete.when` name payload fields: set decode=json (--decode json), or leave "
@@ -457,6 +477,11 @@ class LandSettings(PipelineSettings):
             )
         if len(set(self.key_fields)) != len(self.key_fields) or "" in self.key_fields:
             raise InvalidSetting(f"`key` names distinct fields, separated by commas, not {self.key!r}")
+
+    @property
+    def event_time(self) -> EventTime | None:
+        """Return the time by which its tables are partitioned; None if that is the time of landing."""
+        return EventTime.parse(self.partition_by) if self.partition_by.strip() else None
 
     @property
     def expectations(self) -> list[str]:
@@ -480,7 +505,10 @@ class LandSettings(PipelineSettings):
         self.storage_options()
         expectations = self.expectations
         if self.schema:
-            check_landed(parse_columns(self.schema))
+            columns = parse_columns(self.schema)
+            check_landed(columns)
+            if event_time := self.event_time:
+                event_time.check_columns(columns)
         if self.decode in (NO_DECODING, BY_SCHEMA) and (expectations or self.maps or self.detect_types):
             raise InvalidSetting(
                 "`expect`, `maps` and `detect.types` are for decoded JSON payloads: set decode=json with them"

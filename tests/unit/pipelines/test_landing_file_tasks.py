@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from datetime import date
 
 import pyarrow as pa
 import pytest
@@ -15,10 +14,11 @@ from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
 from millstream.pipelines.jobs.land.plan import FILE_BYTES
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import LANDED
 
 
 def file(name: str, size: int = 1) -> ActiveFile:
-    return ActiveFile(path=name, bytes=size, partitions=None, offsets=None, day=date(2026, 11, 15), hour=21)
+    return ActiveFile(path=name, bytes=size, partitions=None, offsets=None, values=(), added=LANDED)
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,12 +7,20 @@ from typing import Final
 import pyarrow as pa
 
 from millstream.core.errors import ColumnMismatch, StalePlan
+from millstream.core.event_time import DAY, HOUR
 
 APPEND_DAY: Final = "append_day"
 APPEND_HOUR: Final = "append_hour"
 TOPIC_ID: Final = "topic_id"
 """The topic of a message: a topic recreated under its old name has other messages at the same offsets."""
 PARTITION_COLUMNS: Final = (APPEND_DAY, APPEND_HOUR)
+EVENT_DAY: Final = "event_day"
+EVENT_HOUR: Final = "event_hour"
+EVENT_COLUMNS: Final = {
+    DAY: (pa.field(EVENT_DAY, pa.date32()),),
+    HOUR: (pa.field(EVENT_DAY, pa.date32()), pa.field(EVENT_HOUR, pa.int32())),
+}
+"""The partition columns of a table that is partitioned by event time, by its unit."""
 
 _HEADERS: Final = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 _APPENDED: Final = [
@@ -53,9 +61,17 @@ UNREADABLE_BATCH: Final = "unreadable batch: "
 """How the reason of a quarantine row begins that stands for a whole batch and is not a message."""
 
 
+def partition_columns(schema: pa.Schema) -> tuple[str, ...]:
+    """Return the partition columns of a table: the event time if it has one, otherwise the hour of landing."""
+    if EVENT_DAY in schema.names:
+        return (EVENT_DAY, EVENT_HOUR) if EVENT_HOUR in schema.names else (EVENT_DAY,)
+    return PARTITION_COLUMNS
+
+
 def file_schema(schema: pa.Schema) -> pa.Schema:
     """Return the columns stored in files; partition columns are in the folder names."""
-    return pa.schema([field for field in schema if field.name not in PARTITION_COLUMNS])
+    left_out = partition_columns(schema)
+    return pa.schema([field for field in schema if field.name not in left_out])
 
 
 def widest(kind: pa.DataType) -> pa.DataType:

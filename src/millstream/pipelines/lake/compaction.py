@@ -1,4 +1,4 @@
-"""Compacts the small files of past hours, with one commit of removes and adds per hour.
+"""Compacts the small files of past hours, with one commit of removes and adds per partition of the table.
 
 The commit is for exactly the version of the log in which all replaced files were seen, so concurrent compactions
 replace them once, and files landed meanwhile are left alone.
@@ -56,12 +56,12 @@ def compact(
 
 
 def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iterator[list[ActiveFile]]:
-    """Yield the small files of an hour and topic that one commit compacts."""
-    hours: dict[tuple[datetime, str], list[ActiveFile]] = defaultdict(list)
+    """Yield the small files of a partition of the table and a topic that one commit compacts."""
+    folders: dict[tuple[tuple[tuple[str, str], ...], str], list[ActiveFile]] = defaultdict(list)
     for file in files:
         if file.bytes < small_bytes and file.hour_start + timedelta(hours=1) <= before:
-            hours[file.hour_start, file.topic_id].append(file)
-    for _hour, small in sorted(hours.items()):
+            folders[file.values, file.topic_id].append(file)
+    for _folder, small in sorted(folders.items()):
         taken: list[ActiveFile] = []
         for file in sorted(small, key=lambda file: (file.offsets or (0, 0), file.path)):
             if sum(each.bytes for each in taken) + file.bytes > ROUND_BYTES_MAX or len(taken) >= ROUND_FILES_MAX:
@@ -76,7 +76,7 @@ def _rewritten(
     log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
 ) -> list[Written]:
     """Write the rows of files, in order, to new ones."""
-    writer = TaskWriter(log.storage, schema, files[0].topic_id, landed=files[0].hour_start)
+    writer = TaskWriter(log.storage, schema, files[0].topic_id, values=dict(files[0].values))
     source = log.storage.files()
     try:
         for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):

@@ -21,7 +21,7 @@ import pyarrow.fs
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
+from millstream.pipelines.lake.columns import added_columns, partition_columns
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.written_file import BOUNDED, Written
 
@@ -31,6 +31,9 @@ CONFIGURATION: Final[Mapping[str, str]] = {
     "delta.logRetentionDuration": "interval 30 days",
     "delta.dataSkippingStatsColumns": ",".join(BOUNDED),
 }
+
+EVENT_TIME: Final = "millstream.partitionBy"
+"""The property of a table that says by which event time it is partitioned."""
 
 COMMITS_KEPT: Final[Mapping[str, str]] = {**CONFIGURATION, "delta.logRetentionDuration": "interval 36500 days"}
 """For tables whose commits are evidence."""
@@ -43,12 +46,15 @@ class DeltaLog:
         self,
         storage: Storage,
         *,
-        partition_by: Sequence[str] = PARTITION_COLUMNS,
+        partition_by: Sequence[str] | None = None,
         configuration: Mapping[str, str] = CONFIGURATION,
     ) -> None:
-        """Open a log, which may not exist yet; the configuration is for a table that is created."""
+        """Open a log, which may not exist yet.
+
+        Partition columns and configuration are for a table that is created; by default it has those of its schema.
+        """
         self.storage = storage
-        self._partition_by = list(partition_by)
+        self._partition_by = partition_by
         self._configuration = configuration
         self._table: deltalake.DeltaTable | None = None
         self._files = storage.files()
@@ -93,14 +99,16 @@ class DeltaLog:
             self._add_columns(table, missing)
 
     def _create(self, schema: pa.Schema) -> None:
+        partition_by = partition_columns(schema) if self._partition_by is None else self._partition_by
         try:
             deltalake.DeltaTable.create(
                 self.storage.url,
                 schema=schema,
                 mode="error",
-                partition_by=self._partition_by,
+                partition_by=list(partition_by),
                 configuration=dict(self._configuration),
                 storage_options=dict(self.storage.options),
+                raise_if_key_not_exists=False,
             )
         except DeltaError:
             # Another run may have created it at the same time.
@@ -153,10 +161,9 @@ class DeltaLog:
         properties: deltalake.CommitProperties,
     ) -> bool:
         version = table.version()
+        partition_by = table.metadata().partition_columns
         try:
-            table.create_write_transaction(
-                list(actions), mode, schema, self._partition_by, commit_properties=properties
-            )
+            table.create_write_transaction(list(actions), mode, schema, partition_by, commit_properties=properties)
         except CommitFailedError:
             self._check_moved(version)
             return False

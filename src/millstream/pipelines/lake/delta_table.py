@@ -11,11 +11,12 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import deltalake
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 from deltalake.transaction import AddAction, RemoveAction
@@ -24,14 +25,14 @@ from millstream.core.errors import Conflict, CorruptState, StalePlan
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.active_files import ActiveFile, active_files, topic_of
 from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import QUARANTINE
+from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, EVENT_DAY, PARTITION_COLUMNS, QUARANTINE
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
-from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
+from millstream.pipelines.lake.delta_log import EVENT_TIME, DeltaLog, added, schema_of
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.scan import Rows, paths_of, scan
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
-from millstream.pipelines.lake.task_writer import RowWriter, TaskWriter
+from millstream.pipelines.lake.task_writer import EventTimeWriter, RowWriter, TaskWriter
 from millstream.pipelines.lake.widening import Widening
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
@@ -39,15 +40,29 @@ from millstream.pipelines.lake.written_file import Written, from_json, to_json
 def landed_since(
     log: DeltaLog, files: Any, moment: datetime, columns: Sequence[str]
 ) -> Iterator[tuple[datetime, pa.RecordBatch]]:
-    """Yield rows of a log that were landed in the hour of a time or later, each with its hour; newest hour first."""
+    """Yield rows of a log that were landed in the hour of a time or later, each with its hour."""
     table = log.refresh()
     if table is None:
         return
+    in_files = [name for name in PARTITION_COLUMNS if name not in table.metadata().partition_columns]
     for file in sorted(active_files(table), key=lambda file: file.hour_start, reverse=True):
-        if file.hour_start + timedelta(hours=1) > moment:
-            with files.open_input_file(file.path) as opened:
-                for batch in pq.ParquetFile(opened).iter_batches(columns=list(columns)):
+        if file.hour_start + timedelta(hours=1) <= moment:
+            continue
+        with files.open_input_file(file.path) as opened:
+            for batch in pq.ParquetFile(opened).iter_batches(columns=[*columns, *in_files]):
+                if not in_files:
                     yield file.hour_start, batch
+                    continue
+                for hour, rows in _by_hour(batch):
+                    if hour + timedelta(hours=1) > moment:
+                        yield hour, rows.select(columns)
+
+
+def _by_hour(batch: pa.RecordBatch) -> Iterator[tuple[datetime, pa.RecordBatch]]:
+    """Divide rows by the hour in which they were landed."""
+    hours = pc.add(pc.multiply(batch.column(APPEND_DAY).cast(pa.int32()), 24), batch.column(APPEND_HOUR))
+    for hour in pc.unique(hours).to_pylist():
+        yield datetime.fromtimestamp(hour * 3600, UTC), batch.filter(pc.equal(hours, hour))
 
 
 ATTEMPTS_MAX: Final = 100
@@ -84,6 +99,11 @@ class DeltaTable:
         """Return the columns; None before the first commit."""
         return self.log.schema()
 
+    def event_time(self) -> str | None:
+        """Return the event time by which the table is partitioned; see `LakeTable`."""
+        table = self.log.loaded or self.log.refresh()
+        return None if table is None else table.metadata().configuration.get(EVENT_TIME, "")
+
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return where a step starts; see `LakeTable`."""
         asked = set(partitions)
@@ -101,7 +121,8 @@ class DeltaTable:
         self, schema: pa.Schema, topic_id: str, *, landed: datetime | None = None, attempt: str = ""
     ) -> RowWriter:
         """Return a writer of files for this table."""
-        return TaskWriter(self.storage, schema, topic_id, landed=landed, attempt=attempt)
+        kind = EventTimeWriter if EVENT_DAY in schema.names else TaskWriter
+        return kind(self.storage, schema, topic_id, landed=landed, attempt=attempt)
 
     def quarantine_writer(self, topic_id: str, *, landed: datetime | None = None, attempt: str = "") -> TaskWriter:
         """Return a writer of files for the quarantine table."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
-from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable, landed_since
 from millstream.pipelines.lake.rewriting import Run, first_name
 from millstream.pipelines.lake.scan import Rows
@@ -50,13 +50,18 @@ class FallbackFiles:
 class ParquetTable:
     """A `LakeTable` of plain files."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, *, configuration: Mapping[str, str] = CONFIGURATION) -> None:
         self.storage = storage
-        self._staged = DeltaTable(storage.staged())
+        staged = storage.staged()
+        self._staged = DeltaTable(staged, DeltaLog(staged, configuration=configuration))
 
     def schema(self) -> pa.Schema | None:
         """Return the columns; None before the first commit."""
         return self._staged.schema()
+
+    def event_time(self) -> str | None:
+        """Return the event time by which the table is partitioned; see `LakeTable`."""
+        return self._staged.event_time()
 
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return where a step starts; see `LakeTable`."""

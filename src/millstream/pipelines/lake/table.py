@@ -31,6 +31,11 @@ class LakeTable(Protocol):
     def schema(self) -> pa.Schema | None:
         """Return the columns, partition columns included; None before the first commit."""
 
+    def event_time(self) -> str | None:
+        """Return the event time by which it is partitioned, as in `day(created_at)`; empty if it is the hour of
+        landing, None before the first commit.
+        """
+
     def next_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the next offset that is not in the table, for those of the partitions that have one.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -15,7 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
+from millstream.pipelines.lake.active_files import topic_of
+from millstream.pipelines.lake.columns import (
+    APPEND_DAY,
+    APPEND_HOUR,
+    EVENT_DAY,
+    EVENT_HOUR,
+    TOPIC_ID,
+    file_schema,
+    partition_columns,
+)
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.written_file import Written, has_group_bounds, stats_json
 
@@ -24,6 +34,11 @@ _LOWEST: Final = -(2**62)
 _HIGHEST: Final = 2**62
 
 BATCH_ROWS: Final = 64 * 1024
+
+MERGED_ROWS: Final = 4 * 1024
+"""How many rows of a row group are held while it is merged with others."""
+
+_ORDER: Final = [("partition", "ascending"), ("offset", "ascending")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,11 @@ class RowGroup:
     index: int
     low: tuple[int, int]
     high: tuple[int, int]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its rows are those of one partition by offset, which is so if Millstream wrote it."""
+        return bool(topic_of(self.path)) and self.low[0] == self.high[0]
 
 
 def row_groups(files: Any, paths: Iterable[str]) -> list[RowGroup]:
@@ -61,14 +81,74 @@ def _bounds(group: Any, position: int | None) -> tuple[int, int]:
 def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield all rows by partition and offset, with the columns of a schema, which includes these two.
 
-    Row groups written by tasks hold one partition each and are in order, so one group is held at a time. Overlapping
-    groups, as other programs may leave them, are held and sorted together.
+    Row groups written by tasks hold one partition each and are in order, so one group is held at a time. Groups that
+    overlap, because the table is partitioned by event time or because other programs wrote them, are merged.
     """
     for together in _apart(groups):
-        table = pa.concat_tables([read_group(files, group, schema) for group in together])
-        if len(together) > 1 or together[0].low[0] != together[0].high[0]:
-            table = table.sort_by([("partition", "ascending"), ("offset", "ascending")])
+        if len(together) > 1:
+            yield from _merged(files, together, schema)
+        else:
+            yield from _sorted_group(files, together[0], schema)
+
+
+def _sorted_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of one group, held as a whole."""
+    table = read_group(files, group, schema)
+    if not group.is_in_order:
+        table = table.sort_by(_ORDER)
+    yield from table.to_batches(max_chunksize=BATCH_ROWS)
+
+
+def _merged(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Merge groups, given by their lower bounds; of those in order only a few rows are held."""
+    waiting = deque(groups)
+    begun: list[_Cursor] = []
+    while waiting or begun:
+        if not begun:
+            begun.append(_Cursor(files, waiting.popleft(), schema))
+        reached = min(cursor.last for cursor in begun)
+        while waiting and waiting[0].low <= reached:
+            begun.append(_Cursor(files, waiting.popleft(), schema))
+            reached = min(reached, begun[-1].last)
+        parts = [part for cursor in begun for part in cursor.take(reached)]
+        begun = [cursor for cursor in begun if not cursor.is_over]
+        table = pa.Table.from_batches(parts, schema=schema)
+        if len(parts) > 1:
+            table = table.sort_by(_ORDER).combine_chunks()
         yield from table.to_batches(max_chunksize=BATCH_ROWS)
+
+
+class _Cursor:
+    """The position of a merge in one row group."""
+
+    def __init__(self, files: Any, group: RowGroup, schema: pa.Schema) -> None:
+        rows = streamed_group(files, group, schema) if group.is_in_order else _sorted_group(files, group, schema)
+        self._batches = (batch for batch in rows if len(batch))
+        self._rest: pa.RecordBatch | None = next(self._batches, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of its rows were taken."""
+        return self._rest is None
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """Return the partition and offset up to which its rows are known."""
+        if self._rest is None:
+            return _HIGHEST, _HIGHEST
+        return self._rest.column("partition")[-1].as_py(), self._rest.column("offset")[-1].as_py()
+
+    def take(self, reached: tuple[int, int]) -> Iterator[pa.RecordBatch]:
+        """Take the rows up to a partition and offset, which is no later than the last known."""
+        batch = self._rest
+        if batch is None:
+            return
+        partitions, offsets = (batch.column(name).to_numpy() for name in ("partition", "offset"))
+        is_taken = (partitions < reached[0]) | ((partitions == reached[0]) & (offsets <= reached[1]))
+        count = int(np.count_nonzero(is_taken))
+        self._rest = batch.slice(count) if count < len(batch) else next(self._batches, None)
+        if count:
+            yield batch.slice(0, count)
 
 
 def _apart(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
@@ -91,11 +171,25 @@ def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
         file = pq.ParquetFile(source)
         there = [name for name in schema.names if name in file.schema_arrow.names]
         table = file.read_row_group(group.index, columns=there)
-    columns = [
-        table.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(table), field.type)
+    return pa.Table.from_arrays(_completed(table, schema), schema=schema)
+
+
+def streamed_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of one row group, a few at a time; columns added later are null in them."""
+    with files.open_input_file(group.path) as source:
+        file = pq.ParquetFile(source)
+        there = [name for name in schema.names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(MERGED_ROWS, [group.index], there):
+            yield pa.RecordBatch.from_arrays(_completed(batch, schema), schema=schema)
+
+
+def _completed(rows: Any, schema: pa.Schema) -> list[Any]:
+    """Return the columns of a schema; those that the rows do not have are null."""
+    there = set(rows.schema.names)
+    return [
+        rows.column(field.name).cast(field.type) if field.name in there else pa.nulls(len(rows), field.type)
         for field in schema
     ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 FILE_BYTES: Final = 128 * 1024 * 1024
@@ -151,13 +245,14 @@ class TaskWriter:
         landed: datetime | None = None,
         attempt: str = "",
         file_bytes: int = FILE_BYTES,
+        values: Mapping[str, str] | None = None,
     ) -> None:
+        """Write to the folder of partition values, by default those of the hour of landing."""
         self._storage = storage
         self._schema = file_schema(schema)
         self._topic_id = topic_id
         self._attempt = attempt
-        moment = (landed or datetime.now(UTC)).astimezone(UTC)
-        self._values = {APPEND_DAY: moment.date().isoformat(), APPEND_HOUR: str(moment.hour)}
+        self._values = dict(_hour_values(landed) if values is None else values)
         self._file_bytes = file_bytes
         self._rows: list[pa.RecordBatch] = []
         self._rows_bytes = 0
@@ -172,7 +267,7 @@ class TaskWriter:
 
     @property
     def folder(self) -> str:
-        """Return the folder of the hour of its files."""
+        """Return the folder of its files."""
         return "/".join(f"{name}={value}" for name, value in self._values.items())
 
     @property
@@ -203,10 +298,28 @@ class TaskWriter:
         topic_ids = batch.column(at)
         return batch.set_column(at, TOPIC_ID, topic_ids.fill_null(self._topic_id)) if topic_ids.null_count else batch
 
-    def close(self) -> list[Written]:
-        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of the rows that are in no file yet."""
+        return self._rows_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a file is being written."""
+        return self._file is not None
+
+    def flush(self) -> None:
+        """Write the rows that are held to its file."""
+        self._end_group()
+
+    def end_file(self) -> None:
+        """Finish the file being written; further rows go to another one."""
         self._end_group()
         self._end_file()
+
+    def close(self) -> list[Written]:
+        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
+        self.end_file()
         written, self._written = self._written, []
         self._partition = None
         return written
@@ -241,6 +354,128 @@ class TaskWriter:
         if self._file is not None:
             self._written.append(self._file.close(self._values))
             self._file = None
+
+
+OPEN_FILES_MAX: Final = 64
+"""The most files that one task has open for a table that is partitioned by event time."""
+
+
+class EventTimeWriter:
+    """Writes rows to the folders of their event time, each like `TaskWriter`.
+
+    Rows come with the partition columns. The hour of landing, which is a folder otherwise, is stored as columns. All
+    folders together hold no more rows in memory than one row group has, and keep a bounded number of files open,
+    however many days the rows are of.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        schema: pa.Schema,
+        topic_id: str,
+        *,
+        landed: datetime | None = None,
+        attempt: str = "",
+        held_bytes: int = GROUP_BYTES,
+        open_files: int = OPEN_FILES_MAX,
+    ) -> None:
+        self._storage = storage
+        self._schema = schema
+        self._topic_id = topic_id
+        self._attempt = attempt
+        self._names = partition_columns(schema)
+        self._landed = _hour_values(landed)
+        self._held_max = held_bytes
+        self._open_max = open_files
+        self._writers: dict[int, TaskWriter] = {}
+        """By the number of hours since 1970; those with an open file are in the order of their last use."""
+        self._written: list[Written] = []
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of its files."""
+        return self._storage
+
+    @property
+    def folder(self) -> str:
+        """Return the folder of the table: the others are known only from the rows."""
+        return ""
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write rows in the order of their offsets."""
+        for hour, rows in self._by_hour(batch):
+            if hour not in self._writers:
+                self._writers[hour] = self._opened(hour)
+            self._writers[hour].write(rows)
+        while sum(writer.held_bytes for writer in self._writers.values()) > self._held_max:
+            self._flush(max(self._writers, key=lambda hour: self._writers[hour].held_bytes))
+
+    def _by_hour(self, batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Divide rows by event time, with copies: a slice would keep all other rows of its batch in memory."""
+        if not len(batch):
+            return
+        hours = batch.column(EVENT_DAY).cast(pa.int32()).to_numpy().astype(np.int64) * 24
+        if EVENT_HOUR in self._names:
+            hours = hours + batch.column(EVENT_HOUR).to_numpy()
+        rows = batch.drop_columns(list(self._names))
+        for name, kind in ((APPEND_DAY, pa.date32()), (APPEND_HOUR, pa.int32())):
+            landed = pa.array([self._landed[name]]).cast(kind)[0]
+            rows = rows.append_column(name, pa.repeat(landed, len(rows)))
+        found = np.unique(hours)
+        if len(found) == 1:
+            yield int(found[0]), rows
+            return
+        order = np.argsort(hours, kind="stable")
+        ends = np.searchsorted(hours[order], found, side="right").tolist()
+        for hour, start, end in zip(found.tolist(), [0, *ends[:-1]], ends, strict=True):
+            yield hour, rows.take(pa.array(order[start:end]))
+
+    def _opened(self, hour: int) -> TaskWriter:
+        moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(hours=hour)
+        values = dict(zip((EVENT_DAY, EVENT_HOUR), (moment.date().isoformat(), str(moment.hour)), strict=True))
+        return TaskWriter(
+            self._storage,
+            self._schema,
+            self._topic_id,
+            attempt=self._attempt,
+            values={name: values[name] for name in self._names},
+        )
+
+    def _flush(self, hour: int) -> None:
+        """Write what is held for an hour, and finish the file that was not written to for the longest time."""
+        writer = self._writers.pop(hour)
+        self._writers[hour] = writer
+        writer.flush()
+        opened = [other for other in self._writers.values() if other.is_open]
+        for other in opened[: max(0, len(opened) - self._open_max)]:
+            other.end_file()
+
+    def close(self) -> list[Written]:
+        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
+        for hour in list(self._writers):
+            self._written.extend(self._writers[hour].close())
+            del self._writers[hour]
+        written, self._written = self._written, []
+        return written
+
+    def abort(self) -> None:
+        """Delete what was written, as far as possible; the rest is left to the vacuum."""
+        writers, self._writers = self._writers, {}
+        written, self._written = self._written, []
+        for writer in writers.values():
+            writer.abort()
+        self.discard(written)
+
+    def discard(self, written: Iterable[Written]) -> None:
+        """Delete returned files that will not be committed."""
+        for file in written:
+            self._storage.delete(file.path)
+
+
+def _hour_values(landed: datetime | None) -> dict[str, str]:
+    """Return the partition values of an hour of landing, by default the current one."""
+    moment = (landed or datetime.now(UTC)).astimezone(UTC)
+    return {APPEND_DAY: moment.date().isoformat(), APPEND_HOUR: str(moment.hour)}
 
 
 class OpenFile:

@@ -111,15 +111,17 @@ class RecentIds:
         """Read the ids of the window from the table."""
         found: list[tuple[datetime, pa.Array]] = []
         size = 0
-        # Newest first.
         for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
             self._progress()
             ids = ids_of(batch.column("headers"), self._header).drop_null()
+            found.append((min(now, hour + _HOUR), ids))
             size += ids.nbytes
             if size > IDS_BYTES_MAX:
-                break
-            found.append((min(now, hour + _HOUR), ids))
-        return found[::-1]
+                found.sort(key=lambda landed: landed[0])
+                while size > IDS_BYTES_MAX:
+                    size -= found.pop(0)[1].nbytes
+        found.reverse()
+        return sorted(found, key=lambda landed: landed[0])
 
     def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
         """Add the ids of messages that have just been landed, and the table's new position."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from millstream.core.payload_columns import is_legal
 from millstream.pipelines.lake.column_path import narrower, retyped
-from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.columns import EVENT_DAY, EVENT_HOUR, RAW
 
 LEAVES_MAX: Final = 1000
 """The most inferred columns, nested ones included; other fields stay in `value`."""
@@ -193,7 +193,7 @@ KEYED_NAMES: Final = ("partition", "offset", "timestamp", "key")
 """The columns of every message in a table with one row per key."""
 
 _PREFIX: Final = "payload_"
-_TAKEN: Final = frozenset((*RAW.names, *CLOUD_EVENT))
+_TAKEN: Final = frozenset((*RAW.names, EVENT_DAY, EVENT_HOUR, *CLOUD_EVENT))
 
 
 def column_of(field: str) -> str:

@@ -288,6 +288,7 @@ class LandJob:
                 f"the table at {self._lake}/{source.topic} has one row per key (mode=upsert); move it away to land "
                 "every message there, or give the pipeline another lake"
             )
+        self._check_event_time(source.topic, table)
         self._context.progress()
         offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
         is_remade = schema is not None and not offsets
@@ -315,11 +316,29 @@ class LandJob:
             expectations=self._settings.expectations,
             on_violation=self._settings.on_violation,
             lifts_cloud_events=self._settings.cloud_events,
+            event_time=self._settings.event_time,
+        )
+
+    def _check_event_time(self, topic: str, table: LakeTable) -> None:
+        """Raise `InvalidSetting` if the table exists and is partitioned in another way."""
+        there, wanted = table.event_time(), self._settings.event_time
+        if there is None or there == ("" if wanted is None else str(wanted)):
+            return
+        how = there or "the hour of landing"
+        raise InvalidSetting(
+            f"the table at {self._lake}/{topic} is partitioned by {how}, not by {wanted or 'the hour of landing'}: "
+            "a table keeps its partitioning; change `partition.by` back, or move the table with its quarantine away "
+            "to land it again, or give the pipeline another lake"
         )
 
     def _open(self, topic: str) -> LakeTable:
         """Open the table of a topic, which may not exist yet."""
-        return open_table(f"{self._lake}/{topic}", format=self._settings.format, options=self._storage_options())
+        return open_table(
+            f"{self._lake}/{topic}",
+            format=self._settings.format,
+            options=self._storage_options(),
+            event_time=str(self._settings.event_time or ""),
+        )
 
     def _storage_options(self) -> dict[str, str]:
         """Return the options by which tasks on other machines reach an object store as this process does."""

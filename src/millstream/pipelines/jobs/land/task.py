@@ -21,6 +21,7 @@ from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
 from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
+from millstream.pipelines.jobs.land.event_time import NO_TIME, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
@@ -197,6 +198,8 @@ class Work:
     on_violation: str = "quarantine"
     lifts_cloud_events: bool = False
     """Whether attributes of CloudEvents in headers become columns."""
+    event_time: EventTimeRule | None = None
+    """The event time by which the table is partitioned; None if that is the hour of landing."""
     skips_lost: bool = True
     """Whether offsets that retention deletes meanwhile are skipped; otherwise the batch is replanned."""
 
@@ -302,6 +305,8 @@ class Landing:
         if rule is not None and opened is not None:
             self._write_changes(batch, *rule.apply(rows, opened, reasons))
             return
+        if self._work.event_time is not None:
+            rows, reasons = self._work.event_time.apply(rows, reasons)
         if reasons.null_count == len(rows):
             self._work.writer.write(rows)
             return
@@ -416,6 +421,8 @@ def reason_kind(reason: str) -> str:
     """Return a short name for the kind of a reason, by which quarantined messages are counted."""
     if reason.endswith(NO_ORDER):
         return "no-order"
+    if reason.endswith(NO_TIME):
+        return "no-time"
     return next((kind for start, kind in _KINDS if reason.startswith(start)), "type")
 
 

@@ -9,13 +9,15 @@ from datetime import datetime
 
 import pyarrow as pa
 
+from millstream.core.event_time import EventTime
 from millstream.pipelines.jobs.land.changes import ChangeRule
+from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.plan import PartitionPlan, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import Report, Work
 from millstream.pipelines.lake.column_path import Place, narrower, retyped
-from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.ranges import Range
@@ -43,6 +45,8 @@ class TopicBatch:
     expectations: Sequence[str] = ()
     on_violation: str = "quarantine"
     lifts_cloud_events: bool = False
+    event_time: EventTime | None = None
+    """The event time by which the table is partitioned; None if that is the hour of landing."""
     dropped: set[str] = field(default_factory=set)
     """Fields that were found in this batch for the first time, and cannot have a column."""
     decodes: bool = False
@@ -87,7 +91,8 @@ class TopicBatch:
     def table_schema(self) -> pa.Schema:
         """Return the columns of the table, with those that the commit adds."""
         lifted = [pa.field(name, pa.string()) for name in CLOUD_EVENT] if self.lifts_cloud_events else []
-        return table_schema(self.fields, pa.schema([*self.record, *lifted]))
+        event = () if self.event_time is None else EVENT_COLUMNS[self.event_time.unit]
+        return table_schema(self.fields, pa.schema([*self.record, *event, *lifted]))
 
     def work(self, landed: datetime, attempt: str) -> Work:
         """Return the parameters of an attempt's tasks."""
@@ -105,6 +110,7 @@ class TopicBatch:
             expectations=self.expectations,
             on_violation=self.on_violation,
             lifts_cloud_events=self.lifts_cloud_events,
+            event_time=None if self.event_time is None else EventTimeRule(self.event_time),
             # A deleted message may be the one whose repetitions were left out.
             skips_lost=self.ids is None,
         )

@@ -1,0 +1,130 @@
+"""Event times of rows, for tables that are partitioned by them.
+
+A time is a timestamp, a date, a text in ISO 8601 or a number of milliseconds since 1970. Times without a zone are in
+UTC. A row without one has no place in the table, and goes to the quarantine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.core.event_time import HOUR, EventTime
+from millstream.pipelines.lake.column_path import values_at
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR
+
+NO_TIME: Final = ", and the table is partitioned by it"
+"""How the reason for a row without an event time ends."""
+
+_UTC: Final = pa.timestamp("us", tz="UTC")
+_FIRST_US: Final = -62_135_596_800_000_000
+_LAST_US: Final = 253_402_300_799_999_999
+"""The years 1 to 9999: folders cannot be named after others."""
+_MILLISECONDS_MIN: Final = 100_000_000_000
+"""Smaller numbers are more likely seconds than milliseconds of 1973 or before."""
+_HOUR_US: Final = 3_600_000_000
+_FINER: Final = r"(\.[0-9]{6})[0-9]+"
+"""The digits of a time beyond microseconds."""
+_ZONED: Final = r"(?:Z|z|[+-][0-9]{2}(?::?[0-9]{2})?)$"
+_SHOWN_MAX: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class EventTimeRule:
+    """How rows get the partition columns of their event time."""
+
+    event_time: EventTime
+
+    def apply(self, rows: pa.RecordBatch, reasons: pa.Array) -> tuple[pa.RecordBatch, pa.Array]:
+        """Add the partition columns, and reasons for rows that have no event time."""
+        values = self._values(rows)
+        times = event_times(values)
+        hours = _floored(times, _HOUR_US)
+        days = pc.cast(_floored(times, 24 * _HOUR_US), pa.int32()).cast(pa.date32())
+        columns = {EVENT_DAY: days}
+        if self.event_time.unit == HOUR:
+            by_day = np.asarray(hours.fill_null(0).to_numpy()) % 24
+            columns[EVENT_HOUR] = pa.array(by_day, pa.int32())
+        for field in EVENT_COLUMNS[self.event_time.unit]:
+            rows = rows.append_column(field, columns[field.name])
+        return rows, self._reasons(values, times, reasons)
+
+    def _values(self, rows: pa.RecordBatch) -> pa.Array:
+        """Return the column, whose name is found in any case; nulls if the rows have none."""
+        first, *inner = self.event_time.column.split(".")
+        name = next((name for name in rows.schema.names if name.lower() == first.lower()), None)
+        found = None if name is None else values_at(rows.column(name), tuple(inner))
+        return pa.nulls(len(rows)) if found is None else found
+
+    def _reasons(self, values: pa.Array, times: pa.Array, reasons: pa.Array) -> pa.Array:
+        lacking = pc.and_(pc.is_null(times), pc.is_null(reasons))
+        texts: list[str | None] = [None] * len(times)
+        for row in np.flatnonzero(lacking.to_numpy(zero_copy_only=False)).tolist():
+            texts[row] = f"{self.event_time.column}{_trouble(values[row].as_py())}{NO_TIME}"
+        return reasons if lacking.true_count == 0 else pc.coalesce(reasons, pa.array(texts, pa.string()))
+
+
+def _trouble(value: Any) -> str:
+    if value is None:
+        return " is missing or null"
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    shown = text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f": {shown} is not a time in milliseconds since 1970"
+    return f": {shown} is not a time"
+
+
+def event_times(values: pa.Array) -> pa.Array:
+    """Return values of a column as timestamps in UTC; null for those that are none."""
+    kind = values.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        found = _from_text(pc.replace_substring_regex(values, _FINER, r"\1"))
+    elif pa.types.is_timestamp(kind):
+        found = values.cast(pa.timestamp("us", kind.tz), safe=False)
+    elif pa.types.is_date(kind):
+        found = values.cast(pa.timestamp("us"), safe=False)
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        found = _from_milliseconds(values)
+    else:
+        found = pa.nulls(len(values), _UTC)
+    numbers = found.cast(pa.int64())
+    is_time = pc.and_(pc.greater_equal(numbers, _FIRST_US), pc.less_equal(numbers, _LAST_US))
+    return pc.if_else(is_time, numbers, pa.scalar(None, pa.int64())).cast(_UTC)
+
+
+def _from_milliseconds(values: pa.Array) -> pa.Array:
+    numbers = values.cast(pa.float64(), safe=False)
+    is_time = pc.and_(
+        pc.greater_equal(numbers, float(_MILLISECONDS_MIN)), pc.less_equal(numbers, float(_LAST_US // 1000))
+    )
+    kept = pc.if_else(is_time, numbers, pa.scalar(None, pa.float64()))
+    return pc.multiply(pc.cast(pc.floor(kept), pa.int64()), 1000).cast(_UTC)
+
+
+def _from_text(texts: pa.Array) -> pa.Array:
+    """Parse texts together if they are alike, otherwise in halves."""
+    is_zoned = pc.and_(pc.match_substring_regex(texts, _ZONED), pc.match_substring(texts, ":"))
+    zones = {zoned for zoned in pc.unique(is_zoned).to_pylist() if zoned is not None}
+    if not zones:
+        return pa.nulls(len(texts), _UTC)
+    if len(zones) == 1:
+        try:
+            return texts.cast(_UTC if zones == {True} else pa.timestamp("us")).cast(pa.int64()).cast(_UTC)
+        except pa.ArrowInvalid:
+            pass
+    if len(texts) == 1:
+        return pa.nulls(1, _UTC)
+    middle = len(texts) // 2
+    return pa.concat_arrays([_from_text(texts.slice(0, middle)), _from_text(texts.slice(middle))])
+
+
+def _floored(times: pa.Array, unit_us: int) -> pa.Array:
+    """Return the number of whole units since 1970, also of earlier times."""
+    numbers = times.cast(pa.int64())
+    floored = np.floor_divide(numbers.fill_null(0).to_numpy(), unit_us)
+    return pc.if_else(pc.is_valid(numbers), pa.array(floored, pa.int64()), pa.scalar(None, pa.int64()))

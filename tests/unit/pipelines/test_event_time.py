@@ -1,0 +1,130 @@
+"""Event times: what counts as one, which partition it is in, and what a message without one is told."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.event_time import EventTime
+from millstream.core.pipeline import LandSettings
+from millstream.pipelines.jobs.land.event_time import EventTimeRule, event_times
+from millstream.pipelines.jobs.land.task import reason_kind
+
+MOMENT = datetime(2026, 11, 15, 21, 30, 1, 250_000, tzinfo=UTC)
+MILLISECONDS = 1_794_778_201_250
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (MOMENT, pa.timestamp("us", tz="UTC"), MOMENT),
+        (MOMENT.replace(tzinfo=None), pa.timestamp("us"), MOMENT),
+        (date(2026, 11, 15), pa.date32(), datetime(2026, 11, 15, tzinfo=UTC)),
+        ("2026-11-15T21:30:01.250Z", pa.string(), MOMENT),
+        ("2026-11-15T22:30:01.250+01:00", pa.string(), MOMENT),
+        ("2026-11-15 21:30:01.250", pa.string(), MOMENT),
+        ("2026-11-15T21:30:01.250000999Z", pa.string(), MOMENT),
+        ("2026-11-15", pa.string(), datetime(2026, 11, 15, tzinfo=UTC)),
+        ("1969-12-31T23:59:59Z", pa.string(), datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC)),
+        (MILLISECONDS, pa.int64(), MOMENT),
+        (float(MILLISECONDS), pa.float64(), MOMENT),
+        (Decimal(MILLISECONDS), pa.decimal128(38, 0), MOMENT),
+        (MILLISECONDS // 1000, pa.int64(), None),
+        (2**62, pa.int64(), None),
+        (float("nan"), pa.float64(), None),
+        ("yesterday", pa.string(), None),
+        ("", pa.string(), None),
+        ("12 EUR", pa.string(), None),
+        (None, pa.string(), None),
+        (True, pa.bool_(), None),
+        ([1], pa.list_(pa.int64()), None),
+    ],
+)
+def test_a_value_is_a_time_or_none(value: Any, kind: pa.DataType, expected: datetime | None) -> None:
+    assert event_times(pa.array([value], kind)).to_pylist() == [expected]
+
+
+Texts = st.one_of(
+    st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30)).map(lambda moment: (moment.isoformat(), moment)),
+    st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30)).map(
+        lambda moment: (moment.isoformat() + "+02:00", moment - timedelta(hours=2))
+    ),
+    st.sampled_from(["", "x", "2026-13-01", "2026", "{}", "ä"]).map(lambda text: (text, None)),
+    st.none().map(lambda _: (None, None)),
+)
+
+
+@given(st.lists(Texts, max_size=30))
+def test_a_text_is_read_alike_whatever_is_beside_it(given_texts: list[tuple[str | None, datetime | None]]) -> None:
+    found = event_times(pa.array([text for text, _moment in given_texts], pa.string())).to_pylist()
+    assert found == [None if moment is None else moment.replace(tzinfo=UTC) for _text, moment in given_texts]
+
+
+def test_rows_get_the_partition_of_their_time_or_a_reason() -> None:
+    times = ["2026-11-15T23:59:59Z", "1969-12-31T23:00:00Z", None, "soon", "2026-11-16T00:00:00Z"]
+    rows = pa.RecordBatch.from_pydict({"Created_At": pa.array(times, pa.string())})
+    known = pa.array([None, None, None, None, "the payload is not JSON"], pa.string())
+    found, reasons = EventTimeRule(EventTime("hour", "created_at")).apply(rows, known)
+    assert found.column("event_day").to_pylist()[:2] == [date(2026, 11, 15), date(1969, 12, 31)]
+    assert found.column("event_hour").to_pylist()[:2] == [23, 23]
+    assert reasons.to_pylist() == [
+        None,
+        None,
+        "created_at is missing or null, and the table is partitioned by it",
+        'created_at: "soon" is not a time, and the table is partitioned by it',
+        "the payload is not JSON",
+    ]
+    assert [reason_kind(text) for text in reasons.to_pylist()[2:]] == ["no-time", "no-time", "not-json"]
+
+
+def test_a_field_of_an_object_or_none_at_all() -> None:
+    order = pa.array([{"at": MOMENT}, None, {"at": None}], pa.struct([("at", pa.timestamp("us", tz="UTC"))]))
+    rows = pa.RecordBatch.from_pydict({"order": order})
+    found, reasons = EventTimeRule(EventTime("day", "order.at")).apply(rows, pa.nulls(3, pa.string()))
+    assert found.column("event_day").to_pylist() == [date(2026, 11, 15), None, None]
+    assert [reason is None for reason in reasons.to_pylist()] == [True, False, False]
+    _found, reasons = EventTimeRule(EventTime("day", "order.sent")).apply(rows, pa.nulls(3, pa.string()))
+    assert reasons.null_count == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("created_at", "day(created_at)"),
+        ("day(created_at)", "day(created_at)"),
+        (" HOUR ( order.at ) ", "hour(order.at)"),
+    ],
+)
+def test_the_setting_is_read(text: str, expected: str) -> None:
+    assert str(EventTime.parse(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "reason"),
+    [
+        ({"partition.by": "month(created_at)", "decode": "json"}, r"day\(COLUMN\)"),
+        ({"partition.by": "day(a, b)("}, r"day\(COLUMN\)"),
+        ({"partition.by": "day(.a)", "decode": "json"}, r"day\(COLUMN\)"),
+        ({"partition.by": "created_at"}, "payloads are not decoded"),
+        ({"partition.by": "created_at", "mode": "upsert", "decode": "json"}, "another time"),
+        ({"partition.by": "created_at", "decode": "json", "schema": "id long"}, "does not have"),
+        ({"partition.by": "id", "decode": "json", "schema": "id boolean"}, "declares as boolean"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(given_settings: dict[str, str], reason: str) -> None:
+    with pytest.raises(InvalidSetting, match=reason):
+        LandSettings.from_strings({"topics": "orders", **given_settings}).check_texts()
+
+
+def test_the_time_of_the_message_needs_no_decoding() -> None:
+    settings = LandSettings.from_strings({"topics": "orders", "partition.by": "hour(timestamp)"})
+    settings.check_texts()
+    given_schema = {"decode": "json", "schema": "order struct<at timestamp>", "partition.by": "order.at"}
+    LandSettings.from_strings({"topics": "orders", **given_schema}).check_texts()
