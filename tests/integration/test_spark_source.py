@@ -449,6 +449,45 @@ def test_what_retention_takes_from_a_running_stream(bench: Bench, is_strict: boo
         assert found == [*range(10), *range(25, 40)]
 
 
+def test_rows_of_a_table_in_sparks_catalog_are_written_where_they_are_sent(bench: Bench) -> None:
+    bench.create(partitions=1)
+    other, third = bench.create(f"{bench.topic}-other"), bench.create(f"{bench.topic}-third")
+    sql, first, second = bench.spark.sql, *(f"table{n}_{bench.topic.replace('-', '_')}" for n in (1, 2))
+    brokers = f"`kafka.bootstrap.servers` '{bench.server.kafka}'"
+    columns = "columns 'topic, key string, value string, offset'"
+    sql(f"CREATE TABLE {first} USING millstream OPTIONS ({brokers}, subscribe '{bench.topic}', {columns})")
+    sql(f"CREATE TABLE {second} USING millstream OPTIONS ({brokers}, subscribe '{other}', {columns})")
+    try:
+        sql(f"INSERT INTO {first} (key, value) VALUES ('a', 'one')")
+        # The columns of the first table have its options, which say nothing about where their rows go.
+        sql(f"INSERT INTO {second} SELECT * FROM {first}")
+        assert bench.values(other) == [b"one"]
+        bench.spark.sql("SELECT 'x' AS topic, 'b' AS key, 'two' AS value, 7L AS offset").createOrReplaceTempView(
+            f"{first}_v"
+        )
+        sql(f"INSERT INTO {second} SELECT * FROM {first}_v")
+        assert bench.values(other) == [b"one", b"two"]
+        rows = bench.spark.table(first)
+        there = {"kafka.bootstrap.servers": bench.server.kafka}
+        for frame, options in (
+            (rows.drop("offset"), {**there, "topic": third}),
+            (rows.select("key", "value"), {**there, "topic": third}),
+            (rows.selectExpr(f"'{third}' AS topic", "value"), there),
+        ):
+            frame.write.format("millstream").options(**options).mode("append").save()
+        assert bench.values(third) == [b"one"] * 3
+        assert bench.values() == [b"one"]
+        with pytest.raises(Exception, match="needs a column of text"):
+            sql(f"CREATE TABLE {first}_b USING millstream OPTIONS ({brokers}, subscribe '{other}', columns 'value')")
+        # A schema that was taken from a table does not decide what is read.
+        read = bench.spark.read.format("millstream").schema(rows.schema)
+        found = read.options(**there, subscribePattern=f"{third}|none").load().collect()
+        assert {row.topic for row in found} == {third}
+    finally:
+        sql(f"DROP TABLE {first}")
+        sql(f"DROP TABLE {second}")
+
+
 def test_a_table_of_sparks_catalog_is_read_and_inserted_into(bench: Bench) -> None:
     bench.create(partitions=2)
     sql, table = bench.spark.sql, f"table_{bench.topic.replace('-', '_')}"

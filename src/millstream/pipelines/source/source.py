@@ -87,14 +87,15 @@ class MillstreamSource(DataSource):
         """Return a writer of one batch."""
         from millstream.core.errors import InvalidSetting
         from millstream.pipelines.source.options import write_options
-        from millstream.pipelines.source.sql_table import ASSIGNED_BY_BROKER, options_to_write, stored_options
+        from millstream.pipelines.source.sql_table import ASSIGNED_BY_BROKER, options_to_insert
         from millstream.pipelines.source.target_topic import check_target
         from millstream.pipelines.source.writer import TopicWriter, check_columns
 
         if overwrite:
             raise InvalidSetting("a topic cannot be overwritten; write with mode('append'), or INSERT INTO")
-        options = write_options(options_to_write(schema, self.options))
-        left_out = () if stored_options(schema) is None else ASSIGNED_BY_BROKER
+        inserted = options_to_insert(schema, self.options)
+        options = write_options(self.options if inserted is None else inserted)
+        left_out = () if inserted is None else ASSIGNED_BY_BROKER
         check_columns(StructType([one for one in schema.fields if one.name not in left_out]), options)
         check_target(options)
         return TopicWriter(options, left_out=left_out)

@@ -8,16 +8,20 @@ columns with their metadata, so the options are stored there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
+from zlib import crc32
 
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.source.access import SECRET_OPTIONS
-from millstream.pipelines.source.options import READ_ONLY, WRITE_ONLY
+from millstream.pipelines.source.options import BROKERS, READ_ONLY, WRITE_ONLY
 
 METADATA: Final = "millstream.options"
+_LIMITED: Final = "__CHAR_VARCHAR_TYPE_STRING"
+"""Where Spark notes the limit of a column of text."""
+_LIMIT_MIN: Final = 2**30
 _PROVIDER: Final = "provider"
 _OPTION: Final = "option."
 _TOPICS: Final = ("subscribe", "subscribepattern", "assign")
@@ -50,23 +54,48 @@ def declared_options(given: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def with_options(schema: StructType, declared: Mapping[str, str]) -> StructType:
-    """Return the columns of a table, each with its options."""
-    kept = {METADATA: json.dumps(declared)}
-    return StructType([StructField(one.name, one.dataType, one.nullable, kept) for one in schema.fields])
+    """Return the columns of a table, each with its options.
+
+    Spark gives the rows of an INSERT the options of its table, unless they have the columns of the table already: then
+    they keep what they have, such as the options of another table that they were read from. So one column is noted as
+    text of limited length, with a limit that is large and different for each table: no other rows have that column.
+    """
+    kept = json.dumps({"options": dict(declared), "columns": schema.names})
+    limited = next((one.name for one in schema.fields if isinstance(one.dataType, StringType)), None)
+    if limited is None:
+        raise InvalidSetting(
+            "a table needs a column of text, by which Spark tells its rows from those of others: add topic to the "
+            "option columns, or make key or value text, as in 'key, value string'"
+        )
+    limit = f"varchar({_LIMIT_MIN + crc32(kept.encode()) % _LIMIT_MIN})"
+    return StructType(
+        [
+            StructField(
+                one.name,
+                one.dataType,
+                one.nullable,
+                {METADATA: kept, **({_LIMITED: limit} if one.name == limited else {})},
+            )
+            for one in schema.fields
+        ]
+    )
 
 
 def stored_options(schema: StructType) -> dict[str, str] | None:
     """Return the options of the table that these columns are of; None if they are of none."""
     for one in schema.fields:
         if METADATA in one.metadata:
-            found = json.loads(one.metadata[METADATA])
+            found = json.loads(one.metadata[METADATA])["options"]
             return {str(name): str(text) for name, text in found.items()}
     return None
 
 
 def options_to_read(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the options of a query: its own, and those of the table that it reads."""
-    stored = stored_options(schema)
+    """Return the options of a query: its own, and those of the table that it reads.
+
+    A query that names its source is not about the table, even if its schema is that of one.
+    """
+    stored = None if _names(given, (*_TOPICS, BROKERS)) else stored_options(schema)
     if stored is None and not given:
         raise InvalidSetting(
             "no option is given. Spark keeps the OPTIONS of a table only if it is created without a list of columns "
@@ -75,9 +104,26 @@ def options_to_read(schema: StructType, given: Mapping[str, str]) -> Mapping[str
     return _merged(stored, given, WRITE_ONLY)
 
 
-def options_to_write(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the options of a write: its own, and those of the table that it inserts into."""
+def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str] | None:
+    """Return the options of an INSERT: its own, and those of the table. None for a write that is none.
+
+    Rows that were read from a table have its options wherever they are written. An INSERT has all columns of its table,
+    as text without a limit; or as they are, if the rows are those of the table itself. Any write of such rows goes to
+    the topic of the table, unless it names another.
+    """
+    kept = {one.metadata.get(METADATA) for one in schema.fields}
+    text = kept.pop() if kept else None
+    if kept or text is None or json.loads(text)["columns"] != schema.names:
+        return None
+    is_read = any(_LIMITED in one.metadata for one in schema.fields)
+    if is_read and _names(given, ("topic", BROKERS)):
+        return None
     return _merged(stored_options(schema), given, READ_ONLY)
+
+
+def _names(given: Mapping[str, str], wanted: Iterable[str]) -> bool:
+    """Whether one of these options is given."""
+    return not {name.lower() for name in given}.isdisjoint(wanted)
 
 
 def of_reading(declared: Mapping[str, str]) -> dict[str, str]:
