@@ -93,6 +93,12 @@ bench-spark: $(DEV_STAMP) ## Measure Spark on topics against Parquet, a row-by-r
 	@$(BIN)/python -m benchmarks.spark_landing $(filter --quick,$(BENCH_ARGS))
 	@$(BIN)/python -m benchmarks.spark_topics $(BENCH_ARGS)
 
+bench-replay: $(DEV_STAMP) ## Measure how fast messages are replayed from the log and from landed tables (two minutes)
+	@$(BIN)/python -m benchmarks.replay $(BENCH_ARGS)
+
+bench-rejoin: $(DEV_STAMP) ## Measure the pause of pipelines when their driver is killed, without and with a spare driver (5 minutes)
+	@$(BIN)/python -m benchmarks.spark_rejoin $(BENCH_ARGS)
+
 bench-cores: $(DEV_STAMP) ## Measure throughput and CPU per GB and per message with 1, 2 and 4 broker processes (three minutes)
 	@$(BIN)/python -m benchmarks.cores $(BENCH_ARGS)
 

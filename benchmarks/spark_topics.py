@@ -5,6 +5,10 @@
 Rows/s are messages that are there already, taken in one batch, commit included; a first batch warms up. Latency is that
 of single messages while the pipeline runs: from when one is sent until a consumer of committed messages has it. Half of
 the rules name a value of a field and compare another field; the other half, in the lines that say so, only compare.
+
+The second table is the latency of one transform with other pipelines beside it, which all read the same topic, so that
+every message is work for each of them: transforms and routes in turn, in threads and scheduling pools of their own as
+in a driver. `--only beside` measures nothing else.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ QUEUES: Final = 100
 SINGLE: Final = 40
 SINGLE_WARM: Final = 10
 WAIT_S: Final = 120.0
+BESIDE: Final = (0, 2, 8)
+"""How many other pipelines run beside the one that is measured."""
 
 Kind = tuple[str, PipelineKind, dict[str, str], tuple[Rule, ...]]
 
@@ -55,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_topics", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the messages, one round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("beside",), help="measure only a part")
     parser.add_argument("--master", default=f"local[{os.cpu_count()}]")
     parser.add_argument("--out", type=Path, default=OUT)
     given, _ = parser.parse_known_args(arguments)
@@ -67,16 +74,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.facts() | {"master": given.master, "rounds": rounds}
     with ExitStack() as stack:
         stage = Stage(stack, given.master)
-        stage.publish(messages)
-        for kind in kinds():
-            table.rows.append(measured(stage, kind, rounds, messages))
-            console.print(" ".join(table.rows[-1]))
-    console.print(table.rich())
+        if given.only is None:
+            stage.publish(messages)
+            for kind in kinds():
+                table.rows.append(measured(stage, kind, rounds, messages))
+                console.print(" ".join(table.rows[-1]))
+        neighbours = beside_others(stage)
+    tables = [table, neighbours] if given.only is None else [neighbours]
+    for one in tables:
+        console.print(one.rich())
     given.out.parent.mkdir(parents=True, exist_ok=True)
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text(f"{listed}\n\n{table.markdown()}", encoding="utf-8")
+    given.out.write_text("\n\n".join([listed, *(one.markdown() for one in tables)]), encoding="utf-8")
     console.print(f"Written to {given.out}.")
     return 0
+
+
+def beside_others(stage: Stage) -> Table:
+    """The latency of a transform with others beside it."""
+    table = Table(
+        "One message through a transform, with other pipelines on its topic",
+        ["others", "p50 ms", "p90 ms", "to 2 others: p50", "CPU ms per message"],
+    )
+    transform, *routes = kinds()
+    halves: dict[int, float] = {}
+    for count in BESIDE:
+        with ExitStack() as stack:
+            for number in range(count):
+                name, of, settings, rules = (transform, routes[0])[number % 2]
+                renamed = {**settings, "into": f"beside-{number}"} if of is PipelineKind.TRANSFORM else settings
+                job = stage.job((name, of, renamed, rules), "latest", 1_000_000)
+                job.step()
+                stack.enter_context(running(stage, job))
+            cpu = cpu_s()
+            times = latencies(stage, transform)
+            cpu_ms = (cpu_s() - cpu) / SINGLE * 1000
+        half, most = (float(one) for one in np.percentile(times, [50, 90]) * 1000)
+        halves[count] = half
+        ratio = f"{half / halves[2]:.2f}" if 2 in halves else ""
+        table.rows.append([f"{count}", f"{half:,.0f}", f"{most:,.0f}", ratio, f"{cpu_ms:,.0f}"])
+    return table
 
 
 def kinds() -> Iterator[Kind]:
@@ -109,6 +146,7 @@ class Stage:
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.sql.warehouse.dir": str(self.folder / "warehouse"),
             "spark.local.dir": str(self.folder),
+            "spark.scheduler.mode": "FAIR",
         }
         self.spark = session("bench", master=master, settings=settings)
         stack.callback(self.spark.stop)
@@ -182,7 +220,7 @@ def latencies(stage: Stage, kind: Kind) -> list[float]:
     job = stage.job(kind, "latest", 1_000_000)
     job.step()
     times: list[float] = []
-    with running(job), reading(stage, target) as receive:
+    with running(stage, job), reading(stage, target) as receive:
         for number in range(SINGLE):
             began = time.perf_counter()
             # It passes every condition.
@@ -195,11 +233,13 @@ def latencies(stage: Stage, kind: Kind) -> list[float]:
 
 
 @contextmanager
-def running(job: Job) -> Iterator[None]:
+def running(stage: Stage, job: Job) -> Iterator[None]:
     """Do steps in a thread, as a driver does."""
     ending = threading.Event()
 
     def work() -> None:
+        # A pool of its own, as the driver gives to each pipeline.
+        stage.spark.sparkContext.setLocalProperty("spark.scheduler.pool", uuid.uuid4().hex)
         while not ending.is_set():
             job.step()
         job.close()

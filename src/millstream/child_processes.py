@@ -63,7 +63,7 @@ def _pipelines(node: RunningNode) -> _PipelineProcesses:
         owner,
         missing=lambda: idle_reason_of(config),
         security=security,
-        spare_s=SPARE_S if config.pipelines_spare else None,
+        spare_s=SPARE_S if config.keeps_spare else None,
     )
     jobs = JobsChild(
         options,

@@ -46,7 +46,8 @@ class Server:
 
     def __init__(self, data: Path, *, settings: Mapping[str, object] | None = None, log: Path | None = None) -> None:
         self.data = data
-        self.settings = dict(settings or {})
+        # A second Spark would be started in the middle of most tests.
+        self.settings = {"pipelines-spare": "off", **(settings or {})}
         self.log = log if log is not None else data.with_name(data.name + ".log")
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)

@@ -68,7 +68,7 @@ def test_a_batch_goes_on_where_the_last_one_ended(trial: Trial) -> None:
     loop = trial.loop(batch_max=7)
     plan = trial.plan(loop)
     assert (plan.rows, plan.lag, plan.batch.number) == (7, 7, 0)
-    assert loop.commit(plan, None) == 0
+    assert loop.commit(plan) == 0
     again = trial.plan(trial.loop(batch_max=100))
     assert (again.rows, again.lag, again.batch.number) == (7, 0, 1)
     assert trial.plan(loop).rows == 7
@@ -78,14 +78,14 @@ def test_what_retention_has_deleted_unread_is_left_out_and_counted_on_request(tr
     trial.publish(10)
     trial.publish(4, partition=1)
     loop = trial.loop(batch_max=4, on_lost=SKIP)
-    assert loop.commit(trial.plan(loop), None) == 0
+    assert loop.commit(trial.plan(loop)) == 0
     gone = TopicPartition(trial.topic, 0, 8)
     trial.admin.delete_records([gone])[gone].result(WAIT_S)
     assert trial.plan(trial.loop()).lost == 0
     plan = trial.plan(trial.loop(on_lost=SKIP))
     first = {one.partition: one.start for one in plan.ranges}
     assert (first[0], plan.lost, plan.counts(routed=1)) == (8, 6, {"routed": 1, "lost": 6})
-    assert loop.commit(trial.plan(loop), None) == 0
+    assert loop.commit(trial.plan(loop)) == 0
     assert trial.plan(loop).counts(routed=1) == {"routed": 1}
 
 
@@ -127,7 +127,7 @@ def test_what_a_dead_run_left_undecided_is_taken_back(trial: Trial) -> None:
     dead.link.call(dead.prepare_offsets(plan.batch, plan.end))
     loop = trial.loop()
     assert trial.ranges(loop) == [(0, 0, 5)]
-    assert loop.commit(trial.plan(loop), None) == 0
+    assert loop.commit(trial.plan(loop)) == 0
     assert trial.ranges(loop) == []
     assert trial.ranges(trial.loop()) == []
 
@@ -139,8 +139,8 @@ def test_of_two_runs_one_commits_a_batch(trial: Trial) -> None:
     trial.publish(3)
     later = trial.plan(second)
     assert (earlier.batch.number, later.batch.number) == (0, 0)
-    assert first.commit(earlier, None) == 0
-    assert second.commit(later, None) is None
+    assert first.commit(earlier) == 0
+    assert second.commit(later) is None
     assert trial.ranges(second) == [(0, 5, 8)]
     assert trial.plan(second).batch.number == 1
 
@@ -150,7 +150,7 @@ def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Tr
     loop = trial.loop(start="latest")
     plan = trial.plan(loop)
     assert (plan.ranges, loop.is_new(plan)) == ((), True)
-    assert loop.commit(plan, None) == 0
+    assert loop.commit(plan) == 0
     assert not loop.is_new(trial.plan(loop))
     trial.publish(2)
     trial.admin.create_partitions([NewPartitions(trial.topic, 3)])[trial.topic].result(WAIT_S)
@@ -163,10 +163,10 @@ def test_a_replaced_member_cannot_commit(trial: Trial) -> None:
     trial.publish(5)
     replaced = trial.loop(GroupMember("somebody", 3))
     with pytest.raises(MillstreamError, match="offset of group"):
-        replaced.commit(trial.plan(replaced), None)
+        replaced.commit(trial.plan(replaced))
     loop = trial.loop()
     assert trial.ranges(loop) == [(0, 0, 5)]
-    assert loop.commit(trial.plan(loop), None) == 0
+    assert loop.commit(trial.plan(loop)) == 0
 
 
 def test_a_topic_that_is_shorter_than_what_was_read_is_reported(trial: Trial) -> None:

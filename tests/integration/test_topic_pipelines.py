@@ -19,10 +19,12 @@ from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, Un
 from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.sql import read_select
+from millstream.pipelines.jobs.batch_loop import Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.route.job import RouteJob
 from millstream.pipelines.jobs.transform.dry_run import dry_run
 from millstream.pipelines.jobs.transform.job import TransformJob
+from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery
 from millstream.pipelines.jobs.transform.statement import explain_errors, relations
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
@@ -31,7 +33,7 @@ from millstream_testing.committed_messages import Committed, committed_records
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 WAIT_S = 60.0
 # A call into the JVM that is interrupted leaves the session unusable, and the first ones take long on a slow machine.
@@ -138,6 +140,30 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     assert job.step().rows == 3
     job.close()
     assert [row["id"] for row in shop.read() if row["discount"] == 30] == [7, 8]
+
+
+def test_small_batches_are_planned_once_unless_that_would_change_their_rows(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    result = PreparedQuery.result
+
+    def counted(prepared: PreparedQuery, plan: Plan) -> DataFrame:
+        planned.append(plan.rows)
+        return result(prepared, plan)
+
+    monkeypatch.setattr(PreparedQuery, "result", counted)
+    for first, columns, is_kept in ((0, "id, total", True), (10, "id, uuid() AS word, now() AS at", False)):
+        job = TransformJob(shop.pipeline(f"SELECT {columns} FROM orders"), shop.context())
+        for start in (first, first + 3):
+            shop.publish(shop.orders, orders(start, 3))
+            assert job.step().rows == 3
+        job.close()
+        assert planned == ([] if is_kept else [3, 3])
+    rows = shop.read()
+    assert sorted(row["id"] for row in rows) == [*range(6), *range(10, 16)]
+    assert len({row["word"] for row in rows if "word" in row}) == 6
+    assert len({row["at"] for row in rows if "at" in row}) == 2
 
 
 def test_a_dry_run_reports_everything_and_does_nothing(shop: Shop) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from millstream.core.errors import InvalidSetting, NotFound
 from millstream.core.setting import Setting, parse_address, setting, settings_of, suggestion
@@ -527,11 +527,13 @@ class Config:
         "The Spark master of pipelines, such as spark://HOST:PORT; empty means this machine, with all cores but one.",
     )
     pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Spark driver's Java process.")
-    pipelines_spare: bool = setting(
+    pipelines_spare: str = setting(
         "pipelines-spare",
-        False,
+        "auto",
         "Whether a second driver is kept ready, with Spark started, while pipelines run: when the first one dies, "
-        "they resume at once. It takes as much memory as the first one, about 0.7 GB.",
+        "they resume at once. It takes as much memory as the first one, about 0.7 GB. `auto` keeps one if this node "
+        "has 8 GB of memory or more.",
+        choices=("auto", "on", "off"),
     )
     pipelines_lake: str = setting(
         "pipelines-lake",
@@ -694,9 +696,29 @@ class Config:
         """Whether users' own programs may run on this node."""
         return self.pipelines_jobs == "on" or (self.pipelines_jobs == "auto" and not self.authorizes)
 
+    @property
+    def keeps_spare(self) -> bool:
+        """Whether a second pipeline driver is kept ready."""
+        return self.pipelines_spare == "on" or (self.pipelines_spare == "auto" and memory_bytes() >= _SPARE_BYTES_MIN)
+
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
+
+
+_SPARE_BYTES_MIN: Final = 8_000_000_000
+"""The memory from which on a second pipeline driver is kept."""
+_CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine, or of the container that the process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        text = _CONTAINER_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(text)) if text.isdecimal() else total
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -18,9 +18,16 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 from uuid import UUID, uuid4
 
+import msgspec
 import pyarrow as pa
 
-from millstream.core.errors import InvalidTransactionState, MillstreamError, OffsetOutOfRange, TransactionRejected
+from millstream.core.errors import (
+    CorruptState,
+    InvalidTransactionState,
+    MillstreamError,
+    OffsetOutOfRange,
+    TransactionRejected,
+)
 from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
@@ -183,8 +190,10 @@ class BatchLoop:
         known = self._known.offsets if self._known is not None else {}
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
-    def commit(self, plan: Plan, frame: DataFrame | None, is_good: Callable[[], bool] = lambda: True) -> int | None:
-        """Run the job whose rows are the parts of a batch, and commit them with the offsets.
+    def commit(
+        self, plan: Plan, write: Callable[[], Sequence[Part]] = tuple, is_good: Callable[[], bool] = lambda: True
+    ) -> int | None:
+        """Let the parts of a batch be written, and commit them with the offsets.
 
         Return the number of rows written; None if nothing was, because another run has committed the batch or because
         `is_good` failed after all rows were written.
@@ -195,7 +204,7 @@ class BatchLoop:
         link = self.link
         offsets = link.start(self.prepare_offsets(plan.batch, plan.end))
         try:
-            parts = [] if frame is None else [read_part(row.part) for row in frame.collect()]
+            parts = write()
             if not is_good():
                 self.give_up(plan.batch, offsets)
                 return None
@@ -280,6 +289,50 @@ def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
     rows = sum(map(len, ranges))
     wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
     return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))
+
+
+_JOB_PROPERTY: Final = "millstream.batch"
+
+
+class BatchOfJob(msgspec.Struct, array_like=True):
+    """What a job is about, as its tasks are told beside the plan: so one plan serves many batches."""
+
+    query: str
+    number: int
+    run: str
+    ranges: list[tuple[str, int, int, int]]
+
+    @property
+    def batch(self) -> Batch:
+        """Return the batch."""
+        return Batch(self.query, self.number, self.run)
+
+    def of(self, topic: str) -> list[Range]:
+        """Return the ranges of a topic."""
+        return [Range(*one) for one in self.ranges if one[0] == topic]
+
+
+def tell_tasks(spark: SparkSession, plan: Plan) -> None:
+    """Tell the tasks of the next job of this thread which batch it is about."""
+    batch, ranges = plan.batch, [(one.topic, one.partition, one.start, one.end) for one in plan.ranges]
+    told = BatchOfJob(batch.query, batch.number, batch.run, ranges)
+    spark.sparkContext.setLocalProperty(_JOB_PROPERTY, msgspec.json.encode(told).decode())
+
+
+def batch_of_job() -> BatchOfJob:
+    """Return the batch that the job of this task is about."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    text = None if context is None else context.getLocalProperty(_JOB_PROPERTY)
+    if text is None:
+        raise CorruptState("a task was not told which batch it is about")
+    return msgspec.json.decode(text, type=BatchOfJob)
+
+
+def parts_of(frame: DataFrame) -> list[Part]:
+    """Run a job whose rows are the parts of a batch."""
+    return [read_part(row.part) for row in frame.collect()]
 
 
 def as_row(part: Part) -> Iterator[pa.RecordBatch]:

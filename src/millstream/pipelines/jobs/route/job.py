@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +16,12 @@ import pyarrow as pa
 from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.pipeline import Pipeline, RouteSettings
 from millstream.core.subscription import FILTER
-from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLoop, Plan, as_row
+from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLoop, Plan, as_row, parts_of
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.batch_commit import Batch
+from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.row_producer import write_part
@@ -32,10 +32,6 @@ from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
 
 NAMES: Final = ("key", "value", "timestamp", "headers")
 """What a message keeps when it is routed. Its key selects a new partition."""
@@ -87,6 +83,9 @@ def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None
 
 _logger = logging.getLogger(__name__)
 
+ROWS_HERE_MAX: Final = 500
+"""Up to this many messages are routed by the driver itself: a Spark job would take more time than they do."""
+
 LOOK_S: Final = 5.0
 """How often the filters of subscriptions are looked up."""
 
@@ -113,7 +112,7 @@ class RouteJob:
         plan = self._plan()
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
-        sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None)
+        sent = self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [])
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(routed=sent))
@@ -141,13 +140,14 @@ class RouteJob:
             plan = self._loop.plan(left)
         return plan
 
-    def _parts(self, plan: Plan) -> DataFrame:
-        numbers = plan.numbers(self._context.spark)
+    def _parts(self, plan: Plan) -> Sequence[Part]:
         loop = self._loop
         writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
         reading = loop.reading_access({one.topic for one in plan.ranges})
+        if plan.rows <= ROWS_HERE_MAX:
+            return [write_part(writing, plan.batch, routed(plan.ranges, self._ways, writing.brokers, reading))]
         tasks = Marked(routing(plan.ranges, self._ways, writing, plan.batch, reading))
-        return numbers.mapInArrow(tasks, PART_SCHEMA)
+        return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 
     def _look(self) -> None:
         """Update rules that use a subscription's filter, which may change."""

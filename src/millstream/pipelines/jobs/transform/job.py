@@ -6,19 +6,18 @@ aggregates, DISTINCT, joins of topics) runs as a Spark stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import Pipeline, TransformSettings
-from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
+from millstream.pipelines.jobs.batch_loop import TASK_ROWS_MIN, BatchLoop, Plan, parts_of, tell_tasks
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
 from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
+from millstream.pipelines.source.batch_commit import Part
 from millstream.pipelines.source.target_topic import make_topics
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 WAIT_S = 1.0
 """How long to wait for the first message of a topic whose columns have to be inferred."""
@@ -82,7 +81,7 @@ class _Batches:
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
         prepared.accumulator.clear()
-        sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None, self._saw_everything)
+        sent = self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [], self._saw_everything)
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
         undecoded = sum(one.undecoded for one in prepared.accumulator.read().values())
@@ -91,9 +90,15 @@ class _Batches:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _parts(self, plan: Plan) -> DataFrame:
-        rows = as_messages(self._prepared.result(plan), self._prepared.options)
-        return written(rows, self._prepared.options, plan.batch)
+    def _parts(self, plan: Plan) -> Sequence[Part]:
+        prepared = self._prepared
+        if plan.rows <= TASK_ROWS_MIN:
+            # They are one task anyway.
+            kept = prepared.result_of_job(plan.batch.query)
+            if kept is not None:
+                tell_tasks(prepared.spark, plan)
+                return parts_of(kept)
+        return parts_of(written(as_messages(prepared.result(plan), prepared.options), prepared.options, plan.batch))
 
     def _saw_everything(self) -> bool:
         """Whether the batch had no new field that its rows should contain; otherwise it is repeated."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from millstream.core.errors import InvalidSetting
-from millstream.pipelines.jobs.batch_loop import PART_SCHEMA, as_row
+from millstream.pipelines.jobs.batch_loop import PART_SCHEMA, as_row, batch_of_job
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import WriteOptions
@@ -50,11 +50,18 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
 
 def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
     """Return the parts that the tasks of a job write, as rows."""
-    return frame.mapInArrow(Marked(_writing(options.for_tasks(batch.query), batch)), PART_SCHEMA)
+    return frame.mapInArrow(Marked(_writing(options.for_tasks(batch.query), lambda: batch)), PART_SCHEMA)
 
 
-def _writing(options: WriteOptions, batch: Batch) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def written_by_job(frame: DataFrame, options: WriteOptions) -> DataFrame:
+    """Return the same for the batch that each job tells its tasks; the options are those of tasks."""
+    return frame.mapInArrow(Marked(_writing(options, lambda: batch_of_job().batch)), PART_SCHEMA)
+
+
+def _writing(
+    options: WriteOptions, batch: Callable[[], Batch]
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from as_row(write_part(options, batch, iter(batches)))
+        yield from as_row(write_part(options, batch(), iter(batches)))
 
     return write

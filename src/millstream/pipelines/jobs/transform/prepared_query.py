@@ -22,7 +22,7 @@ from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.functions import register_functions
-from millstream.pipelines.jobs.transform.output_rows import as_messages
+from millstream.pipelines.jobs.transform.output_rows import as_messages, written_by_job
 from millstream.pipelines.jobs.transform.payload_schema import (
     KeptSchemas,
     PayloadSchemas,
@@ -138,6 +138,11 @@ class LakeView:
         if self._is_delta():
             return self._newest().version() != self._version
         return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
+
+    @property
+    def shown(self) -> object:
+        """Return what changes with the rows that the view shows."""
+        return self._frame
 
     def close(self) -> None:
         """Release what was read."""
@@ -265,6 +270,13 @@ class QueryPlan:
         )
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing in it is decided when it is planned: times, random numbers and subqueries."""
+        patterns = self._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+        decided = (patterns.CURRENT_LIKE(), patterns.PLAN_EXPRESSION())
+        return self._plan.deterministic() and not any(map(self._plan.containsPattern, decided))
+
+    @property
     def aggregates(self) -> bool:
         """Whether rows may change as messages arrive, unless a watermark makes them final."""
         return any(of_topic and node.nodeName() == _AGGREGATE for node, of_topic in self._nodes)
@@ -364,6 +376,18 @@ def _is_of_topic(plan: Any) -> bool:
     return plan.nodeName() == _OF_TOPIC or any(_is_of_topic(child) for child in elements(plan.children()))
 
 
+def is_run_again_as_new(frame: DataFrame) -> bool:
+    """Whether a plan that is run again reads all messages again: Spark keeps what was exchanged between tasks."""
+    execution: Any = frame._jdf.queryExecution()
+    return not any(
+        node.nodeName() in _EXCHANGES or (node.nodeName() == _BROADCAST and of_topic)
+        for node, of_topic in _nodes(execution.executedPlan())
+    )
+
+
+_EXCHANGES: Final = frozenset({"Exchange", "ReusedExchange"})
+_BROADCAST: Final = "BroadcastExchange"
+
 _SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
     # Batches are small and frequent: adaptive execution would cost more than it gains.
@@ -408,7 +432,32 @@ class PreparedQuery:
     views: Mapping[str, TopicView] = field(default_factory=dict)
     """The views with the columns that the statement uses."""
     needs_state: bool = False
+    is_repeatable: bool = False
+    """Whether running the statement's plan again gives what planning it again would."""
     output_mode: str = APPEND
+    _kept: tuple[Any, DataFrame | None] = field(default=(None, None), init=False)
+    """A job for small batches, and what it depends on."""
+
+    def result_of_job(self, query: str) -> DataFrame | None:
+        """Return a job that writes the statement's rows over the batch that it tells its tasks.
+
+        It is planned once for many batches, since planning takes longer than a small batch. None if the statement, such
+        as one with the current time, has to be planned for each.
+        """
+        if not self.is_repeatable:
+            return None
+        for table in self.tables:
+            table.refresh()
+        writing = self.options.for_tasks(query)
+        access = {topic: self.loop.reading_access([topic]) for topic in self.views}
+        depends = (writing, access, self.views, [table.shown for table in self.tables])
+        if self._kept[0] != depends:
+            for topic, view in self.views.items():
+                frame = view.frame_of_job(self.spark, self.loop.options.brokers, self.accumulator, access[topic])
+                frame.createOrReplaceTempView(f"`{topic}`")
+            job = written_by_job(as_messages(self.frame(), self.options), writing)
+            self._kept = depends, job if is_run_again_as_new(job) else None
+        return self._kept[1]
 
     def result(self, plan: Plan) -> DataFrame:
         """Return the statement's rows over what a batch reads."""
@@ -475,6 +524,7 @@ class PreparedQuery:
             raise InvalidSetting("the statement reads no topic outside of conditions; join with it instead")
         plan.check_sets()
         self.needs_state = plan.remembers
+        self.is_repeatable = plan.is_repeatable
         self.output_mode = UPDATE if plan.aggregates and not self.watermarks else APPEND
         # Messages that are written as they are have every column, and the columns of a state cannot change.
         is_fixed = plan.remembers or self._is_whole(self._rows())

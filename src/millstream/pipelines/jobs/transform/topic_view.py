@@ -18,7 +18,7 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
-from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, numbers_of
+from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, batch_of_job, numbers_of
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
@@ -174,6 +174,13 @@ class TopicView:
         fetch = fetching(tuple(ranges), loop.options.brokers, self, accumulator, access)
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
+    def frame_of_job(
+        self, spark: SparkSession, brokers: str, accumulator: FindingsAccumulator, access: Access
+    ) -> DataFrame:
+        """Return the rows of the ranges that each job tells its tasks, read by one task."""
+        fetch = fetching(None, brokers, self, accumulator, access)
+        return spark.range(0, 1, 1, 1).mapInArrow(Marked(fetch), self.schema)
+
 
 def view_of(topic: str, payload: StructType | None, *, by_schema: bool = False) -> TopicView:
     """Return the view of a topic with these payload fields; None leaves payloads undecoded."""
@@ -194,13 +201,13 @@ def view_of(topic: str, payload: StructType | None, *, by_schema: bool = False) 
 
 
 def fetching(
-    ranges: tuple[Range, ...],
+    ranges: tuple[Range, ...] | None,
     brokers: str,
     view: TopicView,
     accumulator: FindingsAccumulator,
     access: Access = NO_ACCESS,
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
-    """Return the function of a task that fetches the ranges of the given numbers."""
+    """Return the function of a task that fetches the ranges of the given numbers; without ranges, those of its job."""
     shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
     decode = decoding(view, accumulator, brokers, access)
 
@@ -208,8 +215,10 @@ def fetching(
         asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
         options = read_options(asked, access)
         for batch in batches:
-            for number in batch.column(0).to_pylist():
-                yield from read_range(ranges[number], options, shape)
+            numbers = batch.column(0).to_pylist()
+            wanted = batch_of_job().of(view.topic) if ranges is None else [ranges[number] for number in numbers]
+            for one in wanted:
+                yield from read_range(one, options, shape)
 
     return lambda batches: decode(records(batches))
 
