@@ -14,10 +14,13 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka import topic_lookup
+from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
 from millstream.broker.kafka.apis.delete_records import DeleteRecords
 from millstream.broker.kafka.apis.delete_topics import DeleteTopics
+from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
 from millstream.core.topic import Topic
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -28,6 +31,8 @@ CREATE: Any = importlib.import_module("kio.schema.create_topics.v7.request")
 DELETE: Any = importlib.import_module("kio.schema.delete_topics.v6.request")
 GROW: Any = importlib.import_module("kio.schema.create_partitions.v3.request")
 CUT: Any = importlib.import_module("kio.schema.delete_records.v2.request")
+ELECT: Any = importlib.import_module("kio.schema.elect_leaders.v2.request")
+MOVE: Any = importlib.import_module("kio.schema.alter_partition_reassignments.v1.request")
 
 
 def topic(
@@ -300,3 +305,71 @@ async def test_a_client_that_leaves_does_not_leave_half_a_topic(
     may_go_on.set()
     await topics.create("next")
     assert topics.get("left") is not None
+
+
+NAMES = tuple(f"t{number}" for number in range(3))
+INSTANT = timedelta(0)
+
+
+async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> list[ErrorCode]:
+    """Ask for a change of three topics, or of the twenty partitions of one."""
+    if kind == "create":
+        made = await ask(CreateTopics(topics, membership), create(*(topic(name) for name in NAMES)))
+        return [one.error_code for one in made.topics]
+    if kind == "grow":
+        wanted = tuple(GROW.CreatePartitionsTopic(name=name, count=9, assignments=None) for name in NAMES)
+        grown = GROW.CreatePartitionsRequest(topics=wanted, timeout=INSTANT, validate_only=False)
+        return [one.error_code for one in (await ask(CreatePartitions(topics, membership), grown)).results]
+    if kind == "delete":
+        named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in NAMES)
+        deleted = DELETE.DeleteTopicsRequest(topics=named, timeout=INSTANT)
+        return [one.error_code for one in (await ask(DeleteTopics(topics), deleted)).responses]
+    indexes = tuple(range(20))
+    if kind == "elect":
+        partitions = ELECT.TopicPartitions(topic="wide", partitions=indexes)
+        elected = ELECT.ElectLeadersRequest(election_type=0, topic_partitions=(partitions,), timeout=INSTANT)
+        (result,) = (await ask(ElectLeaders(topics), elected)).replica_election_results
+        return [one.error_code for one in result.partition_result]
+    places = tuple(MOVE.ReassignablePartition(partition_index=index, replicas=(5,)) for index in indexes)
+    moved = MOVE.AlterPartitionReassignmentsRequest(
+        timeout=INSTANT,
+        allow_replication_factor_change=True,
+        topics=(MOVE.ReassignableTopic(name="wide", partitions=places),),
+    )
+    (answered,) = (await ask(AlterPartitionReassignments(topics, membership), moved)).responses
+    return [one.error_code for one in answered.partitions]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "begun_at_once"),
+    [
+        ("create", "create", 1),
+        ("grow", "add_partitions", 1),
+        ("delete", "delete", 1),
+        ("elect", "elect", 16),
+        ("move", "reassign", 1),
+    ],
+)
+async def test_the_time_of_a_request_is_that_of_all_it_asks_for(
+    topics: Topics, membership: Membership, monkeypatch: pytest.MonkeyPatch, kind: str, method: str, begun_at_once: int
+) -> None:
+    """What has not been begun when the time is over is not begun any more, so that the response is not late."""
+    await topics.create("wide", partitions=20)
+    if kind != "create":
+        for name in NAMES:
+            await topics.create(name)
+    begun = 0
+
+    async def take_all_the_time(*_arguments: Any, **_options: Any) -> Topic | None:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0.1)
+        return topics.get("wide")
+
+    monkeypatch.setattr(topic_lookup, "_S_MIN", 0.05)
+    monkeypatch.setattr(topic_lookup, "_S_MAX", 0.05)
+    monkeypatch.setattr(topics, method, take_all_the_time)
+    codes = await ask_for_many(topics, membership, kind)
+    assert begun == begun_at_once
+    assert codes == [ErrorCode.none] * begun + [ErrorCode.request_timed_out] * (len(codes) - begun)
+    assert len(codes) > begun

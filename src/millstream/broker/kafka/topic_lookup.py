@@ -1,7 +1,8 @@
-"""Look up the topics and check the placements that requests name."""
+"""Look up the topics and check the placements that requests name, within the time that a request allows."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -9,7 +10,7 @@ from uuid import UUID
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.core.errors import InvalidAssignment, UnknownTopic, UnknownTopicId
+from millstream.core.errors import InvalidAssignment, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.topic import Topic
 
 _S_MIN: Final = 1.0
@@ -17,9 +18,19 @@ _S_MIN: Final = 1.0
 _S_MAX: Final = 120.0
 
 
-def request_timeout_s(timeout: timedelta) -> float:
-    """The time that a request allows, within bounds: some clients send 0 and still expect the usual."""
-    return min(max(timeout.total_seconds(), _S_MIN), _S_MAX)
+class RequestDeadline:
+    """The end of the time that a request allows for all it asks for; some clients send 0 and expect the usual."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._time = asyncio.get_running_loop().time
+        self._end = self._time() + min(max(timeout.total_seconds(), _S_MIN), _S_MAX)
+
+    def left_s(self, what: str) -> float:
+        """The time that is left for a change; raise `RequestTimedOut` if it cannot begin any more."""
+        left = self._end - self._time()
+        if left <= 0:
+            raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")
+        return left
 
 
 def check_replicas(replicas: Sequence[int], membership: Membership) -> None:

@@ -2,7 +2,8 @@
 
 Answered when a move has begun: its new replicas are added and follow, and once all of them are in sync the old ones are
 removed. A request without nodes cancels the move, or gets NO_REASSIGNMENT_IN_PROGRESS if there is none. Nodes that are
-not alive are INVALID_REPLICA_ASSIGNMENT.
+not alive are INVALID_REPLICA_ASSIGNMENT. Moves that have not been begun within the time of the request are
+REQUEST_TIMED_OUT.
 
 Version notes: 1 adds whether the number of replicas may change; if not, another number is INVALID_REPLICATION_FACTOR.
 """
@@ -26,7 +27,7 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import check_replicas, topic_named
+from millstream.broker.kafka.topic_lookup import RequestDeadline, check_replicas, topic_named
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import InvalidReplication, MillstreamError
@@ -47,10 +48,11 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         self, request: AlterPartitionReassignmentsRequest, client: ClientInfo
     ) -> AlterPartitionReassignmentsResponse:
         responses = []
+        deadline = RequestDeadline(request.timeout)
+        may_change = request.allow_replication_factor_change
         for topic in request.topics:
             answers = [
-                await self._answer(topic.name, wanted, may_change=request.allow_replication_factor_change)
-                for wanted in topic.partitions
+                await self._answer(topic.name, wanted, deadline, may_change=may_change) for wanted in topic.partitions
             ]
             responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(answers)))
         return AlterPartitionReassignmentsResponse(
@@ -62,10 +64,11 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         )
 
     async def _answer(
-        self, topic: str, wanted: ReassignablePartition, *, may_change: bool
+        self, topic: str, wanted: ReassignablePartition, deadline: RequestDeadline, *, may_change: bool
     ) -> ReassignablePartitionResponse:
         code, message = ErrorCode.none, None
         try:
+            deadline.left_s(f"{topic}-{wanted.partition_index}")
             await self._move(topic, wanted, may_change=may_change)
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)

@@ -1,6 +1,7 @@
 """CreatePartitions (key 37), versions 0 to 3: adds partitions to topics; partitions are never removed.
 
-A request may place the new partitions on nodes, with one list of nodes for each of them.
+A request may place the new partitions on nodes, with one list of nodes for each of them. Topics that have not been
+begun within the time of the request are REQUEST_TIMED_OUT and stay as they are.
 
 Version notes: 2 is flexible, 3 is the same.
 """
@@ -19,7 +20,7 @@ from millstream.broker.cluster.store_values import Placement
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import check_replicas, request_timeout_s, topic_named
+from millstream.broker.kafka.topic_lookup import RequestDeadline, check_replicas, topic_named
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import (
@@ -44,6 +45,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
 
     async def handle(self, request: CreatePartitionsRequest, client: ClientInfo) -> CreatePartitionsResponse:
         named = Counter(topic.name for topic in request.topics)
+        deadline = RequestDeadline(request.timeout)
         results: dict[str, CreatePartitionsTopicResult] = {}
         for wanted in request.topics:
             code, message = ErrorCode.none, None
@@ -55,7 +57,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                     wanted.count,
                     validate_only=request.validate_only,
                     placement=self._checked(wanted),
-                    timeout_s=request_timeout_s(request.timeout),
+                    timeout_s=deadline.left_s(f"topic {wanted.name!r}"),
                 )
             except MillstreamError as error:
                 code, message = error_code(error), error_message(error)

@@ -3,7 +3,8 @@
 -1 partitions or -1 replicas use the node's default. Instead of numbers, a request may place every partition on nodes;
 both numbers must then be -1. A name that occurs twice in a request is refused. `validate_only` checks everything and
 creates nothing. In a cluster the response waits until all nodes agree on the topic and its leaders; if that takes
-longer than the request allows, it is REQUEST_TIMED_OUT, and the topic is created later.
+longer than the request allows, it is REQUEST_TIMED_OUT, and the topic is created later. The time is that of all topics
+of the request; those that have not been begun when it ends are REQUEST_TIMED_OUT, too, and are not created.
 
 Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings of the topic, 7 returns
 its id.
@@ -26,7 +27,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import topic_settings
-from millstream.broker.kafka.topic_lookup import check_assignments, request_timeout_s
+from millstream.broker.kafka.topic_lookup import RequestDeadline, check_assignments
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import CREATE, Users, carried_out, change_of
 from millstream.core.errors import (
@@ -55,12 +56,13 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
 
     async def handle(self, request: CreateTopicsRequest, client: ClientInfo) -> CreateTopicsResponse:
         named = Counter(topic.name for topic in request.topics)
+        deadline = RequestDeadline(request.timeout)
         results: dict[str, CreatableTopicResult] = {}
         for wanted in request.topics:
             try:
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                timeout_s = request_timeout_s(request.timeout)
+                timeout_s = deadline.left_s(f"topic {wanted.name!r}")
                 topic = await self._create(wanted, validate_only=request.validate_only, timeout_s=timeout_s)
                 results[wanted.name] = self._created(wanted, topic)
             except MillstreamError as error:

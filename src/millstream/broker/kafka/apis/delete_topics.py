@@ -2,6 +2,8 @@
 
 A topic is given by its name or, from version 6 on, by its id; giving both, neither, or the same topic twice is refused.
 
+Topics that have not been begun within the time of the request are REQUEST_TIMED_OUT and stay.
+
 A dead letter topic with open letters is POLICY_VIOLATION, because Kafka's clients have no option to force it.
 
 Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
@@ -22,7 +24,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.kafka.topic_lookup import request_timeout_s, topic_named, topic_with_id
+from millstream.broker.kafka.topic_lookup import RequestDeadline, topic_named, topic_with_id
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -44,6 +46,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         # A topic may be given by name and by id, so they are counted by what they resolve to.
         named = Counter(self._identity(wanted) for wanted in request.topics)
+        deadline = RequestDeadline(request.timeout)
         results: dict[Any, DeletableTopicResult] = {}
         for wanted in request.topics:
             identity = self._identity(wanted)
@@ -53,7 +56,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                 topic = self._find(wanted)
                 if self._service is not None:
                     await self._service.check_letters_kept(topic.name)
-                await self._topics.delete(topic.name, timeout_s=request_timeout_s(request.timeout))
+                await self._topics.delete(topic.name, timeout_s=deadline.left_s(f"topic {topic.name!r}"))
                 if self._service is not None:
                     await self._service.topic_deleted(topic.name)
                 results[identity] = DeletableTopicResult(

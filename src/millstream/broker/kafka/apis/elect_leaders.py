@@ -3,7 +3,8 @@
 The preferred election moves the leadership to the first replica of a partition: ELECTION_NOT_NEEDED if it leads
 already, PREFERRED_LEADER_NOT_AVAILABLE if it is down or not in sync. The unclean election lets any replica lead if no
 in-sync one can, which may lose acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE if no replica is alive. No list of
-partitions means all partitions; as in Kafka, those that need no election are then left out.
+partitions means all partitions; as in Kafka, those that need no election are then left out. Elections that have not
+been begun within the time of the request are REQUEST_TIMED_OUT.
 
 Version notes: 1 adds the kind of election (before, only the preferred one) and an error for the whole response, 2 is
 flexible.
@@ -24,7 +25,7 @@ from kio.static.primitive import i32
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.kafka.topic_lookup import RequestDeadline, topic_named
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import MillstreamError
@@ -48,9 +49,11 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
             return _response(ErrorCode.invalid_request, ())
         named = request.topic_partitions is not None
         room = asyncio.Semaphore(_AT_ONCE_MAX)
+        deadline = RequestDeadline(request.timeout)
+        unclean = request.election_type == _UNCLEAN
         results = []
         for topic, indexes in self._wanted(request):
-            elections = (self._elect(topic, index, request.election_type == _UNCLEAN, room) for index in indexes)
+            elections = (self._elect(topic, index, unclean, room, deadline) for index in indexes)
             answers = [
                 one
                 for one in await asyncio.gather(*elections)
@@ -67,9 +70,12 @@ class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
             (TopicName(topic.name), [i32(index) for index in range(topic.partitions)]) for topic in self._topics.all()
         ]
 
-    async def _elect(self, topic: TopicName, index: i32, unclean: bool, room: asyncio.Semaphore) -> PartitionResult:
+    async def _elect(
+        self, topic: TopicName, index: i32, unclean: bool, room: asyncio.Semaphore, deadline: RequestDeadline
+    ) -> PartitionResult:
         try:
             async with room:
+                deadline.left_s(f"{topic}-{index}")
                 await self._topics.elect(topic_named(self._topics, topic), index, unclean=unclean)
         except MillstreamError as error:
             return PartitionResult(partition_id=index, error_code=error_code(error), error_message=error_message(error))

@@ -1,0 +1,345 @@
+"""Every bound that a request sets on its response is kept: bytes, records, entries, and how long it may wait.
+
+The first test looks for such fields in all requests: Kafka's, private ones and those over HTTP. Each is named below,
+with the test that holds a response to it, or with the reason why it does not bound the response.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import httpx
+import msgspec
+import pytest
+from conformance.question import Broker
+
+from millstream.broker.kafka import served_apis
+from millstream.broker.kafka.api import PrivateApi
+from millstream.cli.protocol_reference import api_entries
+from millstream.client.admin.browse import topics_page
+from millstream.gateway.api.table import ROUTES
+from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
+from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
+from millstream.protocol.private.delivery_state import delivery_state
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
+
+PRODUCE, FETCH, CREATE_TOPICS = 0, 1, 19
+BOUND: Final = re.compile(r"(^|_)(max|min|limit|wait|timeout|interval|size)(_|$)")
+TESTS: Final = Path(__file__).parents[1]
+HERE: Final = "integration/test_response_bounds.py::"
+ADMINISTRATION: Final = "unit/kafka/test_topic_administration.py::test_the_time_of_a_request_is_that_of_all_it_asks_for"
+JOBS: Final = (
+    "unit/pipelines/test_jobs_child.py::test_a_job_runs_once_and_again_on_request_with_its_progress_and_its_log"
+)
+
+KEPT: Mapping[str, str] = {
+    "Fetch.max_bytes": HERE + "test_a_fetch_keeps_to_its_bytes",
+    "Fetch.partition_max_bytes": HERE + "test_a_fetch_keeps_to_its_bytes",
+    "Fetch.max_wait": HERE + "test_a_fetch_waits_no_longer_than_it_may",
+    "ShareFetch.max_bytes": "unit/kafka/test_share_apis.py::test_the_bytes_asked_for_are_not_exceeded",
+    "ShareFetch.max_records": "unit/kafka/test_share_apis.py::test_batches_are_given_whole_unless_records_are_limited",
+    "ShareFetch.max_wait": "unit/kafka/test_share_apis.py::test_a_request_waits_for_what_is_published",
+    "DescribeTopicPartitions.response_partition_limit": (
+        "unit/kafka/test_describe_topic_partitions.py::test_the_pages_make_up_the_whole"
+    ),
+    "Produce.timeout": (
+        "unit/kafka/test_produce_given_up.py::"
+        "test_those_who_gave_up_are_answered_and_forgotten_while_the_watermark_stands_still"
+    ),
+    "CreateTopics.timeout": ADMINISTRATION,
+    "CreatePartitions.timeout": ADMINISTRATION,
+    "DeleteTopics.timeout": ADMINISTRATION,
+    "ElectLeaders.timeout": ADMINISTRATION,
+    "AlterPartitionReassignments.timeout": ADMINISTRATION,
+    "SubscriptionReceive.max_records": HERE + "test_a_receive_keeps_to_its_records_and_bytes",
+    "SubscriptionReceive.max_bytes": HERE + "test_a_receive_keeps_to_its_records_and_bytes",
+    "SubscriptionReceive.wait_ms": HERE + "test_a_receive_waits_no_longer_than_it_may",
+    "DeliveryState.wait_ms": HERE + "test_a_delivery_is_not_waited_for_beyond_the_wait",
+    "TopicList.limit": HERE + "test_pages_of_topics_keep_to_their_limit",
+    "SchemaList.limit": HERE + "test_pages_of_the_registry_keep_to_their_limit",
+    "PublishOnce.timeout_ms": (
+        "unit/kafka/test_publish_once.py::test_a_duplicate_is_answered_when_the_original_is_acknowledged"
+    ),
+    "PipelineRuns.limit": JOBS,
+    "PipelineRunLog.bytes_max": JOBS,
+    "POST /subscriptions/{subscription}/messages:pull max": HERE + "test_a_pull_keeps_to_its_records_and_bytes",
+    "POST /subscriptions/{subscription}/messages:pull max_bytes": HERE + "test_a_pull_keeps_to_its_records_and_bytes",
+    "POST /subscriptions/{subscription}/messages:pull wait_ms": HERE + "test_a_pull_waits_no_longer_than_it_may",
+    "GET /subscriptions/{subscription}/events max": HERE + "test_a_stream_holds_no_more_than_it_may",
+    "GET /subscriptions/{subscription}/leases limit": HERE + "test_leases_keep_to_their_limit",
+    "GET /dead-letters/{name} limit": HERE + "test_dead_letters_keep_to_their_limit",
+    "POST /dead-letters/{name}/redrive limit": HERE + "test_dead_letters_keep_to_their_limit",
+    "POST /dead-letters/{name}/purge limit": HERE + "test_dead_letters_keep_to_their_limit",
+    "GET /pipelines/{pipeline}/runs limit": JOBS,
+}
+_MEMBER: Final = "how long the group waits for the member, not for the response"
+_RECORDS_ARRIVE: Final = "less than that makes the response wait; it limits nothing"
+_SETTING: Final = "a setting that is stored"
+_NO_WAIT: Final = "the response waits for nothing"
+NO_BOUND: Mapping[str, str] = {
+    "Fetch.min_bytes": _RECORDS_ARRIVE,
+    "ShareFetch.min_bytes": _RECORDS_ARRIVE,
+    "ShareFetch.batch_size": "how acquired records are divided into batches in the response",
+    "JoinGroup.session_timeout": _MEMBER,
+    "JoinGroup.rebalance_timeout": _MEMBER,
+    "ConsumerGroupHeartbeat.rebalance_timeout": _MEMBER,
+    "InitProducerId.transaction_timeout": "how long a transaction may last",
+    "UpdateFeatures.max_version_level": "the level that is asked for",
+    "UpdateFeatures.timeout": _NO_WAIT,
+    "DeleteRecords.timeout": _NO_WAIT,
+    "ListOffsets.timeout": _NO_WAIT,
+    "ListPartitionReassignments.timeout": _NO_WAIT,
+    "MirrorExpose.wait_ms": "between nodes; the wait ends a node's own turn",
+    "MirrorReverse.timeout_ms": "the way back is declared at once; the time is that of a switch",
+    "MirrorSwitch.timeout_ms": "between clusters: integration/test_mirror.py switches within it or refuses",
+    "GET /clients interval_ms": "over how long rates are measured",
+    **{
+        f"{method} {field}": _SETTING
+        for method in ("POST /subscriptions", "PATCH /subscriptions/{subscription}")
+        for field in (
+            *("leases_max", "backoff_min_ms", "backoff_max_ms", "in_flight_max"),
+            *("push_timeout_ms", "push_in_flight_max"),
+        )
+    },
+}
+
+
+def _kafka_fields(entity: type[Any]) -> Iterator[str]:
+    for field in dataclasses.fields(entity):
+        yield field.name
+        kind, _ = unwrapped(field.type)
+        inner = item_of(kind) or kind
+        if is_entity(inner):
+            yield from _kafka_fields(inner)
+
+
+def _private_apis(parent: type[Any] = PrivateApi) -> Iterator[type[Any]]:
+    for api in parent.__subclasses__():
+        if hasattr(api, "request_type"):
+            yield api
+        yield from _private_apis(api)
+
+
+def _bounds() -> Iterator[str]:
+    """Every field of a request that looks like a bound."""
+    for entry in api_entries():
+        if entry.key < PRIVATE_KEY_MIN:
+            for name in _kafka_fields(load_request_class(entry.key, entry.newest)):
+                yield f"{entry.name}.{name}"
+    for api in _private_apis():
+        for field in msgspec.structs.fields(api.request_type):
+            yield f"{api.__name__}.{field.name}"
+    for route in ROUTES:
+        for kind in (route.query, route.body):
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                for field in msgspec.structs.fields(kind):
+                    yield f"{route.method} {route.path} {field.name}"
+
+
+def test_every_bound_of_a_request_has_a_test() -> None:
+    assert served_apis  # Imports every API.
+    found = {name for name in _bounds() if BOUND.search(re.split(r"[. ]", name)[-1])}
+    assert found == KEPT.keys() | NO_BOUND.keys()
+    assert not KEPT.keys() & NO_BOUND.keys()
+    for reference in KEPT.values():
+        path, _, name = reference.partition("::")
+        assert f"def {name}(" in (TESTS / path).read_text(), reference
+
+
+# -- Kafka's requests ---------------------------------------------------------------------------------------------
+
+BATCH: Final = 40_000
+PARTITIONS: Final = 4
+
+
+@pytest.fixture(scope="module")
+def filled(server: Server) -> tuple[str, str]:
+    """A topic with three batches of about 40 kB in each of its partitions, and its id."""
+    name = "bounds-of-fetches"
+    broker = Broker(server.kafka)
+    topic = {"name": name, "num_partitions": PARTITIONS, "replication_factor": 1}
+    (created,) = broker.ask(CREATE_TOPICS, 7, {"topics": [topic], "timeout": 30_000})["topics"]
+    batch = bytes(encode_batch([NewRecord(None, b"x" * BATCH, (), 0)]))
+    for partition in range(PARTITIONS):
+        for _ in range(3):
+            data = {"index": partition, "records": batch}
+            produced = {"acks": -1, "timeout": 30_000, "topic_data": [{"name": name, "partition_data": [data]}]}
+            (answer,) = broker.ask(PRODUCE, 9, produced)["responses"]
+            assert answer["partition_responses"][0]["error_code"] == "none"
+    return name, created["topic_id"]
+
+
+def _fetch(server: Server, filled: tuple[str, str], version: int, **wanted: Any) -> list[int]:
+    """Fetch all partitions from the start, or another offset; how many bytes of records each has in the response."""
+    name, topic_id = filled
+    partition_max_bytes, offset = wanted.pop("partition_max_bytes", 1 << 20), wanted.pop("offset", 0)
+    partitions = [
+        {"partition": index, "fetch_offset": offset, "partition_max_bytes": partition_max_bytes}
+        for index in range(PARTITIONS)
+    ]
+    topic = {"topic_id": UUID(topic_id)} if version >= 13 else {"topic": name}
+    request = {"max_wait": 0, "min_bytes": 0, "isolation_level": 0, **wanted}
+    answer = Broker(server.kafka).ask(FETCH, version, request | {"topics": [topic | {"partitions": partitions}]})
+    assert isinstance(answer, dict), answer
+    return [len(one["records"] or b"") for topic in answer["responses"] for one in topic["partitions"]]
+
+
+@pytest.mark.parametrize("version", [4, 7, 12, 13, 18])
+@pytest.mark.parametrize("max_bytes", [0, 1, 50_000, 90_000, 200_000])
+@pytest.mark.parametrize("partition_max_bytes", [0, 1, 50_000, 100_000])
+def test_a_fetch_keeps_to_its_bytes(
+    server: Server, filled: tuple[str, str], version: int, max_bytes: int, partition_max_bytes: int
+) -> None:
+    """Only the first partition that has records may exceed both bounds, by its first batch."""
+    sizes = _fetch(server, filled, version, max_bytes=max_bytes, partition_max_bytes=partition_max_bytes)
+    first, *others = [size for size in sizes if size]
+    assert first < BATCH * 1.1 or first <= min(max_bytes, partition_max_bytes)
+    assert not others or first + sum(others) <= max_bytes
+    assert all(size <= partition_max_bytes for size in others)
+
+
+@pytest.mark.parametrize("max_wait", [0, 1, 50])
+def test_a_fetch_waits_no_longer_than_it_may(server: Server, filled: tuple[str, str], max_wait: int) -> None:
+    """There is nothing to wait for: without its bound, the request would get no answer."""
+    assert not any(_fetch(server, filled, 12, max_bytes=1 << 20, offset=3, min_bytes=1, max_wait=max_wait))
+
+
+# -- private requests ---------------------------------------------------------------------------------------------
+
+
+async def _publish(client: Client, topic: str, count: int, size: int = 1000) -> None:
+    for number in range(count):
+        batch = encode_batch([NewRecord(None, bytes([number]) * size, (), 0)])
+        await client.metadata([topic], create=True)
+        await client.produce(topic, 0, batch)
+
+
+async def _subscribe(client: Client, name: str, topic: str) -> SubscriptionClient:
+    subscriptions = SubscriptionClient(client)
+    await subscriptions.create(name, [topic], {"share.auto.offset.reset": "earliest"})
+    return subscriptions
+
+
+@pytest.mark.parametrize(
+    ("max_records", "max_bytes", "expected"), [(3, 1 << 20, 3), (100, 2500, 2), (100, 1, 1), (1, 1, 1)]
+)
+async def test_a_receive_keeps_to_its_records_and_bytes(
+    server: Server, topic: str, max_records: int, max_bytes: int, expected: int
+) -> None:
+    async with Client.connect(server.kafka) as client:
+        await _publish(client, topic, 10)
+        subscriptions = await _subscribe(client, topic, topic)
+        for _ in range(3):
+            found = await subscriptions.receive(topic, "w", max_records=max_records, max_bytes=max_bytes)
+            assert len(found) == expected
+
+
+async def test_a_receive_waits_no_longer_than_it_may(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        await _publish(client, topic, 1)
+        subscriptions = await _subscribe(client, topic, topic)
+        assert len(await subscriptions.receive(topic, "w", max_records=10)) == 1
+        for wait_ms in (0, 1, 50):
+            assert await subscriptions.receive(topic, "w", max_records=10, wait_ms=wait_ms) == []
+
+
+async def test_a_delivery_is_not_waited_for_beyond_the_wait(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        await _publish(client, topic, 1)
+        await _subscribe(client, topic, topic)
+        for wait_ms in (0, 50):
+            assert (await delivery_state(client, topic, topic, 0, 0, wait_ms=wait_ms)).state == "waiting"
+
+
+async def test_pages_of_topics_keep_to_their_limit(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        for number in range(4):
+            await _publish(client, f"{topic}-{number}", 1)
+        for limit in (0, 1, 3, 10):
+            page = await topics_page(client, search=topic, limit=limit)
+            assert (len(page.topics), page.total) == (min(limit, 4), 4)
+
+
+# -- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{server.http}", timeout=60.0) as client:
+        yield client
+
+
+def test_pages_of_the_registry_keep_to_their_limit(http: httpx.Client, topic: str) -> None:
+    for number in range(4):
+        body = {"schema": '{"type": "string"}'}
+        assert http.post(f"/registry/subjects/{topic}-{number}/versions", json=body).status_code == 200
+    for limit in (0, 1, 3, 10):
+        wanted = {"subjectPrefix": topic, "offset": 0, "limit": limit}
+        assert len(http.get("/registry/subjects", params=wanted).json()) == min(limit, 4)
+        assert len(http.get("/registry/schemas", params=wanted).json()) == min(limit, 4)
+
+
+def _messages(http: httpx.Client, topic: str, count: int, **settings: Any) -> None:
+    """A topic and a subscription with messages of a thousand bytes each."""
+    for _ in range(count):
+        assert http.post(f"/v1/topics/{topic}/messages", content=b"x" * 1000).status_code == 201
+    body = {"name": topic, "topics": [topic], "start": "start", **settings}
+    assert http.post("/v1/subscriptions", json=body).status_code == 201
+
+
+def _pull(http: httpx.Client, name: str, **wanted: Any) -> list[Any]:
+    answer = http.post(f"/v1/subscriptions/{name}/messages:pull", json=wanted)
+    assert answer.status_code == 200, answer.text
+    messages: list[Any] = answer.json()["messages"]
+    return messages
+
+
+def test_a_pull_keeps_to_its_records_and_bytes(http: httpx.Client, topic: str) -> None:
+    _messages(http, topic, 12)
+    assert len(_pull(http, topic, max=3)) == 3
+    for max_bytes in (1, 1500, 3000):
+        pulled = _pull(http, topic, max=100, max_bytes=max_bytes)
+        assert len(pulled) == 1 or sum(len(one["value"]) for one in pulled) <= max_bytes
+        assert pulled
+
+
+def test_a_pull_waits_no_longer_than_it_may(http: httpx.Client, topic: str) -> None:
+    _messages(http, topic, 1)
+    assert len(_pull(http, topic, max=10)) == 1
+    for wait_ms in (0, 1, 50):
+        assert _pull(http, topic, max=10, wait_ms=wait_ms) == []
+
+
+def test_a_stream_holds_no_more_than_it_may(http: httpx.Client, topic: str) -> None:
+    _messages(http, topic, 5)
+    with http.stream("GET", f"/v1/subscriptions/{topic}/events", params={"max": 2}) as stream:
+        events = (line for line in stream.iter_lines() if line.startswith("data: "))
+        assert [next(events), next(events)]
+        assert len(http.get(f"/v1/subscriptions/{topic}/leases").json()["leases"]) <= 2
+
+
+def test_leases_keep_to_their_limit(http: httpx.Client, topic: str) -> None:
+    _messages(http, topic, 5)
+    assert len(_pull(http, topic, max=5)) == 5
+    for limit in (1, 3, 100):
+        listed = http.get(f"/v1/subscriptions/{topic}/leases", params={"limit": limit}).json()["leases"]
+        assert len(listed) <= limit
+
+
+def test_dead_letters_keep_to_their_limit(http: httpx.Client, topic: str) -> None:
+    _messages(http, topic, 6)
+    settle = {"reject": [message["lease"] for message in _pull(http, topic, max=6)]}
+    assert http.post(f"/v1/subscriptions/{topic}/messages:settle", json=settle).json()["failed"] == 0
+    letters = f"/v1/dead-letters/{topic}-dlq"
+    assert len(http.get(letters, params={"limit": 2}).json()["letters"]) == 2
+    assert http.post(f"{letters}/redrive", json={"limit": 2}).json()["done"] == 2
+    assert http.post(f"{letters}/purge", json={"limit": 1}).json()["done"] == 1
+    assert len(http.get(letters, params={"limit": 100}).json()["letters"]) == 3
