@@ -71,6 +71,23 @@ def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, nam
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
 
 
+def test_the_backlog_is_the_sum_of_what_messages_wait_for(millstream: CommandLine, name: str) -> None:
+    """Also of messages that no worker has asked for yet, which the queue has not looked at."""
+
+    def counted() -> dict[str, int]:
+        (queue,) = millstream("subscription", "describe", name, "--json").document["queues"]
+        return {state: queue[state] for state in ("backlog", "available", "leased", "parked", "blocked", "rejecting")}
+
+    assert millstream.process("publish", name, stdin=b"a\n" * 20).code == 0
+    assert counted() == {"backlog": 20, "available": 20, "leased": 0, "parked": 0, "blocked": 0, "rejecting": 0}
+    pull = ("subscription", "pull", name, "--wait", 60)
+    assert millstream(*pull, "-n", 3).code == 0
+    assert millstream(*pull, "-n", 2, "--release").code == 0
+    found = counted()
+    assert (found["backlog"], found["leased"]) == (20, 3)
+    assert sum(found.values()) == 2 * found["backlog"]
+
+
 def test_every_interface_reports_who_holds_a_message(server: Server, millstream: CommandLine, name: str) -> None:
     assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
     assert "No worker holds a message." in millstream("subscription", "leases", name).out

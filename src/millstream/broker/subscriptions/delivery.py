@@ -250,6 +250,11 @@ class Delivery:
         return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
 
     @property
+    def available(self) -> int:
+        """The approximate number of messages that wait for a worker."""
+        return self.queue.available(readable_end(self.partition, self.settings.isolation))
+
+    @property
     def topic(self) -> str:
         """The name of the topic."""
         return self.partition.topic.name

@@ -17,7 +17,7 @@ Count = Callable[[Delivery], float]
 
 _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
     ("backlog", "gauge", "Unfinished messages (approximate).", lambda one: one.backlog),
-    ("available", "gauge", "Messages waiting for a worker.", lambda one: one.queue.counts.available),
+    ("available", "gauge", "Messages waiting for a worker (approximate).", lambda one: one.available),
     ("leased", "gauge", "Messages held by workers.", lambda one: one.queue.counts.leased),
     (
         "parked",

@@ -235,7 +235,14 @@ class Queue:
 
     def backlog(self, end_offset: int) -> int:
         """Return the approximate number of unfinished messages; unscanned ones may be filtered out."""
-        return self._fold.unfinished + max(0, end_offset - self._fold.window.end)
+        return self._fold.unfinished + self._unscanned(end_offset)
+
+    def available(self, end_offset: int) -> int:
+        """Return the approximate number of messages that wait for a worker; unscanned ones may be filtered out."""
+        return self._fold.counts[AVAILABLE] + self._unscanned(end_offset)
+
+    def _unscanned(self, end_offset: int) -> int:
+        return max(0, end_offset - self._fold.window.end)
 
     # -- looking ahead ---------------------------------------------------------------------------------------
 

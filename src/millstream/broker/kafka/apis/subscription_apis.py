@@ -316,6 +316,7 @@ def _queue(delivery: Delivery, now_ms: int) -> dict[str, Any]:
         "oldest_age_ms": delivery.oldest_age_ms(now_ms) if delivery.backlog else 0,
         "waiting_workers": delivery.waiting,
         **queue.counts._asdict(),
+        "available": delivery.available,
         **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
         "redelivered": queue.redelivered,
         "refused_letters": len(delivery.refused_letters),
