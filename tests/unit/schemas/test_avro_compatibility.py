@@ -70,6 +70,13 @@ def test_resolution(reader: Any, writer: Any, expected: list[str]) -> None:
     assert kinds(reader, writer) == expected
 
 
+def test_many_symbols_are_compared_in_no_time() -> None:
+    """With a step for each pair of symbols, this would take longer than a test may."""
+    before, after = ([f"{letter}{number}" for number in range(60_000)] for letter in "AB")
+    assert kinds(enum(*after), enum(*before)) == ["MISSING_ENUM_SYMBOLS"]
+    assert kinds(enum(*after, *before), enum(*before)) == []
+
+
 PRIMITIVES = st.sampled_from(["null", "boolean", "int", "long", "float", "double", "bytes", "string"])
 ENUMS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True).map(lambda symbols: enum(*symbols))
 FIXED = st.sampled_from([4, 8]).map(lambda size: {"type": "fixed", "name": "F", "size": size})

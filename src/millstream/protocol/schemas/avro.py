@@ -458,7 +458,8 @@ def _compare_sizes(reader: AvroType, writer: AvroType, path: str) -> list[Differ
 
 
 def _compare_symbols(reader: AvroType, writer: AvroType, path: str) -> list[Difference]:
-    lacking = [symbol for symbol in writer.symbols if symbol not in reader.symbols]
+    known = frozenset(reader.symbols)
+    lacking = [symbol for symbol in writer.symbols if symbol not in known]
     if not lacking or reader.default_symbol is not None:
         return []
     listed = f"[{', '.join(lacking)}]"
