@@ -129,8 +129,9 @@ kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknow
 conformance: $(DEV_STAMP) ## Run the Java and Go clients against a broker; skips what Maven or Go cannot fetch
 	@$(BIN)/python -m conformance.run
 
-compare: $(DEV_STAMP) ## Send unusual requests to Apache Kafka and Millstream, and show where the responses differ
+compare: $(DEV_STAMP) ## Send unusual requests to Apache Kafka and Millstream, and decide pairs of schemas beside Apicurio; show the differences
 	@$(BIN)/python -m conformance.compare
+	@$(BIN)/python -m conformance.schema_pairs
 
 fuzz: $(DEV_STAMP) ## Fuzz the broker with broken frames, requests, data folders and records, a minute each
 	@$(BIN)/python -m trials.fuzz_run $(FUZZ_ARGS)

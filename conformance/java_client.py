@@ -21,7 +21,7 @@ _OLD = ("old.OldAdministration",)
 _FRAMEWORKS = ("frameworks.Connecting", "frameworks.Streaming")
 _MODEST = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # How Maven and the network below it speak of a registry that cannot be reached.
-_OFFLINE = ("Could not transfer", "Unknown host", "UnknownHost", "Connection refused", "in offline mode", "timed out")
+OFFLINE = ("Could not transfer", "Unknown host", "UnknownHost", "Connection refused", "in offline mode", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def transaction_program(version: str) -> Sequence[str]:
     """The command of the program that the trial of transactions kills; its arguments follow."""
     output = _compile(f"java-{version}", version, "-Dleft.out=old")
     quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
-    return ["java", *_MODEST, quiet, "-cp", _class_path(output), "millstream.conformance.current.TransactionProgram"]
+    return ["java", *_MODEST, quiet, "-cp", class_path(output), "millstream.conformance.current.TransactionProgram"]
 
 
 def _build(folder: str, version: str, *settings: str) -> Program:
@@ -78,24 +78,24 @@ def _build(folder: str, version: str, *settings: str) -> Program:
     log = output / "client.log"
     log.unlink(missing_ok=True)
     logging = ["-Dorg.slf4j.simpleLogger.defaultLogLevel=info", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
-    return Program(["java", *_MODEST, *logging, "-cp", _class_path(output), "millstream.conformance.Trial"], log)
+    return Program(["java", *_MODEST, *logging, "-cp", class_path(output), "millstream.conformance.Trial"], log)
 
 
 def _compile(folder: str, version: str, *settings: str) -> Path:
-    _check_java()
+    check_java()
     if shutil.which("mvn") is None:
         raise Unavailable("Maven (mvn) is not on the PATH")
     output = BUILT / folder
     command = ["mvn", "-q", "-B", f"-Dkafka.version={version}", f"-Doutput={output}", *settings, "compile"]
-    run_builder(command, folder=HERE / "java", offline_marks=_OFFLINE)
+    run_builder(command, folder=HERE / "java", offline_marks=OFFLINE)
     return output
 
 
-def _class_path(output: Path) -> str:
+def class_path(output: Path) -> str:
     return f"{output / 'classes'}:{output / 'lib' / '*'}"
 
 
-def _check_java() -> None:
+def check_java() -> None:
     if shutil.which("java") is None or shutil.which("javac") is None:
         raise Unavailable("a Java development kit (java, javac) is not on the PATH")
     output = subprocess.run(["javac", "-version"], capture_output=True, text=True, timeout=60)

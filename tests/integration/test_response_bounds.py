@@ -282,7 +282,7 @@ def test_pages_of_the_registry_keep_to_their_limit(http: httpx.Client, topic: st
         body = {"schema": '{"type": "string"}'}
         assert http.post(f"/registry/subjects/{topic}-{number}/versions", json=body).status_code == 200
     for limit in (0, 1, 3, 10):
-        wanted = {"subjectPrefix": topic, "offset": 0, "limit": limit}
+        wanted: dict[str, str | int] = {"subjectPrefix": topic, "offset": 0, "limit": limit}
         assert len(http.get("/registry/subjects", params=wanted).json()) == min(limit, 4)
         assert len(http.get("/registry/schemas", params=wanted).json()) == min(limit, 4)
 
