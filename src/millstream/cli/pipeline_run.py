@@ -95,6 +95,43 @@ def unwound_by_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) -> None:
+    """Decode the newest messages as landing would, and print what would be landed."""
+    from millstream.pipelines.jobs.error_reason import reason_of
+    from millstream.pipelines.runtime.dry_run import land_sample
+
+    with (
+        unwound_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        signed_in(brokers, scratch) as (_, access),
+    ):
+        try:
+            documents = land_sample(pipeline, brokers, access, lake, scratch)["topics"]
+        except MillstreamError:
+            raise
+        except Exception as error:
+            raise CommandFailed(reason_of(error)) from error
+    lines = [line for one in documents for line in _landing_lines(one)]
+    print_answer({"topics": documents}, "\n".join(lines), as_json=as_json)
+
+
+def _landing_lines(document: dict[str, Any]) -> list[str]:
+    table = "the table" if document["exists"] else "a new table"
+    lines = [
+        f"{one_line(document['topic'])}: {table} at {one_line(document['table'])}",
+        f"columns: {_columns(document['columns'])}",
+    ]
+    if document["exists"] and document["added"]:
+        lines.append(f"new columns: {', '.join(map(one_line, document['added']))}")
+    lines.append(
+        f"Of {counted(document['sampled'], 'message')} it would land {document['landed']:,} and quarantine "
+        f"{document['quarantined']:,}."
+    )
+    lines += [f"quarantined, {number:,}: {one_line(reason)}" for reason, number in document["reasons"].items()]
+    lines += [json.dumps(row, ensure_ascii=False) for row in document["rows"]]
+    return lines
+
+
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the latest messages, and print the result."""
     from millstream.pipelines.jobs.error_reason import reason_of
@@ -112,20 +149,7 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
             raise
         except Exception as error:
             raise CommandFailed(reason_of(error)) from error
-    print_answer(_document(plan), _text(plan), as_json=as_json)
-
-
-def _document(plan: DryRun) -> dict[str, object]:
-    return {
-        "columns": {topic: dict(columns) for topic, columns in plan.columns.items()},
-        "output": dict(plan.output),
-        "has_state": plan.has_state,
-        "sampled": plan.sampled,
-        "undecoded": plan.undecoded,
-        "written": plan.written,
-        "rows": [json.loads(json.dumps(dict(row), default=str)) for row in plan.rows],
-        "plan": plan.plan,
-    }
+    print_answer(plan.as_document(), _text(plan), as_json=as_json)
 
 
 def _text(plan: DryRun) -> str:
@@ -231,8 +255,9 @@ Dry = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="For a transform: show its plan and its output for a sample; for a job: run it on a sample and show what "
-        "it would write. Nothing is written.",
+        help="For a transform: show its plan and its output for a sample; for landing: show the columns, and which "
+        "messages of a sample would be quarantined; for a job: run it on a sample and show what it would write. "
+        "Nothing is written.",
     ),
 ]
 
@@ -359,6 +384,8 @@ def _run(kind_or_name: str, flags: Flags, name: str | None, how: _How) -> None:
     by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
         run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=how.dry, as_json=how.as_json)
+    elif how.dry and pipeline.kind is PipelineKind.LAND:
+        show_landing(pipeline, brokers, flags.lake or places.lake, as_json=how.as_json)
     elif how.dry:
         show_dry_run(pipeline, brokers, master=how.master, memory=how.memory, as_json=how.as_json)
     else:

@@ -575,6 +575,10 @@ class Outcome:
     """Redelivered, by subscription."""
     unreached: int = 0
     """Partitions without a leader."""
+    selected: int = 0
+    """Matching letters that were found so far."""
+    is_stopped: bool = False
+    """Set by the caller to end early, after the letters in progress."""
     has_begun: bool = False
     is_sending: bool = False
 
@@ -635,10 +639,12 @@ async def redrive_letters(
             chosen.clear()
             outcome.done = done
             for start in range(0, len(chosen_now), BATCH):
+                if outcome.is_stopped:
+                    break
                 await _redrive_some(desk, chosen_now[start : start + BATCH], outcome)
                 on_progress(outcome.done)
             done = outcome.done
-            if len(chosen_now) < ROUND_MAX:
+            if len(chosen_now) < ROUND_MAX or outcome.is_stopped:
                 break
         await desk.forget_closed()
     outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
@@ -727,7 +733,7 @@ async def _pass(
 
     async for letters in desk.letters(missing):
         for letter in letters:
-            if limit is not None and outcome.done >= limit:
+            if outcome.is_stopped or (limit is not None and outcome.done >= limit):
                 return
             if wanted is not None and not wanted(letter):
                 outcome.unmatched += 1
@@ -739,6 +745,7 @@ async def _pass(
                 outcome.doubtful += await desk.close([letter])
             outcome.is_sending = False
             outcome.done += 1
+            outcome.selected += 1
             found += 1
             if is_survey:
                 skipped.append(without_content(letter))

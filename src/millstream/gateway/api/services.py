@@ -37,7 +37,7 @@ class Services:
         gateway: Services | None = None,
         credentials: Credentials | None = None,
     ) -> None:
-        self._kafka_address = kafka_address
+        self.kafka_address = kafka_address
         self._gateway = gateway
         self._starting = starting
         self.client = _connect(kafka_address, credentials)
@@ -57,7 +57,7 @@ class Services:
     def acting_for(self, credentials: Credentials) -> Services:
         """Return services with the rights of a caller; limits and memory are shared."""
         return Services(
-            self._kafka_address,
+            self.kafka_address,
             starting=self._starting,
             pressure=self.pressure,
             gateway=self,

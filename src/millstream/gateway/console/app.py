@@ -38,6 +38,7 @@ from millstream.gateway.console.visit import (
     Visit,
     refuse_read_only,
 )
+from millstream.gateway.console.works import Acting, Works
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
 
@@ -99,13 +100,15 @@ class ConsoleApp:
         self.history = History(services)
         self.recent = Recent()
         self.searches = Searches()
+        self.works = Works(self.recent.clear)
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
         for route in routes:
             self._tree.add(route, route)
 
     async def close(self) -> None:
-        """Stop sampling and searching."""
+        """Stop sampling, searching and working."""
+        await self.works.close()
         await self.history.close()
         await self.searches.close()
 
@@ -165,6 +168,8 @@ class ConsoleApp:
                     history=self.history,
                     recent=self.recent,
                     searches=self.searches,
+                    works=self.works,
+                    acting=lambda: self._acting_on(exchange, signed_in),
                     settings=self._settings,
                     principal=principal,
                     host=host_of(scope),
@@ -194,6 +199,20 @@ class ConsoleApp:
         shown = self._shown(exchange, signed_in)
         async with self._callers.acting_as(shown) as caller:
             yield caller.services, caller.principal
+
+    @asynccontextmanager
+    async def _acting_on(self, exchange: _Exchange, signed_in: SignedIn) -> AsyncIterator[Acting]:
+        """Act for a person beyond a request, until their session ends."""
+        async with self._acting_for(exchange, signed_in) as (services, _):
+            lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            if self._callers is not None:
+                lapsed = asyncio.ensure_future(self._callers.until_lapsed(self._shown(exchange, signed_in)))
+            try:
+                yield Acting(services, lapsed)
+            finally:
+                lapsed.cancel()
+                with suppress(asyncio.CancelledError):
+                    await lapsed
 
     def _shown(self, exchange: _Exchange, signed_in: SignedIn) -> Shown:
         host = host_of(exchange.scope)
@@ -273,6 +292,7 @@ class ConsoleApp:
             "csrf": visit.csrf,
             "read_only": visit.settings.read_only,
             "notice": visit.notice,
+            "working": visit.works.running(visit.person),
             "live": True,
             **page.context,
         }
@@ -288,6 +308,7 @@ class ConsoleApp:
             "detail": error.detail,
             "live": False,
             "read_only": self._settings.read_only,
+            "working": [],
             "notice": "",
             "visit": None,
             "csrf": "",
@@ -301,8 +322,16 @@ class ConsoleApp:
         self, exchange: Any, status: HTTPStatus, template: str, context: Mapping[str, Any], headers: Headers
     ) -> None:
         """Send a page that is not part of a visit, for people who are not signed in."""
-        shown = {"section": "", "live": False, "read_only": False, "notice": "", "visit": None, "csrf": "", **context}
-        await self._send(exchange, status, [_HTML, *headers], render(template, shown))
+        shown = {
+            "section": "",
+            "live": False,
+            "read_only": False,
+            "notice": "",
+            "visit": None,
+            "csrf": "",
+            "working": [],
+        }
+        await self._send(exchange, status, [_HTML, *headers], render(template, {**shown, **context}))
 
     async def redirect(self, exchange: Any, to: str, headers: Headers) -> None:
         """Send the browser to another address."""

@@ -17,6 +17,7 @@ from millstream.gateway.console.pages import (
     schemas,
     subscriptions,
     topics,
+    works,
 )
 from millstream.gateway.console.visit import PageRoute
 
@@ -33,4 +34,5 @@ ROUTES: Final[tuple[PageRoute, ...]] = (
     *mirrors.ROUTES,
     *schemas.ROUTES,
     *access.ROUTES,
+    *works.ROUTES,
 )

@@ -16,10 +16,12 @@ from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.request_memory import RequestMemory
 from millstream.protocol.private.browse_messages import NoteReadingRequest
+from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
     from millstream.gateway.console.history import History, Recent
     from millstream.gateway.console.search import Searches
+    from millstream.gateway.console.works import Start, Works
 
 T = TypeVar("T")
 
@@ -53,6 +55,9 @@ class Visit:
     history: History
     recent: Recent
     searches: Searches
+    works: Works
+    acting: Start
+    """Acts for the person beyond this request."""
     settings: ConsoleSettings
     principal: str = ""
     """Who is signed in; empty where everyone may do everything."""
@@ -90,6 +95,24 @@ class Visit:
             raise invalid(f"{name} must be one of {', '.join(allowed)}, not {found!r}")
         return found
 
+    @property
+    def search(self) -> str:
+        """What a list is searched for."""
+        return self.text("search", length_max=249)
+
+    @property
+    def page(self) -> int:
+        """Which page of a list is shown; the first is 0."""
+        return self.number("page", 0, high=1_000_000)
+
+    def paging(self, total: int) -> dict[str, Any]:
+        """Return what the template of a list needs to page through it."""
+        return {"total": total, "search": self.search, "page": self.page, "rows": PAGE_ROWS}
+
+    def on_page(self, rows: Sequence[T]) -> Sequence[T]:
+        """Return the rows of a list that this page shows."""
+        return rows[self.page * PAGE_ROWS : (self.page + 1) * PAGE_ROWS]
+
     def confirm(self, name: str) -> None:
         """Refuse a destructive change unless its form repeats the name of what it destroys."""
         if self.text("confirm") != name:
@@ -108,10 +131,10 @@ class Visit:
         """Whose searches are counted together: the principal, or everyone at an address."""
         return self.principal or self.host
 
-    async def note_reading(self, topic: str, how: str, **more: Any) -> None:
-        """Record that the person is shown messages, where there is an audit log."""
+    async def note_reading(self, topic: str, how: str, *, client: Client | None = None, **more: Any) -> None:
+        """Record that the person is shown messages, where there is an audit log; by another client after the visit."""
         if self.principal:
-            await note_reading(self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
+            await note_reading(client or self.services.client, NoteReadingRequest(topic=topic, how=how, **more))
 
     async def shared(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what the page shows: fresh when a person opens it, possibly shared when an open page refreshes."""
@@ -184,6 +207,12 @@ class PageRoute:
 def change(path: str, handle: Callable[[Visit], Awaitable[Answer]]) -> PageRoute:
     """Return the route of a change."""
     return PageRoute(path=path, handle=handle, method="POST")
+
+
+def done(to: str, text: str, *words: object) -> Done:
+    """Return the answer to a change: what happened, and the command that does the same."""
+    said = command(*words)
+    return Done(to, f"{text} ({said})" if text.endswith(".") else f"{text}: {said}")
 
 
 def address(*parts: object) -> str:

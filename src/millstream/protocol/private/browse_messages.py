@@ -76,7 +76,7 @@ class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     topic: str
     how: str
-    """`browse`, `message`, `search`, `tail`, `download`, `letters` or `filter`, the trial of a filter."""
+    """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter`, the trial of a filter, or `dry-run`."""
     partition: int = -1
     offset: int = -1
     """The message, if it is a single one."""

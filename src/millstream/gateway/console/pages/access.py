@@ -34,7 +34,7 @@ from millstream.core.acl import (
 from millstream.core.errors import MillstreamError
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command, done
 
 SHOWN: Final = 200
 _TYPES: Final = (ResourceType.TOPIC, ResourceType.GROUP, ResourceType.CLUSTER, ResourceType.TRANSACTIONAL_ID)
@@ -54,16 +54,15 @@ async def show(visit: Visit) -> Answer:
             return empty
 
     rules = sorted(await seen(list_acls(client, AclFilter()), []))
-    search = visit.text("search", length_max=249).lower()
     found = [(one, _words(one)) for one in rules]
-    matching = [(one, words) for one, words in found if search in " ".join(words).lower()]
+    matching = [(one, words) for one, words in found if visit.search.lower() in " ".join(words).lower()]
     quotas: dict[QuotaEntity, dict[str, float]] = await seen(list_quotas(client), {})
     context = {
         "users": sorted((await seen(list_users(client), {})).items())[:SHOWN],
         "tokens": list(await seen(list_tokens(client), []))[:SHOWN],
         "rules": matching[:SHOWN],
         "rules_total": len(matching),
-        "search": visit.text("search", length_max=249),
+        "search": visit.search,
         "quotas": [
             (str(entity), " ".join(entity.words), limits.get(PRODUCER_BYTE_RATE), limits.get(CONSUMER_BYTE_RATE))
             for entity, limits in quotas.items()
@@ -101,8 +100,8 @@ async def put(visit: Visit) -> Answer:
     if not is_known and not wants_new:
         raise invalid(f"there is no user {name!r}; nothing was changed")
     await put_user(client, name, password)
-    words = command("user", "create" if wants_new else "password", name, "--password-stdin")
-    return _done(f"User {name} {'is created' if wants_new else 'has another password'}: {words}")
+    text = f"User {name} {'is created' if wants_new else 'has another password'}"
+    return _done(text, "user", "create" if wants_new else "password", name, "--password-stdin")
 
 
 async def delete(visit: Visit) -> Answer:
@@ -110,7 +109,7 @@ async def delete(visit: Visit) -> Answer:
     name = visit.text("name", length_max=249)
     visit.confirm(name)
     await delete_user(visit.services.client, name)
-    return _done(f"User {name} is deleted: {command('user', 'delete', name)}")
+    return _done(f"User {name} is deleted", "user", "delete", name)
 
 
 async def make_token(visit: Visit) -> Answer:
@@ -136,7 +135,7 @@ async def revoke(visit: Visit) -> Answer:
     token = visit.text("token")
     visit.confirm(token)
     await revoke_token(visit.services.client, token)
-    return _done(f"Token {token} is revoked: {command('token', 'revoke', token)}")
+    return _done(f"Token {token} is revoked", "token", "revoke", token)
 
 
 async def allow(visit: Visit) -> Answer:
@@ -149,7 +148,7 @@ async def allow(visit: Visit) -> Answer:
     rules = parse_rules(parse_name(Permission, verb), principal, operations, resource, is_prefixed, host or WILDCARD)
     await add_acls(visit.services.client, rules)
     flags = (*(("--prefixed",) if is_prefixed else ()), *(("--host", host) if host else ()))
-    return _done(f"The rule is added: {command('acl', verb, principal, operations, resource, *flags)}")
+    return _done("The rule is added", "acl", verb, principal, operations, resource, *flags)
 
 
 async def remove(visit: Visit) -> Answer:
@@ -169,7 +168,7 @@ async def remove(visit: Visit) -> Answer:
         permission=rule.permission,
     )
     await remove_acls(visit.services.client, [selected])
-    return _done(f"The rule is removed: {command('acl', 'remove', *_words(rule))}")
+    return _done("The rule is removed", "acl", "remove", *_words(rule))
 
 
 async def set_quota(visit: Visit) -> Answer:
@@ -178,21 +177,21 @@ async def set_quota(visit: Visit) -> Answer:
     entity = QuotaEntity.parse(words)
     if visit.text("remove") == "1":
         await alter_quota(visit.services.client, entity, dict.fromkeys(LIMITS))
-        return _done(f"The quota of {entity} is removed: {command('quota', 'remove', *words)}")
+        return _done(f"The quota of {entity} is removed", "quota", "remove", *words)
     rates = {PRODUCER_BYTE_RATE: visit.number("produce", 0), CONSUMER_BYTE_RATE: visit.number("consume", 0)}
     changes = {key: float(rate) for key, rate in rates.items() if rate}
     if not changes:
         raise invalid("give how many bytes per second may be produced, consumed, or both")
     await alter_quota(visit.services.client, entity, changes)
     flags = [word for key, flag in _RATES.items() if key in changes for word in (flag, f"{changes[key]:.0f}")]
-    return _done(f"{entity} is limited: {command('quota', 'set', *words, *flags)}")
+    return _done(f"{entity} is limited", "quota", "set", *words, *flags)
 
 
 _RATES: Final = {PRODUCER_BYTE_RATE: "--produce", CONSUMER_BYTE_RATE: "--consume"}
 
 
-def _done(notice: str) -> Done:
-    return Done(address("access"), notice)
+def _done(text: str, *words: object) -> Done:
+    return done(address("access"), text, *words)
 
 
 ROUTES: Final = (

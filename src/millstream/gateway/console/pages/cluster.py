@@ -19,7 +19,7 @@ from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
 
 SHOWN: Final = 200
 MEASURED_S: Final = 0.5
@@ -53,10 +53,8 @@ async def transactions(visit: Visit) -> Answer:
     client = visit.services.client
     only_open = visit.text("all") != "1"
     listed = await list_transactions(client, states=sorted(OPEN_STATES) if only_open else ())
-    page = visit.number("page", 0, high=1_000_000)
-    shown = listed[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
     rows = []
-    for one in shown:
+    for one in visit.on_page(listed):
         try:
             rows.append(
                 (one, await describe_transaction(client, one.transactional_id) if one.state in OPEN_STATES else None)
@@ -70,10 +68,8 @@ async def transactions(visit: Visit) -> Answer:
     except NotAuthorized as error:
         problem = str(error)
     context = {
+        **visit.paging(len(listed)),
         "transactions": rows,
-        "total": len(listed),
-        "page": page,
-        "rows": PAGE_ROWS,
         "only_open": only_open,
         "hanging": hanging[:SHOWN],
         "looked": looked,
@@ -89,16 +85,15 @@ async def abort(visit: Visit) -> Answer:
     if name := visit.text("transaction"):
         visit.confirm(name)
         before = await abort_transaction(client, name)
-        words = command("transaction", "abort", name)
-        return Done(address("transactions"), f"{name} is aborted; it was {before}: {words}")
+        return done(address("transactions"), f"{name} is aborted; it was {before}", "transaction", "abort", name)
     topic, partition = visit.text("topic"), visit.number("partition", 0)
     producer = visit.number("producer", 0, high=2**63 - 1)
     if not topic:
         raise invalid("name a transaction, or a topic, a partition and a producer")
     visit.confirm(topic)
     await abort_on_partition(client, TopicPartition(topic, PartitionIndex(partition)), producer)
-    words = command("transaction", "abort", "--topic", topic, "--partition", partition, "--producer-id", producer)
-    return Done(address("transactions"), f"The transaction of producer {producer} is ended: {words}")
+    words = ("transaction", "abort", "--topic", topic, "--partition", partition, "--producer-id", producer)
+    return done(address("transactions"), f"The transaction of producer {producer} is ended", *words)
 
 
 async def clients(visit: Visit) -> Answer:
@@ -106,13 +101,10 @@ async def clients(visit: Visit) -> Answer:
     found = await list_clients(visit.services.client, interval_s=MEASURED_S)
     every = visit.text("all") == "1"
     shown = [one for one in found.clients if every or one.roles]
-    page = visit.number("page", 0, high=1_000_000)
     context = {
-        "clients": shown[page * PAGE_ROWS : (page + 1) * PAGE_ROWS],
-        "total": len(shown),
+        **visit.paging(len(shown)),
+        "clients": visit.on_page(shown),
         "left_out": found.left_out,
-        "page": page,
-        "rows": PAGE_ROWS,
         "every": every,
     }
     return Page("clients.html", context)

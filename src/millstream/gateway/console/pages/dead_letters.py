@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -16,19 +17,21 @@ from millstream.client.admin.dead_letter import (
     headers_of,
     process_letters,
     redrive_letters,
+    survey_letters,
     undeliverable_note,
 )
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.message import held_bytes
+from millstream.gateway.api.services import Services
 from millstream.gateway.console.render import counted
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.works import Measured, Work
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 LOOKED_AT_MAX: Final = 2000
 """Letters that a page looks at for its groups."""
 SHOWN: Final = 50
-REDRIVEN_MAX: Final = 10_000
 PATIENCE_S: Final = 5.0
 
 
@@ -110,57 +113,107 @@ async def show(visit: Visit) -> Answer:
         "may_redrive": all(may) and not visit.settings.read_only,
         "redrive_words": _words("redrive", topic, condition),
         "purge_words": _words("purge", topic, condition),
-        "redriven_max": REDRIVEN_MAX,
     }
     status = HTTPStatus.UNPROCESSABLE_ENTITY if problem else HTTPStatus.OK
     return Page("dead_letter.html", context, status)
 
 
-def _words(verb: str, topic: str, condition: str) -> str:
-    return command("dlq", verb, topic, *(("--filter", condition) if condition else ()))
+def _words(verb: str, topic: str, condition: str, *flags: str) -> str:
+    return command("dlq", verb, topic, *(("--filter", condition) if condition else ()), *flags)
 
 
-def _desk(visit: Visit, topic: str) -> DeadLetterDesk:
-    return DeadLetterDesk(visit.services.client, topic, visit.services.new_worker(None), patience_s=PATIENCE_S)
+def _desk(visit: Visit, topic: str, services: Services | None = None) -> DeadLetterDesk:
+    used = services or visit.services
+    return DeadLetterDesk(used.client, topic, used.new_worker(None), patience_s=PATIENCE_S)
 
 
 async def redrive(visit: Visit) -> Answer:
-    """Deliver the selected messages again, each in its own subscription."""
-    topic, condition, wanted = await _chosen(visit)
-    outcome = Outcome()
-    await redrive_letters(_desk(visit, topic), outcome, wanted=wanted, limit=REDRIVEN_MAX)
-    where = ", ".join(f"{number} to {name}" for name, number in sorted(outcome.revived.items()))
-    text = f"{counted(outcome.done, 'message')} delivered again" + (f" ({where})" if where else "")
-    if outcome.refused:
-        text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
-    return _done(topic, outcome, text, _words("redrive", topic, condition))
+    """Deliver the selected messages again, each in its own subscription, or only count them."""
+    if visit.text("only") == "check":
+        return await _count(visit, "redriven", "redrive", "--dry-run")
+
+    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
+        await redrive_letters(desk, outcome, wanted=wanted, limit=None)
+        text = f"{counted(outcome.done, 'message')} delivered again{_where(outcome.revived, 'to')}"
+        if outcome.refused:
+            text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
+        return text
+
+    return await _work(visit, "Redrive letters of", act, "redrive")
 
 
 async def purge(visit: Visit) -> Answer:
-    """Close the selected letters without delivering their messages."""
+    """Close the selected letters without delivering their messages, or only count them."""
+    if visit.text("only") == "check":
+        return await _count(visit, "deleted", "purge")
 
     async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
 
-    topic, condition, wanted = await _chosen(visit)
-    visit.confirm(topic)
-    outcome = Outcome()
-    await process_letters(_desk(visit, topic), nothing, outcome, wanted=wanted, limit=REDRIVEN_MAX, keep=False)
-    return _done(topic, outcome, f"{counted(outcome.done, 'dead letter')} deleted", _words("purge", topic, condition))
+    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
+        await process_letters(desk, nothing, outcome, wanted=wanted, limit=None, keep=False)
+        return f"{counted(outcome.done, 'dead letter')} deleted"
+
+    visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
+    return await _work(visit, "Delete letters of", act, "purge")
 
 
-async def _chosen(visit: Visit) -> tuple[str, str, Wanted | None]:
+async def _count(visit: Visit, verb: str, *words: str) -> Answer:
+    """Count what a change would do; every letter stays open."""
+
+    async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
+        await survey_letters(desk, outcome, wanted=wanted, limit=None)
+        if verb == "deleted":
+            return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
+        text = (
+            f"{counted(outcome.done, 'letter')} would be redriven{_where(outcome.revived, 'in')}; nothing was changed"
+        )
+        if stays := sum(outcome.refused.values()):
+            reasons = "; ".join(f"{reason} ({number:,})" for reason, number in sorted(outcome.refused.items()))
+            text += f". {counted(stays, 'letter')} would stay open: {reasons}"
+        return text
+
+    return await _work(visit, "Count letters of", act, *words)
+
+
+async def _work(
+    visit: Visit, title: str, act: Callable[[DeadLetterDesk, Outcome, Wanted | None], Awaitable[str]], *words: str
+) -> Answer:
+    """Process the selected letters, also while nobody looks; what is done within a moment is answered at once."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
-    return topic, condition, await _wanted(condition)
+    wanted = await _wanted(condition)
+    known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
+    outcome, total = Outcome(), 0 if known is None else known.letters
+    is_redrive = words == ("redrive",)
+
+    def measure() -> Measured:
+        # A redrive finds letters first, and then delivers their messages: each is half of the way.
+        handled = sum(outcome.revived.values()) + sum(outcome.refused.values())
+        found = (outcome.selected + handled) / 2 if is_redrive else outcome.selected
+        text = f"{counted(outcome.selected + outcome.unmatched, 'letter')} of {total:,} looked at"
+        text += f", {outcome.selected:,} match" if condition else ""
+        text += f", {handled:,} messages handled" if is_redrive else ""
+        return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
+
+    async def process(_work: Work, services: Services) -> str:
+        text = await act(_desk(visit, topic, services), outcome, wanted)
+        if outcome.held:
+            text += f"; {counted(outcome.held, 'letter')} held by other commands"
+        return text + ("; stopped before the rest" if outcome.is_stopped else "")
+
+    verb, *flags = words
+    work = Work(
+        visit.person, f"{title} {topic}", address("dead-letters", topic), _words(verb, topic, condition, *flags)
+    )
+    work.measure = measure
+    work.on_stop = lambda: setattr(outcome, "is_stopped", True)
+    return (await visit.works.start(work, process, visit.acting)).answer()
 
 
-def _done(topic: str, outcome: Outcome, text: str, words: str) -> Done:
-    if outcome.held:
-        text += f"; {counted(outcome.held, 'letter')} held by other commands"
-    if outcome.done >= REDRIVEN_MAX:
-        text += f"; {REDRIVEN_MAX:,} at a time, repeat for more"
-    return Done(address("dead-letters", topic), f"{text}: {words}")
+def _where(counts: Mapping[str, int], preposition: str) -> str:
+    listed = ", ".join(f"{number:,} {preposition} {name}" for name, number in sorted(counts.items()))
+    return f" ({listed})" if listed else ""
 
 
 ROUTES: Final = (

@@ -15,7 +15,8 @@ from millstream.client.admin.groups import (
 from millstream.client.admin.position import parse_position
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
-from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.render import counted
+from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
 from millstream.protocol.wire.group_offsets import commit_offsets, list_groups
 
 _GROUP: Final = ResourceType.GROUP
@@ -23,12 +24,10 @@ _GROUP: Final = ResourceType.GROUP
 
 async def list_all(visit: Visit) -> Answer:
     """List groups; lag is looked up for those on the page."""
-    search = visit.text("search", length_max=249)
-    page = visit.number("page", 0, high=1_000_000)
-    listed = [one for one in await list_groups(visit.services.client) if search.lower() in one[0].lower()]
-    shown = await group_summaries(visit.services.client, listed[page * PAGE_ROWS : (page + 1) * PAGE_ROWS])
-    context = {"groups": shown, "total": len(listed), "search": search, "page": page, "rows": PAGE_ROWS}
-    return Page("groups.html", context)
+    wanted = visit.search.lower()
+    listed = [one for one in await list_groups(visit.services.client) if wanted in one[0].lower()]
+    shown = await group_summaries(visit.services.client, visit.on_page(listed))
+    return Page("groups.html", {**visit.paging(len(listed)), "groups": shown})
 
 
 async def show(visit: Visit) -> Answer:
@@ -60,8 +59,8 @@ async def reset(visit: Visit) -> Answer:
     visit.confirm(name)
     moves = await plan_reset(visit.services.client, name, [topic] if topic else None, None, parse_position(to))
     await commit_offsets(visit.services.client, name, {where: after for where, _, after in moves})
-    words = command("group", "reset", name, "--to", to, *(("--topic", topic) if topic else ()))
-    return Done(address("groups", name), f"{len(moves)} partitions of {name} moved: {words}")
+    words = ("group", "reset", name, "--to", to, *(("--topic", topic) if topic else ()))
+    return done(address("groups", name), f"{counted(len(moves), 'partition')} of {name} moved", *words)
 
 
 async def delete(visit: Visit) -> Answer:
@@ -69,7 +68,7 @@ async def delete(visit: Visit) -> Answer:
     name = visit.names["group"]
     visit.confirm(name)
     await delete_group(visit.services.client, name)
-    return Done(address("groups"), f"Group {name} is deleted: {command('group', 'delete', name)}")
+    return done(address("groups"), f"Group {name} is deleted", "group", "delete", name)
 
 
 ROUTES: Final = (

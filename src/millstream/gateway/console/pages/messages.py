@@ -29,7 +29,7 @@ from millstream.gateway.api.route import EVENT_STREAM, Lane
 from millstream.gateway.api.routes.publishing import publish_messages
 from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
 from millstream.gateway.console.search import Found, Progress, compiled
-from millstream.gateway.console.visit import Answer, Done, Download, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.private.message_trace import message_trace
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -499,9 +499,9 @@ async def publish(visit: Visit) -> Answer:
         partition=visit.number("partition", 0) if visit.text("partition") else None,
     )
     (published,) = await publish_messages(visit.services, name, [from_batch(message)])
-    words = command("publish", name, *(["--key", key] if key else []))
     to = address("topics", name, "messages", published.partition, published.offset)
-    return Done(to, f"Published to partition {published.partition} at offset {published.offset}: {words}")
+    text = f"Published to partition {published.partition} at offset {published.offset}"
+    return done(to, text, "publish", name, *(("--key", key) if key else ()))
 
 
 ROUTES: Final = (

@@ -6,7 +6,7 @@ from typing import Final
 
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.acl import Operation, ResourceType
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
 
 PARTITIONS_SHOWN: Final = 200
 
@@ -44,7 +44,7 @@ async def resume(visit: Visit) -> Answer:
 async def _want(visit: Visit, verb: str, said: str, *, is_wanted: bool) -> Answer:
     name = visit.names["mirror"]
     await MirrorClient(visit.services.client).want(name, is_wanted=is_wanted)
-    return Done(address("mirrors", name), f"Mirror {name} {said}: {command('mirror', verb, name)}")
+    return done(address("mirrors", name), f"Mirror {name} {said}", "mirror", verb, name)
 
 
 async def fail_over(visit: Visit) -> Answer:
@@ -52,7 +52,7 @@ async def fail_over(visit: Visit) -> Answer:
     name = visit.names["mirror"]
     visit.confirm(name)
     await MirrorClient(visit.services.client).fail_over(name)
-    return Done(address("mirrors", name), f"The copies of {name} are writable: {command('mirror', 'failover', name)}")
+    return done(address("mirrors", name), f"The copies of {name} are writable", "mirror", "failover", name)
 
 
 ROUTES: Final = (

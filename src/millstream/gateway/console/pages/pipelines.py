@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
+import tempfile
 import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
-from millstream.client.admin.pipeline_storage import tables_of
+import msgspec
+
+from millstream.client.admin.pipeline_storage import storage_of, tables_of
 from millstream.client.admin.pipelines import PipelineClient, pipeline_of, summary_of
-from millstream.core.acl import Operation, ResourceType
-from millstream.core.errors import MillstreamError, NotAuthorized
-from millstream.core.pipeline import PipelineKind, Rule
+from millstream.client.admin.security import create_token, revoke_token
+from millstream.core.acl import EVERYONE, WILDCARD, Operation, Permission, ResourceType, parse_rules
+from millstream.core.errors import (
+    CoordinatorUnavailable,
+    InvalidRequest,
+    MillstreamError,
+    NotAuthorized,
+    RequestTimedOut,
+)
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
+from millstream.core.private_file import write_private
 from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import invalid
+from millstream.gateway.api.services import Services
 from millstream.gateway.console.pages.subscriptions import try_condition
-from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.works import Measured, Work
+from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
 RULES_SHOWN: Final = 200
 RULES_TRIED: Final = 20
 RUNS_SHOWN: Final = 50
 VALUE_CHARACTERS_MAX: Final = 256 * 1024
+DRY_RUN_S: Final = 180.0
+DRY_RUN_USUAL_S: Final = 40.0
+"""How long a dry run usually takes: most of it is Spark's start."""
+ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+_DRY_RUN: Final = "millstream.pipelines.runtime.dry_run"
+_TRYING: Final = asyncio.Semaphore(1)
+"""One dry run at a time: it takes a gigabyte of memory."""
+_STATEMENT: Final = "sql"
+_MAY_READ: Final = (
+    *parse_rules(Permission.ALLOW, EVERYONE, "read,describe", "topic:*", False, WILDCARD),
+    *parse_rules(Permission.ALLOW, EVERYONE, "describe", "group:*", False, WILDCARD),
+)
 
 
 async def list_all(visit: Visit) -> Answer:
     """List pipelines."""
-    search, page = visit.text("search", length_max=249), visit.number("page", 0, high=1_000_000)
     found = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
-    rows = [one for one in found if search.lower() in one["pipeline"].lower()]
-    context = {
-        "pipelines": rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS],
-        "total": len(rows),
-        "search": search,
-        "page": page,
-        "rows": PAGE_ROWS,
-    }
-    return Page("pipelines.html", context)
+    rows = [one for one in found if visit.search.lower() in one["pipeline"].lower()]
+    return Page("pipelines.html", {**visit.paging(len(rows)), "pipelines": visit.on_page(rows)})
 
 
 async def show(visit: Visit) -> Answer:
@@ -55,6 +81,8 @@ async def show(visit: Visit) -> Answer:
         "runs": [],
         "tried": {},
         "problem": "",
+        "has_dry_run": _has_dry_run(described),
+        "statement": described["settings"].get(_STATEMENT, "") if kind == PipelineKind.TRANSFORM else "",
         "settings": [one for one in sorted(described["settings"].items()) if one[0] != "code"],
         "code": described["settings"].get("code", ""),
         "changeable": [key for key in sorted(described["settings"]) if described["settings"][key] != HIDDEN],
@@ -109,7 +137,7 @@ async def delete(visit: Visit) -> Answer:
     name = visit.names["pipeline"]
     visit.confirm(name)
     await PipelineClient(visit.services.client).delete(name)
-    return Done(address("pipelines"), f"Pipeline {name} is deleted: {command('pipeline', 'delete', name)}")
+    return done(address("pipelines"), f"Pipeline {name} is deleted", "pipeline", "delete", name)
 
 
 async def alter(visit: Visit) -> Answer:
@@ -128,6 +156,109 @@ async def alter(visit: Visit) -> Answer:
         )
     words = ("--unset", key) if is_reset else ("--set", f"{key}={value}")
     return _done(name, f"Pipeline {name} is changed. {said}".strip(), "update", name, *words)
+
+
+async def dry_run(visit: Visit) -> Answer:
+    """Try a pipeline on the newest messages, in its own process and with the rights of the person."""
+    name, client = visit.names["pipeline"], visit.services.client
+    (described,) = await PipelineClient(client).describe([name])
+    pipeline = pipeline_of(described)
+    if not _has_dry_run(described):
+        raise invalid(f"{name} has no dry run here; millstream pipeline run {name} --dry-run may know one")
+    if not await visit.may_change(Operation.ALTER, ResourceType.CLUSTER):
+        raise NotAuthorized("a dry run starts a process on this node, which needs ALTER on the cluster")
+    statement = visit.text(_STATEMENT, length_max=VALUE_CHARACTERS_MAX).replace("\r\n", "\n")
+    if statement and pipeline.kind is PipelineKind.TRANSFORM:
+        pipeline = replace(pipeline, overrides={**pipeline.overrides, _STATEMENT: statement})
+    lake = (await storage_of(client)).lake if pipeline.kind is PipelineKind.LAND else ""
+
+    async def act(work: Work, services: Services) -> str:
+        document = await _try_in_process(pipeline, lake, services, is_guarded=bool(visit.principal))
+        for topic in document["columns"] if "columns" in document else [one["topic"] for one in document["topics"]]:
+            await visit.note_reading(topic, "dry-run", client=services.client)
+        work.result = document
+        return "Nothing was written or committed."
+
+    work = Work(visit.person, f"Dry run of {name}", address("pipelines", name), "")
+    work.measure = lambda: Measured(min(0.95, work.took_s / DRY_RUN_USUAL_S), "Reading the newest messages.")
+    started = await visit.works.start(work, act, visit.acting)
+    # Also if it has ended: its page shows the rows.
+    return Done(address("works", started.id), "")
+
+
+def _has_dry_run(described: dict[str, Any]) -> bool:
+    kind = PipelineKind(described["kind"])
+    return kind in (PipelineKind.LAND, PipelineKind.TRANSFORM) and not pipeline_of(described).has_own_driver
+
+
+async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, is_guarded: bool) -> dict[str, Any]:
+    """Run the process of a dry run; where people have rights, it gets a token that may only read."""
+    from millstream.pipelines.runtime.dry_run import DryRunAnswer, DryRunOrder
+    from millstream.pipelines.source.access import connection_access
+
+    access = connection_access(NODE_CREDENTIALS.get())
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(_TRYING)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-"))
+        if is_guarded:
+            made = await create_token(services.client, _MAY_READ, lasts_ms=int(2 * DRY_RUN_S * 1000))
+            stack.push_async_callback(_revoke, services, made.token_id)
+            path = Path(scratch, "token")
+            write_private(path, made.token.encode())
+            access = replace(access, token_file=str(path))
+        order = DryRunOrder(
+            name=pipeline.name,
+            kind=pipeline.kind,
+            pipeline_id=pipeline.pipeline_id,
+            overrides=dict(pipeline.overrides),
+            kafka=services.kafka_address,
+            lake=lake,
+            access=access.as_options(),
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _DRY_RUN),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            limit=ANSWER_BYTES_MAX,
+            # The settings of the node may hold passwords.
+            env={
+                name: text for name, text in os.environ.items() if not name.startswith(("MILLSTREAM_", "_MILLSTREAM"))
+            },
+            # The leader of its group, so that Java ends with it.
+            process_group=0,
+        )
+        stack.push_async_callback(_end, process)
+        if process.stdin is None or process.stdout is None:
+            raise OSError("a process without pipes")
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        try:
+            async with asyncio.timeout(DRY_RUN_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise RequestTimedOut(f"the dry run took longer than {DRY_RUN_S:g} s, and was ended") from None
+        if not line:
+            raise CoordinatorUnavailable(
+                "the process of the dry run ended without an answer; its memory may not suffice"
+            )
+        answer = msgspec.json.decode(line, type=DryRunAnswer)
+        if answer.failed:
+            raise InvalidRequest(answer.failed)
+        return answer.document
+
+
+async def _revoke(services: Services, token_id: str) -> None:
+    # It expires soon anyway.
+    with suppress(MillstreamError):
+        await revoke_token(services.client, token_id)
+
+
+async def _end(process: Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def put_rule(visit: Visit) -> Answer:
@@ -197,7 +328,7 @@ async def show_run(visit: Visit) -> Answer:
 
 
 def _done(name: str, text: str, *words: object) -> Done:
-    return Done(address("pipelines", name), f"{text}: {command('pipeline', *words)}")
+    return done(address("pipelines", name), text, "pipeline", *words)
 
 
 _ONE: Final = "/pipelines/{pipeline}"
@@ -209,6 +340,7 @@ ROUTES: Final = (
     change(f"{_ONE}/start", start),
     change(f"{_ONE}/stop", stop),
     change(f"{_ONE}/settings", alter),
+    change(f"{_ONE}/dry-run", dry_run),
     change(f"{_ONE}/rule", put_rule),
     change(f"{_ONE}/delete-rule", delete_rule),
     change(f"{_ONE}/trigger", trigger),

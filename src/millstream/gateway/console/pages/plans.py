@@ -5,20 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from millstream.client.admin import cluster_plans
-from millstream.client.admin.cluster_plans import (
-    apply_plan,
-    cancel_plan,
-    compute_plan,
-    current_plan,
-    describe_plan,
-    describe_progress,
-    propose_plan,
-)
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.cluster_plan import BALANCE, DRAIN, REMOVE, THROTTLE_BYTES
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
+from millstream.protocol.private.plan_messages import PlanResponse
 
 MOVES_SHOWN: Final = 200
 MIB: Final = 1024 * 1024
@@ -28,22 +20,28 @@ _KINDS: Final = (BALANCE, DRAIN, REMOVE)
 async def show(visit: Visit) -> Answer:
     """Show the last plan, and how far it is."""
     try:
-        current = await current_plan(visit.services.client)
+        current = await cluster_plans.current_plan(visit.services.client)
     except InvalidRequest as error:
         # A single node has no plans.
         return Page("plan.html", {"problem": str(error)})
-    nodes = sorted(int(one) for one in (await visit.services.client.metadata([])).nodes)
-    context = {
+    may_change = await visit.may_change(Operation.ALTER, ResourceType.CLUSTER)
+    return Page("plan.html", await _context(visit, current, may_change=may_change))
+
+
+async def _context(
+    visit: Visit, current: PlanResponse, *, may_change: bool, computed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the page shows of a plan; `computed` is its cost, if it was just computed."""
+    return {
         "problem": "",
-        "plan": describe_progress(current),
+        "plan": cluster_plans.describe_progress(current),
         "moves": [(one, one.move().moved_bytes) for one in current.moves[:MOVES_SHOWN]],
         "left_out": max(0, len(current.moves) - MOVES_SHOWN),
-        "computed": None,
-        "nodes": nodes,
-        "may_change": await visit.may_change(Operation.ALTER, ResourceType.CLUSTER),
+        "computed": computed,
+        "nodes": sorted(int(one) for one in (await visit.services.client.metadata([])).nodes),
+        "may_change": may_change,
         "throttle_mib": (current.throttle_bytes or THROTTLE_BYTES) // MIB,
     }
-    return Page("plan.html", context)
 
 
 async def propose(visit: Visit) -> Answer:
@@ -54,51 +52,40 @@ async def propose(visit: Visit) -> Answer:
         raise invalid(f"choose the node to {kind}")
     throttle = visit.number("throttle", THROTTLE_BYTES // MIB, low=1, high=1_000_000) * MIB
     client = visit.services.client
-    plan = await compute_plan(client, kind, node=node)
-    words = command("cluster", "plan", kind, *(() if node is None else (node,)))
+    plan = await cluster_plans.compute_plan(client, kind, node=node)
     if not plan.moves and kind == BALANCE:
-        return Done(address("cluster", "plan"), f"The cluster is balanced; there is nothing to move: {words}")
-    proposed = await propose_plan(client, plan, throttle_bytes=throttle)
-    document: dict[str, Any] = describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
-    context = {
-        "problem": "",
-        "plan": describe_progress(await current_plan(client)),
-        "moves": [(one, one.move().moved_bytes) for one in proposed.moves[:MOVES_SHOWN]],
-        "left_out": max(0, len(proposed.moves) - MOVES_SHOWN),
-        "computed": document,
-        "nodes": sorted(int(one) for one in (await client.metadata([])).nodes),
-        "may_change": True,
-        "throttle_mib": throttle // MIB,
-    }
-    return Page("plan.html", context)
+        return _done("The cluster is balanced; there is nothing to move", "cluster", "plan", kind)
+    proposed = await cluster_plans.propose_plan(client, plan, throttle_bytes=throttle)
+    document = cluster_plans.describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
+    return Page("plan.html", await _context(visit, proposed, may_change=True, computed=document))
 
 
 async def apply(visit: Visit) -> Answer:
     """Let the cluster carry out the plan."""
     plan_id = visit.text("plan", length_max=100)
     throttle = visit.number("throttle", 0, high=1_000_000) * MIB
-    await apply_plan(visit.services.client, plan_id, throttle_bytes=throttle or None)
+    await cluster_plans.apply_plan(visit.services.client, plan_id, throttle_bytes=throttle or None)
     flags = ("--throttle", throttle) if throttle else ()
-    return _done(f"Plan {plan_id} runs: {command('cluster', 'apply', plan_id, *flags)}")
+    return _done(f"Plan {plan_id} runs", "cluster", "apply", plan_id, *flags)
 
 
 async def cancel(visit: Visit) -> Answer:
     """Stop the plan."""
     plan_id = visit.text("plan", length_max=100)
     visit.confirm(plan_id)
-    cancelled = await cancel_plan(visit.services.client, plan_id)
-    return _done(f"Plan {plan_id} is {cancelled.state}: {command('cluster', 'cancel', plan_id)}")
+    cancelled = await cluster_plans.cancel_plan(visit.services.client, plan_id)
+    return _done(f"Plan {plan_id} is {cancelled.state}", "cluster", "cancel", plan_id)
 
 
 async def undrain(visit: Visit) -> Answer:
     """Let a drained node get leaders and replicas again."""
     node = visit.number("node", -1)
     await cluster_plans.undrain(visit.services.client, node)
-    return _done(f"Node {node} may get leaders and replicas again: {command('cluster', 'undrain', node)}")
+    return _done(f"Node {node} may get leaders and replicas again", "cluster", "undrain", node)
 
 
-def _done(notice: str) -> Done:
-    return Done(address("cluster", "plan"), notice)
+def _done(text: str, *words: object) -> Done:
+    return done(address("cluster", "plan"), text, *words)
 
 
 ROUTES: Final = (

@@ -10,7 +10,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, LEVELS, PROTOBUF, subject_topic
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.visit import PAGE_ROWS, Answer, Done, Page, PageRoute, Visit, address, change, command
+from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, done
 from millstream.protocol.private.schema_messages import (
     CheckSchema,
     Configure,
@@ -33,15 +33,11 @@ async def list_all(visit: Visit) -> Answer:
 
 
 async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Page:
-    # Read from the address: the page also answers a form.
-    search = visit.query.get("search", "").strip()[:249]
-    page = 0 if visit.method == "POST" else visit.number("page", 0, high=1_000_000)
     client = SchemaClient(visit.services.client)
     found = (await client.subjects(ListSubjects())).subjects
-    names = sorted(name for name in found if search.lower() in name.lower())
-    shown = names[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
+    names = sorted(name for name in found if visit.search.lower() in name.lower())
     rows = []
-    for name in shown:
+    for name in visit.on_page(names):
         try:
             rows.append(await client.version(name))
         except SchemaRegistryError:
@@ -49,11 +45,8 @@ async def _listed(visit: Visit, tried: dict[str, Any], status: HTTPStatus = HTTP
             continue
     settings = await client.settings(default_to_global=True)
     context = {
+        **visit.paging(len(names)),
         "subjects": rows,
-        "total": len(names),
-        "search": search,
-        "page": page,
-        "rows": PAGE_ROWS,
         "level": (settings.config or {}).get("compatibilityLevel", ""),
         "levels": LEVELS,
         "types": list(_FILES),
@@ -85,10 +78,8 @@ async def register(visit: Visit) -> Answer:
     except (SchemaRegistryError, InvalidRequest) as error:
         return await _listed(visit, {**tried, "problem": str(error)}, HTTPStatus.UNPROCESSABLE_ENTITY)
     flags = [word for line in lines if line.strip() for word in ("--reference", line.strip())]
-    words = command("schema", "register", subject, _FILES[kind], *flags)
-    return Done(
-        address("schemas", subject), f"Version {made.version} of {subject} is registered with id {made.id}: {words}"
-    )
+    text = f"Version {made.version} of {subject} is registered with id {made.id}"
+    return done(address("schemas", subject), text, "schema", "register", subject, _FILES[kind], *flags)
 
 
 async def show(visit: Visit) -> Answer:
@@ -128,9 +119,9 @@ async def configure(visit: Visit) -> Answer:
     else:
         request = Configure(subject=name, config={"compatibilityLevel": level})
     await SchemaClient(visit.services.client).configure(request)
-    words = command("schema", "compatibility", *((name,) if name else ()), "--set", level)
     to = address("schemas", name) if name else address("schemas")
-    return Done(to, f"The compatibility of {name or 'subjects without a level of their own'} is set: {words}")
+    text = f"The compatibility of {name or 'subjects without a level of their own'} is set"
+    return done(to, text, "schema", "compatibility", *((name,) if name else ()), "--set", level)
 
 
 async def delete(visit: Visit) -> Answer:
@@ -142,10 +133,8 @@ async def delete(visit: Visit) -> Answer:
     flags = ("--version", version) if version else ()
     is_left = name in (await client.subjects(ListSubjects(prefix=name))).subjects
     numbers = ", ".join(map(str, deleted))
-    return Done(
-        address("schemas", name) if is_left else address("schemas"),
-        f"Version {numbers} of {name} deleted: {command('schema', 'delete', name, *flags)}",
-    )
+    to = address("schemas", name) if is_left else address("schemas")
+    return done(to, f"Version {numbers} of {name} deleted", "schema", "delete", name, *flags)
 
 
 ROUTES: Final = (

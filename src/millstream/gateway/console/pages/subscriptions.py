@@ -28,17 +28,7 @@ from millstream.core.subscription import (
 )
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.search import Progress, compiled
-from millstream.gateway.console.visit import (
-    PAGE_ROWS,
-    Answer,
-    Done,
-    Page,
-    PageRoute,
-    Visit,
-    address,
-    change,
-    command,
-)
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
 LEASES_SHOWN: Final = 200
@@ -76,24 +66,19 @@ def _row(described: dict[str, Any]) -> dict[str, Any]:
 
 async def list_all(visit: Visit) -> Answer:
     """List subscriptions."""
-    search = visit.text("search", length_max=249)
+    wanted = visit.search.lower()
     order, descending = visit.choice("order", _ORDERS), visit.text("down") == "1"
-    page = visit.number("page", 0, high=1_000_000)
     rows = [
         row
         for row in await visit.shared(lambda: _all_rows(visit))
-        if search.lower() in row["subscription"].lower()
-        or any(search.lower() in topic.lower() for topic in row["topics"])
+        if wanted in row["subscription"].lower() or any(wanted in topic.lower() for topic in row["topics"])
     ]
     rows.sort(key=lambda row: -1 if row[order] is None else row[order], reverse=descending)
     context = {
-        "subscriptions": rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS],
-        "total": len(rows),
-        "search": search,
+        **visit.paging(len(rows)),
+        "subscriptions": visit.on_page(rows),
         "order": order,
         "descending": descending,
-        "page": page,
-        "rows": PAGE_ROWS,
         "may_create": not visit.settings.read_only,
     }
     return Page("subscriptions.html", context)
@@ -111,17 +96,10 @@ async def create(visit: Visit) -> Answer:
         raise invalid("a subscription has a name and at least one topic")
     settings = {START: start_of(start), **({FILTER: condition} if condition else {})}
     await visit.services.subscriptions.create(name, topics, settings)
-    words = [
-        "subscription",
-        "create",
-        name,
-        *(word for topic in topics for word in ("--topic", topic)),
-        "--start",
-        start,
-    ]
+    words = [*(word for topic in topics for word in ("--topic", topic)), "--start", start]
     if condition:
         words += ["--filter", condition]
-    return Done(address("subscriptions", name), f"Subscription {name} is created: {command(*words)}")
+    return _done(name, f"Subscription {name} is created", "create", name, *words)
 
 
 async def show(visit: Visit) -> Answer:
@@ -247,11 +225,11 @@ async def delete(visit: Visit) -> Answer:
     name = visit.names["subscription"]
     visit.confirm(name)
     await visit.services.subscriptions.delete(name)
-    return Done(address("subscriptions"), f"Subscription {name} is deleted: {command('subscription', 'delete', name)}")
+    return done(address("subscriptions"), f"Subscription {name} is deleted", "subscription", "delete", name)
 
 
 def _done(name: str, text: str, *words: object) -> Done:
-    return Done(address("subscriptions", name), f"{text}: {command('subscription', *words)}")
+    return done(address("subscriptions", name), text, "subscription", *words)
 
 
 _ONE: Final = "/subscriptions/{subscription}"

@@ -28,13 +28,12 @@ from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import (
     PAGE_ROWS,
     Answer,
-    Done,
     Page,
     PageRoute,
     Visit,
     address,
     change,
-    command,
+    done,
 )
 from millstream.protocol.private.browse_messages import ORDERS
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
@@ -51,29 +50,25 @@ _TOPIC: Final = ResourceType.TOPIC
 
 async def list_all(visit: Visit) -> Answer:
     """List topics, searched, ordered and paged by the nodes."""
-    search, internal = visit.text("search", length_max=249), visit.text("internal") == "1"
+    internal = visit.text("internal") == "1"
     order, descending = visit.choice("order", ORDERS), visit.text("down") == "1"
-    page = visit.number("page", 0, high=1_000_000)
     found = await topics_page(
         visit.services.client,
-        search=search,
+        search=visit.search,
         internal=internal,
         order=order,
         descending=descending,
-        offset=page * PAGE_ROWS,
+        offset=visit.page * PAGE_ROWS,
         limit=PAGE_ROWS,
     )
     rates = {one.name: series.now for one in found.topics if (series := visit.history.topics.get(one.name)) is not None}
     context = {
+        **visit.paging(found.total),
         "topics": found.topics,
-        "total": found.total,
         "rates": rates,
-        "search": search,
         "internal": internal,
         "order": order,
         "descending": descending,
-        "page": page,
-        "rows": PAGE_ROWS,
         "may_create": await visit.may_change(Operation.CREATE, ResourceType.CLUSTER),
     }
     return Page("topics.html", context)
@@ -85,8 +80,8 @@ async def create(visit: Visit) -> Answer:
     check_topic_name(name)
     partitions = visit.number("partitions", BROKER_DECIDES, low=1, high=10_000)
     await create_topic(visit.services.client, name, partitions=partitions, replication=BROKER_DECIDES, settings={})
-    words = ["topic", "create", name, *(["--partitions", partitions] if partitions != BROKER_DECIDES else [])]
-    return Done(address("topics", name), f"Topic {name} is created: {command(*words)}")
+    flags = ("--partitions", partitions) if partitions != BROKER_DECIDES else ()
+    return done(address("topics", name), f"Topic {name} is created", "topic", "create", name, *flags)
 
 
 async def _head(visit: Visit, name: str) -> dict[str, Any]:
@@ -172,7 +167,7 @@ async def alter(visit: Visit) -> Answer:
         number = visit.number("partitions", 0, low=1, high=10_000)
         await grow_topic(client, name, number)
         notes = await change_notes(client, topic, (), number)
-        words = command("topic", "alter", name, "--partitions", number)
+        flags: tuple[object, ...] = ("--partitions", number)
     else:
         if not key:
             raise invalid("choose a setting")
@@ -180,8 +175,9 @@ async def alter(visit: Visit) -> Answer:
         reset = visit.text("reset") == "1"
         await alter_topic(client, name, {key: None if reset else value})
         notes = await change_notes(client, topic, {key}, None)
-        words = command("topic", "alter", name, *(("--unset", key) if reset else ("--set", f"{key}={value}")))
-    return Done(address("topics", name, "settings"), " ".join([f"Topic {name} is changed: {words}", *notes]))
+        flags = ("--unset", key) if reset else ("--set", f"{key}={value}")
+    text = f"Topic {name} is changed" + (f". {' '.join(notes)}" if notes else "")
+    return done(address("topics", name, "settings"), text, "topic", "alter", name, *flags)
 
 
 async def delete(visit: Visit) -> Answer:
@@ -192,7 +188,7 @@ async def delete(visit: Visit) -> Answer:
     await find_topic(client, name)
     await check_no_open_letters(client, name)
     await delete_topic(client, name)
-    return Done(address("topics"), f"Topic {name} is deleted: {command('topic', 'delete', name)}")
+    return done(address("topics"), f"Topic {name} is deleted", "topic", "delete", name)
 
 
 async def consumers(visit: Visit) -> Answer:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 from uuid import UUID, uuid4
 
@@ -35,13 +36,14 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed
+from millstream.pipelines.jobs.land.dry_run import SAMPLED, SAMPLED_TOPICS_MAX, KeptRows, LandedSample
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, payload_fields
-from millstream.pipelines.jobs.land.plan import plans, tasks
+from millstream.pipelines.jobs.land.plan import PartitionPlan, plans, tasks
 from millstream.pipelines.jobs.land.sampling import decide, sample_ranges, shown_columns
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
-from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows, read_records
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, widest
@@ -249,6 +251,40 @@ class LandJob:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
+
+    def dry_run(self) -> list[LandedSample]:
+        """Decode the newest messages of each topic as a batch would, without Spark; nothing is written or committed."""
+        return [self._try_topic(source) for source in self._topics()[:SAMPLED_TOPICS_MAX]]
+
+    def _try_topic(self, source: Source) -> LandedSample:
+        batch = self._batch(source)
+        batch.plans = {
+            number: PartitionPlan(None, max(source.first[number], end - SAMPLED), end)
+            for number, end in source.end.items()
+        }
+        self._sample(batch)
+        asked = {BROKERS: self._context.brokers, "subscribe": batch.topic, "columns": ",".join(RECORD_NAMES)}
+        options = read_options(asked, self._task_access([batch]))
+        for number in range(ROUNDS_MAX + 1):
+            batch.evolves = batch.evolves and number < ROUNDS_MAX
+            rows, refused = KeptRows(), KeptRows()
+            landing = Landing(batch.topic, batch.work_into(rows, refused), options)
+            for one in batch.topic_ranges():
+                for records in read_records(one, options, partial(landing.quarantine, one.partition)):
+                    landing.take(records)
+            if batch.take([landing.report()]):
+                break
+        known = set() if batch.schema is None else set(batch.schema.names)
+        return LandedSample(
+            topic=batch.topic,
+            table=f"{self._lake}/{batch.topic}",
+            exists=batch.schema is not None,
+            columns=batch.table_schema(),
+            added=[name for name in batch.table_schema().names if name not in known],
+            sampled=batch.rows,
+            rows=rows.batches,
+            quarantined=refused.batches,
+        )
 
     # -- planning -------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.source.ranges import Range
 
 
@@ -97,9 +98,16 @@ class TopicBatch:
     def work(self, landed: datetime, attempt: str) -> Work:
         """Return the parameters of an attempt's tasks."""
         topic_id = self.source.topic_id
+        return self.work_into(
+            self.table.writer(self.table_schema(), topic_id, landed=landed, attempt=attempt),
+            self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
+        )
+
+    def work_into(self, writer: RowWriter, quarantine: RowWriter) -> Work:
+        """Return the parameters of tasks that write to these."""
         return Work(
-            writer=self.table.writer(self.table_schema(), topic_id, landed=landed, attempt=attempt),
-            quarantine=self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
+            writer=writer,
+            quarantine=quarantine,
             fields=self.fields,
             decodes=self.decodes,
             by_schema=self.by_schema,

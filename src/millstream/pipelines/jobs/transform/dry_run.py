@@ -14,6 +14,7 @@ from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import Pipeline, PipelineKind, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop
 from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.dry_run import shown_row
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import sample_ranges
 from millstream.pipelines.jobs.transform.prepared_query import prepare
@@ -46,6 +47,19 @@ class DryRun:
     undecoded: int
     """How many payloads of the sample could not be decoded."""
 
+    def as_document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "columns": {topic: dict(columns) for topic, columns in self.columns.items()},
+            "output": dict(self.output),
+            "has_state": self.has_state,
+            "sampled": self.sampled,
+            "undecoded": self.undecoded,
+            "written": self.written,
+            "rows": [dict(row) for row in self.rows],
+            "plan": self.plan,
+        }
+
 
 def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
     """Try a transform on the newest messages; raise `InvalidSetting` with Spark's message, as a run would."""
@@ -75,23 +89,10 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
             has_state=prepared.needs_state,
             columns={topic: dict(view.types()) for topic, view in prepared.whole.items()},
             output=dict(result.dtypes),
-            rows=tuple(_shown(row.asDict(recursive=True)) for row in rows[:SHOWN]),
+            rows=tuple(shown_row(row.asDict(recursive=True)) for row in rows[:SHOWN]),
             sampled=sum(len(one) for listed in ranges.values() for one in listed),
             written=len(rows),
             undecoded=sum(one.undecoded for one in prepared.accumulator.read().values()),
         )
     finally:
         prepared.close()
-
-
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a row readable: bytes as text."""
-    return {name: _text(value) for name, value in row.items()}
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, bytes | bytearray):
-        return bytes(value).decode("utf-8", "replace")
-    if isinstance(value, list):
-        return [_text(one) for one in value]
-    return _shown(value) if isinstance(value, dict) else value

@@ -1,0 +1,115 @@
+"""The process of a dry run that a page of the console has asked for: `python -m millstream.pipelines.runtime.dry_run`.
+
+The first line of standard input is the order, one line of standard output the answer. It ends when standard input
+does. It signs in as the person who asked, by a token that may only read; nothing is written or committed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.core.errors import InvalidPipeline, MillstreamError
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.source.access import NO_ACCESS, Access, parse_access
+
+KINDS: Final = (PipelineKind.LAND, PipelineKind.TRANSFORM)
+"""The kinds that have a dry run of this form."""
+MEMORY: Final = "1g"
+
+
+class DryRunOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What to try."""
+
+    name: str
+    kind: PipelineKind
+    pipeline_id: UUID
+    overrides: dict[str, str]
+    kafka: str
+    lake: str
+    access: dict[str, str] = {}
+    """Options of the source that say how to sign in; a token only by the name of its file."""
+
+
+class DryRunAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What it would do, or why that cannot be said."""
+
+    document: dict[str, Any] = {}
+    failed: str = ""
+
+
+def land_sample(pipeline: Pipeline, brokers: str, access: Access, lake: str, scratch: str) -> dict[str, Any]:
+    """Decode the newest messages as landing would, without Spark."""
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.land.job import make_job
+
+    without_spark: Any = None
+    context = JobContext(spark=without_spark, brokers=brokers, access=access, lake=lake, folder=scratch)
+    job = make_job(pipeline, context)
+    try:
+        return {"topics": [one.as_document() for one in job.dry_run()]}
+    finally:
+        job.close()
+
+
+def _transform_sample(pipeline: Pipeline, brokers: str, access: Access, scratch: str) -> dict[str, Any]:
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.transform.dry_run import dry_run
+    from millstream.pipelines.runtime.spark_session import open_session
+
+    log = os.path.join(scratch, "spark.log")
+    spark = open_session("", memory=MEMORY, settings={}, log=log, ends_with_java=True, name="millstream dry run")
+    context = JobContext(spark=spark, brokers=brokers, access=access, lake=scratch, folder=scratch)
+    return dry_run(pipeline, context).as_document()
+
+
+def try_order(order: DryRunOrder, scratch: str) -> DryRunAnswer:
+    """Do what the order says."""
+    from millstream.pipelines.jobs.error_reason import reason_of
+
+    pipeline = Pipeline(
+        pipeline_id=order.pipeline_id, name=order.name, kind=order.kind, overrides=dict(order.overrides)
+    )
+    access = parse_access(order.access) if order.access else NO_ACCESS
+    try:
+        if order.kind is PipelineKind.LAND:
+            document = land_sample(pipeline, order.kafka, access, order.lake, scratch)
+        elif order.kind is PipelineKind.TRANSFORM:
+            document = _transform_sample(pipeline, order.kafka, access, scratch)
+        else:
+            raise InvalidPipeline(f"pipelines of kind {order.kind} have no dry run")
+    except MillstreamError as error:
+        return DryRunAnswer(failed=str(error))
+    except Exception as error:
+        return DryRunAnswer(failed=reason_of(error))
+    return DryRunAnswer(document=document)
+
+
+def main() -> None:
+    """Read the order, try it, answer."""
+    from millstream.pipelines.runtime.driver import exit_now
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=DryRunOrder)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        exit_now()
+
+    threading.Thread(target=watch, name="watch the gateway", daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+        answer = try_order(order, scratch)
+    answers.write(msgspec.json.encode(answer) + b"\n")
+    answers.flush()
+    exit_now()
+
+
+if __name__ == "__main__":
+    main()
