@@ -1,7 +1,9 @@
-"""What was acknowledged to a publisher that keeps a book is held against the log, also through a kill."""
+"""What was acknowledged to a publisher that keeps a book is held against the log, also through a kill and a loss."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +11,13 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import millstream
-from millstream.client.receipt_book import read_book
+from millstream.client.receipt_book import Finding, read_book
+from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+
+
+def _found(findings: list[Finding]) -> list[tuple[int, str]]:
+    return [(one.kept.offset, one.kind) for one in findings]
 
 
 async def test_a_book_reports_what_the_log_has_lost(start_server: Callable[..., Server], tmp_path: Path) -> None:
@@ -29,11 +36,48 @@ async def test_a_book_reports_what_the_log_has_lost(start_server: Callable[..., 
     admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
     (deleted,) = admin.delete_records([TopicPartition("orders", 0, 3)]).values()
     deleted.result(60)
-    book.write_bytes(book.read_bytes().replace(kept[7].digest.encode(), b"0" * 32))
+    text = book.read_text().replace(kept[7].digest, "0" * 32).replace('"id":"named"', '"id":"other"')
+    book.write_text(text)
     findings = await millstream.check_receipts(server.kafka, book)
-    assert [(one.kept.offset, one.problem.partition(",")[0]) for one in findings] == [
-        (0, "retention has deleted it"),
-        (1, "retention has deleted it"),
-        (2, "retention has deleted it"),
-        (7, "the log has another value there"),
-    ]
+    assert _found(findings) == [(0, "expired"), (1, "expired"), (2, "expired"), (7, "changed"), (20, "changed")]
+    assert "another value" in findings[3].problem
+    assert "'named'" in findings[4].problem
+    assert [one.is_fault for one in findings] == [False, False, False, True, True]
+
+    # A topic that was deleted and created again has other messages at these offsets.
+    async with millstream.connect(server.kafka) as ms:
+        (gone,) = admin.delete_topics(["orders"]).values()
+        gone.result(60)
+        await ms.publish("orders", {"order_id": 0})
+    assert {one.kind for one in await millstream.check_receipts(server.kafka, book)} == {"recreated"}
+
+
+async def _publish(server: Server, book: Path, numbers: range) -> None:
+    async with millstream.connect(server.kafka, receipts=book) as ms:
+        for number in numbers:
+            await ms.publish("orders", {"order_id": number})
+
+
+def test_an_audit_names_acknowledged_messages_that_are_gone(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    server, book, backup = start_server(), tmp_path / "receipts.jsonl", tmp_path / "backup"
+    command = CommandLine(server.kafka)
+    audit = ("audit", "--receipts", book, "--lake", tmp_path / "lake", "--json")
+    asyncio.run(_publish(server, book, range(3)))
+    assert command("subscription", "create", "billing", "--topic", "orders", "--ledger", "--start", "start").code == 0
+    report = command(*audit)
+    assert (report.code, report.document["receipts"], report.document["receipts_checked"]) == (0, [], 3)
+    server.stop()
+    shutil.copytree(server.data, backup)
+    server.start()
+    asyncio.run(_publish(server, book, range(3, 5)))
+    # Someone restores an old copy of the disk.
+    server.stop()
+    shutil.rmtree(server.data)
+    shutil.copytree(backup, server.data)
+    server.start()
+    report = command(*audit)
+    assert (report.code, report.document["adds_up"], report.document["receipts_checked"]) == (1, False, 5)
+    assert [(one["offset"], one["kind"]) for one in report.document["receipts"]] == [(3, "missing"), (4, "missing")]
+    assert "2 not as acknowledged" in command(*audit[:-1]).out

@@ -21,7 +21,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipeline_storage import PipelineStorage
-    from millstream.client.receipt_book import Finding
+    from millstream.client.receipt_book import BookCheck, Finding
     from millstream.pipelines.jobs.ledger.audit import AuditReport
     from millstream.protocol.wire.client import Client
 
@@ -72,14 +72,15 @@ def audit(
     since_ms = None if since is None else _since_ms(since)
     place = find_lake(brokers, timeout, lake)
     report = _run(place, brokers, subscription, since_ms, master=master, memory=memory)
-    missing = _check_receipts(receipts or [], brokers, timeout)
+    checked, findings = _check_receipts(receipts or [], brokers, timeout)
+    adds_up = report.adds_up and not any(one.is_fault for _, one in findings)
     if as_json:
-        found = [{"file": file, **_receipt(one)} for file, one in missing]
-        document = report.as_document()
-        print_json({**document, "adds_up": document["adds_up"] and not missing, "receipts": found})
+        found = [{"file": file, **_receipt(one)} for file, one in findings]
+        document = {**report.as_document(), "adds_up": adds_up}
+        print_json({**document, "receipts": found, "receipts_checked": checked})
     else:
-        _print_report(report, missing)
-    if missing or not report.adds_up:
+        _print_report(report, findings, checked, adds_up=adds_up)
+    if not adds_up:
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -151,19 +152,22 @@ def _run(
             raise CommandFailed(reason_of(error)) from error
 
 
-def _check_receipts(files: list[str], brokers: str, timeout: float) -> list[tuple[str, Finding]]:
-    found: list[tuple[str, Finding]] = []
+def _check_receipts(files: list[str], brokers: str, timeout: float) -> tuple[int, list[tuple[str, Finding]]]:
+    """Return how many receipts were checked, and what was found, with the files."""
+    checked, found = 0, list[tuple[str, Finding]]()
     for file in files:
         if not os.path.isfile(file):
             raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)
 
-        async def question(client: Client, file: str = file) -> list[Finding]:
+        async def question(client: Client, file: str = file) -> BookCheck:
             from millstream.client.receipt_book import check_book
 
             return await check_book(client, file)
 
-        found += [(file, one) for one in ask(brokers, timeout, question)]
-    return found
+        book = ask(brokers, timeout, question)
+        checked += book.receipts
+        found += [(file, one) for one in book.findings]
+    return checked, found
 
 
 def _receipt(finding: Finding) -> dict[str, Any]:
@@ -173,11 +177,12 @@ def _receipt(finding: Finding) -> dict[str, Any]:
         "topic": kept.topic,
         "partition": kept.partition,
         "offset": kept.offset,
+        "kind": finding.kind,
         "problem": finding.problem,
     }
 
 
-def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]]) -> None:
+def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], checked: int, *, adds_up: bool) -> None:
     from millstream.pipelines.jobs.ledger.audit import COUNTS as COUNTED
 
     names = ("subscription", "topic", *(name for name in COUNTED if name != "dropped"))
@@ -187,13 +192,16 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]]) -> N
         print_note("The ledger has no events: create or update subscriptions with --ledger.")
     lines = [_finding(one) for one in report.findings]
     lines += [f"ledger table, {one.kind}: {one_line(one.path)}: {one.problem}" for one in report.damage]
-    lines += [f"receipt in {one_line(file)}: {one_line(str(one))}" for file, one in receipts]
+    lines += [f"receipt in {one_line(file)}, {one.kind}: {one_line(str(one))}" for file, one in receipts]
     for line in lines[:SHOWN_MAX]:
         print_line(line)
     if len(lines) > SHOWN_MAX:
         print_line(f"… and {len(lines) - SHOWN_MAX:,} more; --json has all of them.")
     total = counted(sum(row["published"] for row in report.rows), "message")
-    verdict = "All add up." if report.adds_up and not receipts else "It does not add up."
+    verdict = "All add up." if adds_up else "It does not add up."
+    if checked:
+        wrong = sum(one.is_fault for _, one in receipts)
+        print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} not as acknowledged.")
     print_line(f"{verdict} {total} accounted for in {report.seconds:.1f} s; seal {report.seal[:16] or '-'}")
 
 

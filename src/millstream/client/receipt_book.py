@@ -11,7 +11,7 @@ can show, without trusting the broker, that everything that was acknowledged is 
 A line is written when the acknowledgement has come and before the publisher hears of it. A crash of the program may
 leave a line torn: of that message the publisher has not heard, and it is left out when the book is read. What the
 machine had not written when its power failed may be missing. The book grows until it is moved away: it is the
-publisher's own, and opened again each time.
+publisher's own, and opened again each time. It is checked a part at a time, so that its size does not matter.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import BinaryIO, Final, Literal, NamedTuple, Self
 
 import msgspec
 
 from millstream.client.receipt import Receipt
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange
 from millstream.core.ids import OffsetRange
+from millstream.core.message_id import message_id
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
 
@@ -35,7 +37,19 @@ _logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES: Final = 16
 _FETCH_BYTES: Final = 1024 * 1024
+_PART: Final = 100_000
+"""Receipts that are checked at a time."""
 _LATEST, _EARLIEST = -1, -2
+
+Kind = Literal["missing", "changed", "expired", "recreated"]
+MISSING: Final = "missing"
+"""The log has no message there, although it was acknowledged."""
+CHANGED: Final = "changed"
+"""The log has another message there, or another value."""
+EXPIRED: Final = "expired"
+"""Retention has deleted it."""
+RECREATED: Final = "recreated"
+"""The topic was deleted since, and perhaps created again."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=False):
@@ -55,6 +69,12 @@ class Finding(msgspec.Struct, frozen=True):
 
     kept: Kept
     problem: str
+    kind: Kind = MISSING
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong: nobody asked for the message to go."""
+        return self.kind in (MISSING, CHANGED)
 
     def __str__(self) -> str:
         return f"{self.kept.id} at {self.kept.topic}-{self.kept.partition}@{self.kept.offset}: {self.problem}"
@@ -96,6 +116,7 @@ class ReceiptBook:
         """Record acknowledged messages."""
         if self._file is None:
             raise InvalidRequest("the book of receipts is closed")
+        # Without acknowledgements there is nothing to check later: where a message is stored is not known.
         lines = [
             self._encoder.encode(
                 Kept(
@@ -109,6 +130,7 @@ class ReceiptBook:
                 )
             )
             for receipt, value in zip(receipts, values, strict=True)
+            if receipt.offset >= 0
         ]
         self._file.write(b"".join(line + b"\n" for line in lines))
 
@@ -124,59 +146,94 @@ def read_book(path: str | Path) -> Iterator[Kept]:
                 _logger.warning("line %d of %s is not a receipt and is skipped: %s", number, path, error)
 
 
+class BookCheck(NamedTuple):
+    """How many receipts were checked, and what was found."""
+
+    receipts: int
+    findings: list[Finding]
+
+
 async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
     """Check a book against the log: return every message that is missing or differs."""
     async with Client.connect(brokers) as client:
-        return await check_book(client, path)
+        return (await check_book(client, path)).findings
 
 
-async def check_book(client: Client, path: str | Path) -> list[Finding]:
+async def check_book(client: Client, path: str | Path) -> BookCheck:
     """Check a book against the log through a client."""
-    by_partition: dict[tuple[str, int], dict[int, Kept]] = {}
+    checked, findings = 0, list[Finding]()
+    book = read_book(path)
+    while part := list(islice(book, _PART)):
+        checked += len(part)
+        findings += await _check_part(client, part)
+    return BookCheck(checked, findings)
+
+
+async def _check_part(client: Client, part: Iterable[Kept]) -> list[Finding]:
+    by_partition: dict[tuple[str, str, int], dict[int, Kept]] = {}
     findings: list[Finding] = []
-    for kept in read_book(path):
-        known = by_partition.setdefault((kept.topic, kept.partition), {})
+    for kept in part:
+        known = by_partition.setdefault((kept.topic, kept.topic_id, kept.partition), {})
         if kept.offset in known and known[kept.offset] != kept:
-            findings.append(Finding(kept, f"the book has {known[kept.offset].id} at the same place"))
+            text = f"the book has {known[kept.offset].id} at the same place"
+            findings.append(Finding(kept, text, CHANGED))
         known[kept.offset] = kept
-    for (topic, partition), expected in sorted(by_partition.items()):
-        findings += await _check_partition(client, topic, partition, expected)
+    topics = (await client.metadata(sorted({topic for topic, _, _ in by_partition}))).topics
+    for (topic, topic_id, partition), expected in sorted(by_partition.items()):
+        found = topics.get(topic)
+        if found is None or str(found.topic_id) != topic_id:
+            text = "its topic was deleted" + (" and created again" if found is not None else "")
+            findings += [Finding(kept, text, RECREATED) for kept in expected.values()]
+        else:
+            findings += await _check_partition(client, topic, partition, expected)
     return findings
 
 
 async def _check_partition(client: Client, topic: str, partition: int, expected: dict[int, Kept]) -> list[Finding]:
-    findings: list[Finding] = []
-    left = dict(sorted(expected.items()))
+    bounds = await _bounds(client, topic, partition)
+    left, findings = _within(dict(sorted(expected.items())), bounds)
     while left:
         wanted = next(iter(left))
         try:
             answer = await client.fetch(topic, partition, wanted, max_bytes=_FETCH_BYTES, max_wait_ms=0)
         except OffsetOutOfRange:
-            start, end = await _bounds(client, topic, partition)
-            gone = [offset for offset in left if not start <= offset < end]
-            reason = "retention has deleted it, or the topic was recreated"
-            findings += [Finding(left.pop(offset), reason) for offset in gone]
+            # Retention has deleted more meanwhile.
+            left, gone = _within(left, await _bounds(client, topic, partition))
+            findings += gone
             continue
         found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(answer.records))}
         reached = max(found, default=wanted)
         for offset in [offset for offset in left if offset <= reached]:
-            problem = _difference(left[offset], found.get(offset))
-            if problem is not None:
-                findings.append(Finding(left[offset], problem))
-            del left[offset]
+            finding = _compare(left.pop(offset), found.get(offset))
+            if finding is not None:
+                findings.append(finding)
     return findings
 
 
+def _within(expected: dict[int, Kept], bounds: OffsetRange) -> tuple[dict[int, Kept], list[Finding]]:
+    """Divide receipts into those that the log may hold, and what is wrong with the others."""
+    findings = []
+    for offset, kept in expected.items():
+        if offset < bounds.start:
+            findings.append(Finding(kept, "retention has deleted it", EXPIRED))
+        elif offset >= bounds.end:
+            findings.append(Finding(kept, f"the log ends before it, at offset {bounds.end}", MISSING))
+    return {offset: kept for offset, kept in expected.items() if bounds.start <= offset < bounds.end}, findings
+
+
 async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
-    """Return the readable offsets of a partition, which a rejected fetch may not report."""
+    """Return the readable offsets of a partition."""
     earliest = (await client.list_offsets(topic, {partition: _EARLIEST}))[partition].offset
     latest = (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
     return OffsetRange(earliest, latest)
 
 
-def _difference(kept: Kept, record: Record | None) -> str | None:
+def _compare(kept: Kept, record: Record | None) -> Finding | None:
     if record is None:
-        return "the log has no message there"
+        return Finding(kept, "the log has no message there", MISSING)
+    found = message_id(kept.topic_id, kept.partition, kept.offset, record.headers)
+    if found != kept.id:
+        return Finding(kept, f"the log has message {found!r} there", CHANGED)
     if digest_of(record.value) != kept.digest:
-        return "the log has another value there"
+        return Finding(kept, "the log has another value there", CHANGED)
     return None

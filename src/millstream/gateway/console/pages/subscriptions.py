@@ -27,13 +27,16 @@ from millstream.core.subscription import (
     SubscriptionSettings,
 )
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.console.search import Progress, compiled
+from millstream.gateway.console.pages.messages import rows_of as message_rows
+from millstream.gateway.console.search import Found, Progress, compiled
 from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
 LEASES_SHOWN: Final = 200
 RECENT: Final = 1000
 """Messages on which a filter is tried, per topic."""
+EXAMPLES: Final = 5
+"""Matching messages that are shown, per topic."""
 _ORDERS: Final = ("subscription", "backlog", "leased", "oldest_s", "parked", "dead_lettered", "dropped")
 _DECLARED: Final = {declared.name: declared for _, declared in settings_of(SubscriptionSettings)}
 _GROUP: Final = ResourceType.GROUP
@@ -169,9 +172,12 @@ async def try_condition(visit: Visit, topics: Sequence[str], text: str) -> list[
                 ranges = {index: OffsetRange(max(start, end - each), end) for index, (start, end) in bounds.items()}
                 progress = Progress()
                 await visit.note_reading(name, "filter", filter=text)
-                async for _ in visit.searches.read(visit.services, topic, ranges, condition, progress):
+                examples: list[Found] = []
+                async for found in visit.searches.read(visit.services, topic, ranges, condition, progress):
+                    examples = [*examples, *found][-EXAMPLES:]
                     await asyncio.sleep(0)
-                tried.append({"topic": name, "read": progress.read, "matched": progress.matched})
+                rows = await message_rows(visit, name, reversed(examples))
+                tried.append({"topic": name, "read": progress.read, "matched": progress.matched, "rows": rows})
     return tried
 
 
