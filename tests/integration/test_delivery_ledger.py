@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -242,3 +244,89 @@ def test_a_trace_goes_on_in_the_table_and_finds_ids(
         assert (gone["subscription"], gone["state"], gone["attempts"]) == (name, "accepted", 1)
     finally:
         assert command("pipeline", "delete", declared, "--yes").code == 0
+
+
+def _expression(alert: str) -> tuple[str, re.Pattern[str], float]:
+    """Return the metric of an alert, which of its `what` it selects, and the value above which it fires."""
+    text = (Path(__file__).parents[2] / "deploy" / "prometheus" / "millstream.rules.yml").read_text()
+    (expression,) = re.findall(rf"- alert: {alert}\n +expr: (.+)\n", text)
+    found = re.fullmatch(r'max by \(pipeline, what\) \((\w+)\{what=~"([^"]+)"\}\) > (\d+)', expression)
+    assert found is not None, expression
+    return found[1], re.compile(found[2]), float(found[3])
+
+
+def _firing(exposed: str) -> set[tuple[str, str]]:
+    """Evaluate the alert on what a node exposes; return the pipelines and what fires."""
+    metric, what, above = _expression("MillstreamAuditFindsFaults")
+    lines = re.findall(rf'^{metric}\{{pipeline="([^"]+)",what="([^"]+)"\}} (\S+)$', exposed, re.MULTILINE)
+    assert lines, f"{metric} is not exposed"
+    return {(pipeline, name) for pipeline, name, value in lines if what.fullmatch(name) and float(value) > above}
+
+
+def _tamper(lake: Path) -> None:
+    """Change when something happened, in the first file that was landed."""
+    changed = min((lake / "__ledger").rglob("*.parquet"))
+    content = pq.read_table(changed)
+    at = content.schema.get_field_index("timestamp")
+    earlier = pa.array([0] * len(content), pa.int64()).cast(content.schema.field(at).type)
+    pq.write_table(content.set_column(at, content.schema.field(at), earlier), changed)
+
+
+def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
+    server: Server, millstream_command: CommandLine, topic: str, local_job: LedgerJob
+) -> None:
+    from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
+    from millstream.gateway.api.openapi import render
+    from millstream.pipelines.jobs.ledger.audit import LocalTasks
+    from millstream.pipelines.jobs.ledger.job import LedgerJob
+    from millstream.pipelines.runtime.runner import Tally
+
+    def exposed(job: LedgerJob) -> str:
+        tally = Tally()
+        tally.add(job.step())
+        board = PipelineBoard(lambda: [job._pipeline])
+        board.take([PipelineReport(name="ledger", state="running", levels=tally.levels)])
+        documents = [
+            {**asdict(one), "samples": [(value, dict(labels)) for value, labels in one.samples]}
+            for one in board.metrics()
+        ]
+        return render(documents, "")[0].decode()
+
+    name = f"{topic}-ledger"
+    assert millstream_command("topic", "create", topic).code == 0
+    assert millstream_command("subscription", "create", name, "--topic", topic, "--ledger").code == 0
+    assert millstream_command("publish", topic, "seven").code == 0
+    assert millstream_command("subscription", "pull", name, "--accept").code == 0
+    assert _firing(exposed(local_job)) == set()
+    _tamper(Path(local_job._lake))
+    # Not due again before tomorrow; a driver that starts later reports what is known.
+    assert _firing(exposed(local_job)) == set()
+    overrides = {**local_job._pipeline.overrides, "audit.every.ms": "1000"}
+    often = LedgerJob(replace(local_job._pipeline, overrides=overrides), local_job._context, LocalTasks())
+    time.sleep(1.1)
+    assert ("ledger", "audit_faults") in _firing(exposed(often))
+    assert ("ledger", "audit_faults") in _firing(exposed(local_job))
+
+
+@pytest.mark.trial
+def test_a_planted_fault_raises_the_alert(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server, lake = start_server(pipelines_lake=tmp_path / "lake"), tmp_path / "lake"
+    command = CommandLine(server.kafka)
+    assert command("topic", "create", "orders").code == 0
+    assert command("subscription", "create", "billing", "--topic", "orders", "--ledger").code == 0
+    assert command("publish", "orders", "seven").code == 0
+    assert command("subscription", "pull", "billing", "--accept").code == 0
+    assert command("pipeline", "create", "ledger", "deliveries", "--set", "audit.every.ms=2000").code == 0
+
+    def metrics() -> str:
+        return httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text
+
+    deadline = time.monotonic() + 5 * WAIT_S
+    while 'what="audited_seconds"' not in metrics():
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    assert _firing(metrics()) == set()
+    _tamper(lake)
+    while ("deliveries", "audit_faults") not in _firing(metrics()):
+        assert time.monotonic() < deadline
+        time.sleep(1)

@@ -154,7 +154,8 @@ def _run(
 
 def _check_receipts(files: list[str], brokers: str, timeout: float) -> tuple[int, list[tuple[str, Finding]]]:
     """Return how many receipts were checked, and what was found, with the files."""
-    checked, found = 0, list[tuple[str, Finding]]()
+    checked = 0
+    found: list[tuple[str, Finding]] = []
     for file in files:
         if not os.path.isfile(file):
             raise CommandFailed(f"there is no file {file!r} with receipts", ExitCode.USAGE)

@@ -353,7 +353,9 @@ async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
     assert [metric.name for metric in node.board.metrics()] == ["millstream_pipeline_parked"]
     counts = {"files": 3, "quarantined": 1}
     node.board.take_lags({"land-orders": 4, "gone": 7})
-    node.board.take([PipelineReport(name="land-orders", state="running", rows=70, batches=2, counts=counts)])
+    levels = {"audit_lost": 0}
+    report = PipelineReport(name="land-orders", state="running", rows=70, batches=2, counts=counts, levels=levels)
+    node.board.take([report])
     found = {metric.name: list(metric.samples) for metric in node.board.metrics()}
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(millstream_pipeline_\w+)`", page)) == found.keys()
@@ -365,6 +367,7 @@ async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
         (3, (here, ("what", "files"))),
         (1, (here, ("what", "quarantined"))),
     ]
+    assert found["millstream_pipeline_level"] == [(0, (here, ("what", "audit_lost")))]
     states = {dict(labels)["state"]: value for value, labels in found["millstream_pipeline_state"]}
     assert states == {state: float(state == "running") for state in STATES}
     await node.pipelines.park(await node.pipelines.find("land-orders"), "no such bucket")

@@ -40,6 +40,8 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Since when every step has failed; 0 otherwise."""
     counts: dict[str, int] = {}
     """Further counts by name: files, quarantined rows …"""
+    levels: dict[str, int] = {}
+    """Numbers that hold until the next ones, by name: what the last audit of a ledger found …"""
     facts: dict[str, str] = {}
     """Further texts by name: the columns of tables …"""
     node: int = -1
@@ -172,6 +174,11 @@ class PipelineBoard:
             "counted",
             "Other counters of jobs, by name, such as files and quarantined rows.",
             [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.counts.items())],
+        )
+        yield _gauge(
+            "level",
+            "Other last values of jobs, by name, such as what the last audit of a ledger found.",
+            [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.levels.items())],
         )
         yield _counter(
             "driver_restarts",

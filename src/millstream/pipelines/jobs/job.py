@@ -29,6 +29,8 @@ class Step:
     """How long there is nothing to do, as far as known; 0 if there is more."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Further counts of the batch by name (files, quarantined rows …), which are summed up."""
+    levels: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that hold until the next ones, by name (what the last audit found …)."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else is worth knowing now, by name (the columns of tables …); a new text replaces the one before."""
     is_open: bool = False

@@ -146,6 +146,7 @@ class DriverReports:
             restarts=report.restarts + before.restarts,
             stalls=report.stalls + before.stalls,
             counts=dict(Counter(report.counts) + Counter(before.counts)),
+            levels={**before.levels, **report.levels},
             last_error=report.last_error or before.last_error,
             last_error_ms=report.last_error_ms or before.last_error_ms,
         )

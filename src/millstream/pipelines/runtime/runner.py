@@ -42,6 +42,7 @@ class Tally:
         self._lately: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
         self._counts: Counter[str] = Counter()
         self.facts: dict[str, str] = {}
+        self.levels: dict[str, int] = {}
         self.rows = 0
         self.lag = 0
         self.is_started = False
@@ -55,6 +56,8 @@ class Tally:
         self._counts.update(step.counts)
         if step.facts:
             self.facts = dict(step.facts)
+        if step.levels:
+            self.levels = {**self.levels, **step.levels}
         if step.rows:
             self.rows += step.rows
             self.batches += 1
@@ -256,6 +259,7 @@ class Runner:
             last_error_ms=self._error_ms,
             failing_ms=self._failing_ms,
             counts=self._tally.counts,
+            levels=self._tally.levels,
             facts=self._tally.facts,
             node=self._node,
         )

@@ -115,15 +115,11 @@ class AuditReport:
     def _wrong_sums(self) -> bool:
         return any(row["published"] != sum(row[name] for name in CLASSES) for row in self.rows)
 
-    def counts(self) -> dict[str, int]:
-        """Return what metrics count: one audit, and what it found, by kind."""
+    def levels(self) -> dict[str, int]:
+        """Return what metrics show of the last audit, zeros included: an alert has to see them change."""
         found = {f"audit_{name}": sum(row[name] for row in self.rows) for name in ("lost", "doubled", "expired")}
         faults = sum(one["kind"] not in HARMLESS for one in self.findings) + len(self.damage)
-        return {
-            "audits": 1,
-            **{name: n for name, n in found.items() if n},
-            **({"audit_faults": faults} if faults else {}),
-        }
+        return {**found, "audit_faults": faults}
 
     def as_document(self) -> dict[str, Any]:
         """Return the report as JSON."""

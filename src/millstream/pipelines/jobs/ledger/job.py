@@ -26,7 +26,7 @@ from millstream.pipelines.jobs.land.sources import Source, Sources
 from millstream.pipelines.jobs.land.task import Reading, log_start
 from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, SparkTasks, TaskRunner, audit, mark
 from millstream.pipelines.jobs.ledger.events import decode_events
-from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
+from millstream.pipelines.jobs.ledger.table import AUDITED, LedgerTable, ledger_storage
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import Access, may_read
@@ -126,10 +126,10 @@ class LedgerJob:
         rows, counts = self._land(source, planned)
         self._report(source, planned)
         lag = sum(max(0, source.end[number] - plan.end) for number, plan in planned.items())
-        if not lag:
-            counts |= self._audit_if_due()
+        if not lag and self._audit_if_due():
+            counts["audits"] = 1
         waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
-        return Step(rows=rows, lag=lag, wait_s=0.0 if lag else waits_s, counts=counts)
+        return Step(rows=rows, lag=lag, wait_s=0.0 if lag else waits_s, counts=counts, levels=self._table.last_audit())
 
     def close(self) -> None:
         """Nothing to release."""
@@ -216,17 +216,18 @@ class LedgerJob:
         self.catch_up()
         return audit(self._runner, place, marked=marked, names=names, since_ms=since_ms)
 
-    def _audit_if_due(self) -> dict[str, int]:
+    def _audit_if_due(self) -> bool:
+        """Audit once in a while; what the last audit found is stored in the table, for every driver to come."""
         every_s, now_s = self._settings.audit_every_ms // 1000, int(time.time())
-        if not self._settings.audit_every_ms or now_s < self._table.last_audit_s() + every_s:
-            return {}
+        if not self._settings.audit_every_ms or now_s < self._table.last_audit().get(AUDITED, 0) + every_s:
+            return False
         report = self.audit()
-        self._table.note_audit(now_s)
+        self._table.note_audit({AUDITED: now_s, **report.levels()})
         for one in [one for one in report.findings if one["kind"] not in HARMLESS][:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the audit found: %s", self._pipeline.name, one)
         for damaged in report.damage[:FINDINGS_LOGGED]:
             _logger.error("pipeline %s: the ledger was changed: %s", self._pipeline.name, damaged)
-        return report.counts()
+        return True
 
 
 JOB: Final = LedgerJob

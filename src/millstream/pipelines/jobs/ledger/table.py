@@ -30,8 +30,11 @@ NAME: Final = "__ledger"
 """The folder of the table in a lake."""
 SEAL: Final = "millstream.ledger.seal"
 FIRST_SEAL: Final = ""
-AUDITED: Final = "millstream/audited"
-"""The application version with the time of the last audit by the pipeline, in seconds."""
+AUDITED: Final = "audited_seconds"
+"""When the pipeline last audited, in seconds since 1970."""
+AUDIT_LEVELS: Final = (AUDITED, "audit_lost", "audit_doubled", "audit_expired", "audit_faults")
+"""What is known of the last audit; each is an application version of the table."""
+_LEVEL: Final = "millstream/{}"
 _CHUNK_BYTES: Final = 1 << 20
 
 
@@ -99,17 +102,19 @@ class LedgerTable:
         """Delete files for which no commit was tried."""
         self._delta.discard(files)
 
-    def last_audit_s(self) -> int:
-        """Return when the pipeline last audited, in seconds since 1970; 0 if never."""
+    def last_audit(self) -> dict[str, int]:
+        """Return when the pipeline last audited, and what it found, by name; empty if never."""
         table = self._delta.log.refresh()
-        return 0 if table is None else table.transaction_version(AUDITED) or 0
+        found = {} if table is None else {name: table.transaction_version(_LEVEL.format(name)) for name in AUDIT_LEVELS}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def note_audit(self, time_s: int) -> None:
-        """Record the time of an audit; one that comes too late is left to the next."""
+    def note_audit(self, levels: Mapping[str, int]) -> None:
+        """Record an audit; one that comes too late is left to the next."""
         table = self._delta.log.refresh()
         if table is not None:
             seal = Seal(self._last_seal(table.version()), {}, {})
-            self._delta.log.commit([], {AUDITED: time_s}, metadata={SEAL: seal.to_json()})
+            versions = {_LEVEL.format(name): levels[name] for name in AUDIT_LEVELS}
+            self._delta.log.commit([], versions, metadata={SEAL: seal.to_json()})
 
     # -- reading ------------------------------------------------------------------------------------------------
 
