@@ -1,10 +1,14 @@
 """`make bench-ledger`: what a ledger costs the broker, and how long an audit of very many deliveries takes.
 
-    python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only cost|audit]
+    python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only cost|failover|audit]
 
 Cost: the same messages are published, delivered and accepted, in large ranges and one by one, through a subscription
 without and one with a ledger, on one broker and in turn; the figures are CPU seconds of the broker's process, and their
 ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are counted separately.
+
+Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the time
+until it serves again and the time until a worker then has the next message, which needs the queue's state, without and
+with a ledger.
 
 Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
 the largest process is measured.
@@ -45,6 +49,8 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _VALUE: Final = b"x" * 100
 _BATCH: Final = 500
 _FRAMES: Final = 100_000
+_AT_ONCE: Final = 100
+"""Acknowledgements under way at a time where their cost is not measured."""
 QUEUES: Final = 8
 
 
@@ -55,13 +61,18 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=60_000)
     parser.add_argument("--deliveries", type=int, default=100_000_000)
     parser.add_argument("--range", type=int, default=50, help="messages per stored range")
-    parser.add_argument("--only", choices=("cost", "audit"))
+    parser.add_argument("--unlanded", type=int, default=200_000, help="messages accepted before the node is killed")
+    parser.add_argument("--only", choices=("cost", "failover", "audit"))
     given = parser.parse_args()
     failed = False
-    if given.only != "audit":
+    if given.only in (None, "cost"):
         with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
             failed = asyncio.run(cost(server, given.rounds, given.messages))
-    if given.only != "cost":
+    if given.only in (None, "failover"):
+        for ledger in (False, True):
+            with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
+                failover(server, given.unlanded, ledger=ledger)
+    if given.only in (None, "audit"):
         with tempfile.TemporaryDirectory() as folder:
             failed |= audit_synthetic(folder, given.deliveries, given.range)
     return int(failed)
@@ -115,6 +126,47 @@ async def _deliver(client: Client, name: str, count: int, at_once: int, *, ledge
             if any(errors):
                 raise RuntimeError(f"a message was not accepted: {errors}")
         done += len(messages)
+
+
+def failover(server: Server, messages: int, *, ledger: bool) -> None:
+    """Kill a node with a large state, and measure how long it takes until a worker gets a message again."""
+    name = "failover"
+    asyncio.run(_deliver_many(server, name, messages, ledger=ledger))
+    stored = sum(path.stat().st_size for path in server.data.rglob("*") if "__subscriptions" in str(path))
+    cpu = broker_cpu_s(server.pid)
+    server.restart(clean=False)
+    first_s = asyncio.run(_first_message_s(server, name))
+    print(
+        f"killed after {messages:,} messages {'with' if ledger else 'without'} a ledger, {stored / 2**20:.0f} MiB of "
+        f"events stored: serves after {server.start_s:.1f} s, the next message {first_s:.2f} s later, "
+        f"{broker_cpu_s(server.pid):.1f} CPU seconds (before the kill: {cpu:.0f})",
+        flush=True,
+    )
+
+
+async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) -> None:
+    """Accept messages one by one, many at a time; one more waits at the end."""
+    async with Client.connect(server.kafka) as client:
+        await client.metadata([name], create=True)
+        subscriptions = SubscriptionClient(client)
+        await subscriptions.create(name, [name], {START: "earliest", LEDGER: str(ledger).lower()})
+        record = NewRecord(None, _VALUE, (), int(time.time() * 1000))
+        for _ in range(count // _BATCH):
+            await client.produce(name, 0, encode_batch([record] * _BATCH))
+        done = 0
+        while done < count // _BATCH * _BATCH:
+            messages = await subscriptions.receive(name, "worker", max_records=_AT_ONCE, wait_ms=1000)
+            await asyncio.gather(*(subscriptions.settle(name, "worker", [one], Verb.ACCEPT) for one in messages))
+            done += len(messages)
+        await client.produce(name, 0, encode_batch([record]))
+
+
+async def _first_message_s(server: Server, name: str) -> float:
+    async with Client.connect(server.kafka) as client:
+        began = time.monotonic()
+        while not await SubscriptionClient(client).receive(name, "next", max_records=1, wait_ms=1000):
+            pass
+        return time.monotonic() - began
 
 
 # -- the audit ----------------------------------------------------------------------------------------------------

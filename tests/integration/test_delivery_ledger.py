@@ -310,7 +310,7 @@ def test_what_the_daily_audit_finds_stays_a_metric_until_it_is_not_found(
 
 @pytest.mark.trial
 def test_a_planted_fault_raises_the_alert(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    server, lake = start_server(pipelines_lake=tmp_path / "lake"), tmp_path / "lake"
+    server, lake = start_server(pipelines_enabled="true", pipelines_lake=tmp_path / "lake"), tmp_path / "lake"
     command = CommandLine(server.kafka)
     assert command("topic", "create", "orders").code == 0
     assert command("subscription", "create", "billing", "--topic", "orders", "--ledger").code == 0
