@@ -6,9 +6,9 @@ Cost: the same messages are published, delivered and accepted, in large ranges a
 without and one with a ledger, on one broker and in turn; the figures are CPU seconds of the broker's process, and their
 ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are counted separately.
 
-Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the time
-until it serves again and the time until a worker then has the next message, which needs the queue's state, without and
-with a ledger.
+Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the
+time until it serves again and the time until a worker then has the next message, which needs the queue's state, without
+and with a ledger.
 
 Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
 the largest process is measured.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, ClassVar, Final, NamedTuple
 from uuid import UUID
 from zlib import crc32
@@ -281,8 +282,7 @@ class SubscriptionSettings:
 
     def as_strings(self) -> dict[str, str]:
         """Return every setting as text, by name, without secrets."""
-        found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
-        return shown(found)
+        return dict(_texts_of(self))
 
     def start_time_ms(self, now_ms: int) -> int | None:
         """Return the time that `start` names; None for `earliest` and `latest`."""
@@ -360,6 +360,12 @@ class Subscription:
     def shown_overrides(self) -> dict[str, str]:
         """Return what its owner set, without secrets."""
         return {**shown(self.overrides), **dict.fromkeys(self.sealed, HIDDEN)}
+
+
+@lru_cache(maxsize=1024)
+def _texts_of(settings: SubscriptionSettings) -> Mapping[str, str]:
+    """Return settings as text; most subscriptions have the same ones, and lists show all of them."""
+    return shown({declared.name: _as_text(getattr(settings, name)) for name, declared in settings_of(type(settings))})
 
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:

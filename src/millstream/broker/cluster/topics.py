@@ -250,6 +250,11 @@ class Topics:
         """Return every topic, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
+    @property
+    def states_revision(self) -> int:
+        """A number that changes whenever the state of a partition does."""
+        return self._view.revision
+
     def partition(self, name: str, index: int) -> Partition:
         """Return a partition that this node hosts, by the topic's name."""
         partitions = self._partitions.get(name)

@@ -82,6 +82,15 @@ async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRe
     return await _ask(client, node, TOPICS_KEY, request, ListTopicsResponse)
 
 
+async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
+    """Return which of these topics exist, as far as the client may describe them."""
+    found: list[str] = []
+    for at in range(0, len(names), PAGE_MAX):
+        request = ListTopicsRequest(names=list(names[at : at + PAGE_MAX]), limit=PAGE_MAX)
+        found += [one.name for one in (await list_topics(client, None, request)).topics]
+    return found
+
+
 async def list_or_nothing(client: Client, node: NodeId, request: ListTopicsRequest) -> ListTopicsResponse:
     """Return what one node lists; nothing if it does not answer, so that one dead node does not hide all others."""
     try:

@@ -16,6 +16,7 @@ from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import UUID
 
+from millstream.client.admin.browse import existing_topics
 from millstream.client.admin.position import EARLIEST_TIMESTAMP
 from millstream.core.errors import (
     Conflict,
@@ -480,7 +481,9 @@ async def count_letters(client: Client, described: Iterable[dict[str, Any]]) -> 
             if sum(queue["backlog"] for queue in one["queues"]):
                 # Letters outlive a subscription that was deleted by force.
                 writers.setdefault(topic, [])
-    found = (await client.metadata(sorted(writers))).topics if writers else {}
+    # Most dead letter topics do not exist before the first letter.
+    exist = await existing_topics(client, sorted(writers))
+    found = (await client.metadata(exist)).topics if exist else {}
     return [
         await _counted(client, topic, found.get(topic), wrote, opened.get(topic))
         for topic, wrote in sorted(writers.items())

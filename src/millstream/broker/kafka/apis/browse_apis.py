@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
@@ -14,6 +14,7 @@ from millstream.broker.security.audit import Activity, Change
 from millstream.broker.security.changes import Users
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import InvalidRequest
+from millstream.core.ids import NodeId
 from millstream.core.topic import Topic
 from millstream.protocol.private.browse_messages import (
     BY_BYTES,
@@ -115,22 +116,26 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     async def _described(self, at: int, topic: Topic) -> ListedTopic:
         if at % _TURN == _TURN - 1:
             await asyncio.sleep(0)
-        if self._topics.get(topic.name) is not topic:
-            # Changed or deleted during another turn.
-            led = []
-        else:
-            led = [one for one in self._topics.partitions_of(topic) if one.is_leader]
+        records = size = records_in = bytes_in = bytes_out = 0
+        # It may have been changed or deleted during another turn.
+        for one in self._topics.partitions_of(topic) if self._topics.get(topic.name) is topic else ():
+            if one.is_leader:
+                records += max(0, one.high_watermark - one.log.start_offset)
+                size += one.size_bytes
+                records_in += one.records_in
+                bytes_in += one.bytes_in
+                bytes_out += one.bytes_out
         return ListedTopic(
             topic.name,
             str(topic.topic_id),
             topic.partitions,
             topic.replication,
             topic.is_internal,
-            sum(max(0, one.high_watermark - one.log.start_offset) for one in led),
-            sum(one.size_bytes for one in led),
-            sum(one.records_in for one in led),
-            sum(one.bytes_in for one in led),
-            sum(one.bytes_out for one in led),
+            records,
+            size,
+            records_in,
+            bytes_in,
+            bytes_out,
         )
 
 
@@ -138,6 +143,18 @@ _ORDERED: Final[dict[str, Callable[[ListedTopic], Any]]] = {
     BY_RECORDS: lambda topic: topic.records,
     BY_BYTES: lambda topic: topic.bytes,
 }
+
+
+class _Partitions(NamedTuple):
+    """Partitions of the whole cluster."""
+
+    known: int
+    without_leader: int
+    lacking: int
+    """With replicas that are not in sync."""
+
+
+_NEVER: Final = (-1, -1, frozenset[NodeId]())
 
 
 class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
@@ -156,6 +173,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
         self._topics = topics
         self._membership = membership
         self._status = status
+        self._counted = (_NEVER, _Partitions(0, 0, 0))
 
     async def needs(self, request: Nothing) -> Sequence[Need]:
         return [(Operation.DESCRIBE, ResourceType.CLUSTER, CLUSTER_NAME)]
@@ -173,19 +191,7 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
                 records_in += one.records_in
                 bytes_in += one.bytes_in
                 bytes_out += one.bytes_out
-        alive = frozenset(node.node_id for node in self._membership.nodes())
-        partitions = without_leader = lacking = 0
-        for at, topic in enumerate(self._topics.all()):
-            if at % _TURN == _TURN - 1:
-                await asyncio.sleep(0)
-            if self._topics.get(topic.name) is not topic:
-                continue
-            for state in self._topics.states_of(topic):
-                partitions += 1
-                if state is None or state.leader not in alive:
-                    without_leader += 1
-                elif len(state.in_sync) < len(state.replicas):
-                    lacking += 1
+        counted = await self._partitions()
         health = self._status.health()
         return NodeSumsResponse(
             node_id=health["node_id"],
@@ -200,10 +206,33 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
             stored_bytes=stored,
             leads=leads,
             replicas=replicas,
-            partitions=partitions,
-            without_leader=without_leader,
-            under_replicated=lacking,
+            partitions=counted.known,
+            without_leader=counted.without_leader,
+            under_replicated=counted.lacking,
         )
+
+    async def _partitions(self) -> _Partitions:
+        """Count the partitions of the cluster by their states, unless nothing has changed since that was done."""
+        alive = frozenset(node.node_id for node in self._membership.nodes())
+        version = (self._topics.version, self._topics.states_revision, alive)
+        if self._counted[0] == version:
+            return self._counted[1]
+        known = without_leader = lacking = 0
+        for at, topic in enumerate(self._topics.all()):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            if self._topics.get(topic.name) is not topic:
+                continue
+            for state in self._topics.states_of(topic):
+                known += 1
+                if state is None or state.leader not in alive:
+                    without_leader += 1
+                elif len(state.in_sync) < len(state.replicas):
+                    lacking += 1
+        found = _Partitions(known, without_leader, lacking)
+        # Kept under the version that held before: what changed meanwhile is counted by the next request.
+        self._counted = (version, found)
+        return found
 
 
 class RightsList(PrivateApi[ListRightsRequest, ListRightsResponse]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,13 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset
-from millstream.core.subscription import OWN_PREFIX, READ_COMMITTED, Subscription, check_subscription
+from millstream.core.subscription import (
+    OWN_PREFIX,
+    READ_COMMITTED,
+    Subscription,
+    SubscriptionSettings,
+    check_subscription,
+)
 from millstream.protocol.private.delivery_state import (
     DELIVERY_STATE_KEY,
     WAIT_MS_MAX,
@@ -187,6 +194,9 @@ if TYPE_CHECKING:
 
 LEASES_MAX = 10_000
 
+_TURN: Final = 100
+"""Subscriptions that are described before others get their turn of the loop."""
+
 _COUNTERS = {
     "accepted": DeltaKind.ACCEPTED,
     "released": DeltaKind.RELEASED,
@@ -240,9 +250,14 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
         engine = self._service.loaded
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
-        described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
-        if request.names is None:
-            described = [{**one, "kept": []} for one in described]
+        described = []
+        # Before other work gets its turn, which may delete some.
+        settings = [self._subscriptions.settings_of(one) for one in wanted]
+        for at, one in enumerate(wanted):
+            if at % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
+            described.append(document if request.names is not None else {**document, "kept": []})
         if leases_max := max(0, min(request.leases, LEASES_MAX)):
             for one, document in zip(wanted, described, strict=True):
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
@@ -273,6 +288,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
     def _describe(
         self,
         subscription: Subscription,
+        settings: SubscriptionSettings,
         queues: Mapping[UUID, Iterable[Delivery]],
         kept: Sequence[tuple[str, int]],
     ) -> dict[str, Any]:
@@ -282,7 +298,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
             "name": subscription.name,
             "subscription_id": str(subscription.subscription_id),
             "topics": subscription.topics or sorted(known),
-            "settings": self._subscriptions.settings_of(subscription).as_strings(),
+            "settings": settings.as_strings(),
             "overrides": subscription.shown_overrides(),
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery, now_ms) for delivery in queues.get(subscription.subscription_id, ())],
