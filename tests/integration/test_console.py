@@ -297,10 +297,25 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     page.get_by_role("link", name="billing-dlq").click()
     _picture(page, "dead-letters")
     page.get_by_role("link", name="the bank did not answer").first.click()
+    first = page.get_by_role("link", name="orders/").first.get_attribute("href")
+    page.get_by_text("Redrive 3 letters").click()
+    page.get_by_role("button", name="Count only").first.click()
+    expect(page.get_by_role("status")).to_contain_text(
+        "3 letters would be redriven (3 in billing); nothing was changed"
+    )
+    page.get_by_role("link", name="the bank did not answer").first.click()
     page.get_by_text("Redrive 3 letters").click()
     page.get_by_role("button", name="Redrive").click()
     expect(page.get_by_role("status")).to_contain_text("3 messages delivered again (3 to billing)")
     expect(page.get_by_role("status")).to_contain_text("millstream dlq redrive billing-dlq --filter")
+    # The bank answers again: the worker gets the messages, and their pages say so.
+    with console.api() as api:
+        pulled = api.post("/subscriptions/billing/messages:pull", json={"max": 100, "wait_ms": 5000}).json()["messages"]
+        accept = [one["lease"] for one in pulled]
+        assert api.post("/subscriptions/billing/messages:settle", json={"accept": accept}).is_success
+    page.goto(f"http://{console.server.http}{first}")
+    expect(page.get_by_role("row").filter(has_text="billing")).to_contain_text("accepted")
+    page.go_back()
     expect(page.get_by_role("rowheader")).to_have_text([f"card declined {HOSTILE}"])
     page.get_by_text("Delete 4 letters").click()
     page.get_by_label("to confirm").fill("something else")
@@ -437,6 +452,31 @@ def test_the_rules_of_a_route_are_tried_and_changed(console: Console) -> None:
     expect(page.get_by_role("status")).to_contain_text("nothing was changed")
     expect(page.get_by_role("row").filter(has_text="batch.max.messages")).not_to_contain_text("set here")
     assert watched.problems == []
+
+
+def test_landing_is_tried_on_recent_messages(console: Console) -> None:
+    with console.api() as api:
+        assert api.post("/topics", json={"topic": "parcels"}).is_success
+        for value in ({"to": "Rome", "kilograms": 2}, {"to": "Oslo", "kilograms": 7.5}):
+            assert api.post("/topics/parcels/messages", json=value).is_success
+        assert api.post(
+            "/topics/parcels/messages", content=b"no json", headers={"content-type": "text/plain"}
+        ).is_success
+        settings = {"topics": "parcels"}
+        made = api.post("/pipelines", json={"name": "landed", "kind": "land", "settings": settings, "wanted": False})
+        assert made.is_success, made.text
+    watched = console.page("/pipelines/landed")
+    page = watched.page
+    page.get_by_role("button", name="Try it").click()
+    expect(page.get_by_role("heading", name="Dry run of landed")).to_be_visible()
+    expect(page.get_by_text("2 would be landed in a new table")).to_be_visible()
+    expect(page.get_by_role("cell", name="Oslo")).to_be_visible()
+    expect(page.get_by_role("rowheader", name="the payload")).to_be_visible()
+    _picture(page, "dry-run")
+    page.get_by_role("link", name="Back").click()
+    expect(page.get_by_role("heading", name="landed", exact=True)).to_be_visible()
+    assert watched.problems == []
+    assert not (console.server.data / "lake" / "parcels").exists()
 
 
 def test_a_quota_is_set_and_removed(console: Console) -> None:

@@ -27,6 +27,7 @@ from millstream.gateway.console.render import render, static_file
 from millstream.gateway.console.search import Searches
 from millstream.gateway.console.session import Sessions, SignedIn
 from millstream.gateway.console.table import ROUTES
+from millstream.gateway.console.tasks import Acting, Tasks
 from millstream.gateway.console.visit import (
     PREFIX,
     Answer,
@@ -38,7 +39,6 @@ from millstream.gateway.console.visit import (
     Visit,
     refuse_read_only,
 )
-from millstream.gateway.console.works import Acting, Works
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
 
@@ -100,7 +100,7 @@ class ConsoleApp:
         self.history = History(services)
         self.recent = Recent()
         self.searches = Searches()
-        self.works = Works(self.recent.clear)
+        self.tasks = Tasks(self.recent.clear)
         self._sessions = Sessions(services, callers, self._settings, is_tls=is_tls)
         self._tree: PathTree[PageRoute] = PathTree()
         for route in routes:
@@ -108,7 +108,7 @@ class ConsoleApp:
 
     async def close(self) -> None:
         """Stop sampling, searching and working."""
-        await self.works.close()
+        await self.tasks.close()
         await self.history.close()
         await self.searches.close()
 
@@ -168,7 +168,7 @@ class ConsoleApp:
                     history=self.history,
                     recent=self.recent,
                     searches=self.searches,
-                    works=self.works,
+                    tasks=self.tasks,
                     acting=lambda: self._acting_on(exchange, signed_in),
                     settings=self._settings,
                     principal=principal,
@@ -292,7 +292,7 @@ class ConsoleApp:
             "csrf": visit.csrf,
             "read_only": visit.settings.read_only,
             "notice": visit.notice,
-            "working": visit.works.running(visit.person),
+            "working": visit.tasks.running(visit.person),
             "live": True,
             **page.context,
         }

@@ -16,8 +16,8 @@ from millstream.gateway.console.pages import (
     plans,
     schemas,
     subscriptions,
+    tasks,
     topics,
-    works,
 )
 from millstream.gateway.console.visit import PageRoute
 
@@ -34,5 +34,5 @@ ROUTES: Final[tuple[PageRoute, ...]] = (
     *mirrors.ROUTES,
     *schemas.ROUTES,
     *access.ROUTES,
-    *works.ROUTES,
+    *tasks.ROUTES,
 )

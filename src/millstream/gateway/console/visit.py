@@ -21,7 +21,7 @@ from millstream.protocol.wire.client import Client
 if TYPE_CHECKING:
     from millstream.gateway.console.history import History, Recent
     from millstream.gateway.console.search import Searches
-    from millstream.gateway.console.works import Start, Works
+    from millstream.gateway.console.tasks import Start, Tasks
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Visit:
     history: History
     recent: Recent
     searches: Searches
-    works: Works
+    tasks: Tasks
     acting: Start
     """Acts for the person beyond this request."""
     settings: ConsoleSettings

@@ -25,8 +25,8 @@ from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.message import held_bytes
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.render import counted
+from millstream.gateway.console.tasks import Measured, Task
 from millstream.gateway.console.visit import Answer, Page, PageRoute, Visit, address, change, command
-from millstream.gateway.console.works import Measured, Work
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 LOOKED_AT_MAX: Final = 2000
@@ -130,7 +130,7 @@ def _desk(visit: Visit, topic: str, services: Services | None = None) -> DeadLet
 async def redrive(visit: Visit) -> Answer:
     """Deliver the selected messages again, each in its own subscription, or only count them."""
     if visit.text("only") == "check":
-        return await _count(visit, "redriven", "redrive", "--dry-run")
+        return await _count(visit, is_redrive=True)
 
     async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
         await redrive_letters(desk, outcome, wanted=wanted, limit=None)
@@ -139,13 +139,13 @@ async def redrive(visit: Visit) -> Answer:
             text += ". " + undeliverable_note(outcome.refused, "millstream dlq redrive --to-topic TOPIC")
         return text
 
-    return await _work(visit, "Redrive letters of", act, "redrive")
+    return await _task(visit, "Redrive letters of", act, "redrive")
 
 
 async def purge(visit: Visit) -> Answer:
     """Close the selected letters without delivering their messages, or only count them."""
     if visit.text("only") == "check":
-        return await _count(visit, "deleted", "purge")
+        return await _count(visit, is_redrive=False)
 
     async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
@@ -155,15 +155,15 @@ async def purge(visit: Visit) -> Answer:
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
-    return await _work(visit, "Delete letters of", act, "purge")
+    return await _task(visit, "Delete letters of", act, "purge")
 
 
-async def _count(visit: Visit, verb: str, *words: str) -> Answer:
+async def _count(visit: Visit, *, is_redrive: bool) -> Answer:
     """Count what a change would do; every letter stays open."""
 
     async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
         await survey_letters(desk, outcome, wanted=wanted, limit=None)
-        if verb == "deleted":
+        if not is_redrive:
             return f"{counted(outcome.selected, 'letter')} would be deleted; nothing was changed"
         text = (
             f"{counted(outcome.done, 'letter')} would be redriven{_where(outcome.revived, 'in')}; nothing was changed"
@@ -173,10 +173,10 @@ async def _count(visit: Visit, verb: str, *words: str) -> Answer:
             text += f". {counted(stays, 'letter')} would stay open: {reasons}"
         return text
 
-    return await _work(visit, "Count letters of", act, *words)
+    return await _task(visit, "Count letters of", act, "redrive", "--dry-run")
 
 
-async def _work(
+async def _task(
     visit: Visit, title: str, act: Callable[[DeadLetterDesk, Outcome, Wanted | None], Awaitable[str]], *words: str
 ) -> Answer:
     """Process the selected letters, also while nobody looks; what is done within a moment is answered at once."""
@@ -189,26 +189,26 @@ async def _work(
 
     def measure() -> Measured:
         # A redrive finds letters first, and then delivers their messages: each is half of the way.
-        handled = sum(outcome.revived.values()) + sum(outcome.refused.values())
-        found = (outcome.selected + handled) / 2 if is_redrive else outcome.selected
+        delivered = sum(outcome.revived.values()) + sum(outcome.refused.values())
+        found = (outcome.selected + delivered) / 2 if is_redrive else outcome.selected
         text = f"{counted(outcome.selected + outcome.unmatched, 'letter')} of {total:,} looked at"
         text += f", {outcome.selected:,} match" if condition else ""
-        text += f", {handled:,} messages handled" if is_redrive else ""
+        text += f", {delivered:,} messages delivered" if is_redrive else ""
         return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)
 
-    async def process(_work: Work, services: Services) -> str:
+    async def process(_task: Task, services: Services) -> str:
         text = await act(_desk(visit, topic, services), outcome, wanted)
         if outcome.held:
             text += f"; {counted(outcome.held, 'letter')} held by other commands"
         return text + ("; stopped before the rest" if outcome.is_stopped else "")
 
     verb, *flags = words
-    work = Work(
+    task = Task(
         visit.person, f"{title} {topic}", address("dead-letters", topic), _words(verb, topic, condition, *flags)
     )
-    work.measure = measure
-    work.on_stop = lambda: setattr(outcome, "is_stopped", True)
-    return (await visit.works.start(work, process, visit.acting)).answer()
+    task.measure = measure
+    task.on_stop = lambda: setattr(outcome, "is_stopped", True)
+    return (await visit.tasks.start(task, process, visit.acting)).answer()
 
 
 def _where(counts: Mapping[str, int], preposition: str) -> str:

@@ -34,8 +34,8 @@ from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.pages.subscriptions import try_condition
+from millstream.gateway.console.tasks import Measured, Task
 from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
-from millstream.gateway.console.works import Measured, Work
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
 RULES_SHOWN: Final = 200
@@ -172,18 +172,18 @@ async def dry_run(visit: Visit) -> Answer:
         pipeline = replace(pipeline, overrides={**pipeline.overrides, _STATEMENT: statement})
     lake = (await storage_of(client)).lake if pipeline.kind is PipelineKind.LAND else ""
 
-    async def act(work: Work, services: Services) -> str:
+    async def act(task: Task, services: Services) -> str:
         document = await _try_in_process(pipeline, lake, services, is_guarded=bool(visit.principal))
         for topic in document["columns"] if "columns" in document else [one["topic"] for one in document["topics"]]:
             await visit.note_reading(topic, "dry-run", client=services.client)
-        work.result = document
+        task.result = document
         return "Nothing was written or committed."
 
-    work = Work(visit.person, f"Dry run of {name}", address("pipelines", name), "")
-    work.measure = lambda: Measured(min(0.95, work.took_s / DRY_RUN_USUAL_S), "Reading the newest messages.")
-    started = await visit.works.start(work, act, visit.acting)
+    task = Task(visit.person, f"Dry run of {name}", address("pipelines", name), "")
+    task.measure = lambda: Measured(min(0.95, task.took_s / DRY_RUN_USUAL_S), "Reading the newest messages.")
+    started = await visit.tasks.start(task, act, visit.acting)
     # Also if it has ended: its page shows the rows.
-    return Done(address("works", started.id), "")
+    return Done(address("tasks", started.id), "")
 
 
 def _has_dry_run(described: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Work that goes on when its page is left: many dead letters, and dry runs that need Spark.
+"""Tasks that continue when their page is left: redriving many dead letters, dry runs.
 
-It runs in the gateway with the rights of the person who started it, and ends when these lapse, when it is stopped, or
-with the gateway. Its page shows how far it is; what it said last is kept for an hour.
+A task runs in the gateway with the rights of the person who started it. It ends early when these lapse, when it is
+stopped, or with the gateway. Its page shows its progress, and its result for an hour.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from millstream.gateway.console.visit import Done, address
 
 _logger = logging.getLogger(__name__)
 
-WORKS_PER_PERSON_MAX: Final = 4
-WORKS_MAX: Final = 32
+TASKS_PER_PERSON_MAX: Final = 4
+TASKS_MAX: Final = 32
 KEPT_MAX: Final = 200
 KEPT_S: Final = 3600.0
 SOON_S: Final = 1.0
-"""Work that ends within this time is answered like any other change."""
+"""A task that ends within this time is answered like any other change."""
 
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
 
 
 class Measured(NamedTuple):
-    """How far work is, from 0 to 1, and in words."""
+    """The progress of a task, from 0 to 1, and in words."""
 
     share: float
     text: str
@@ -47,11 +47,11 @@ class Acting(NamedTuple):
 
 
 Start = Callable[[], AbstractAsyncContextManager[Acting]]
-Act = Callable[["Work", Services], Awaitable[str]]
+Act = Callable[["Task", Services], Awaitable[str]]
 
 
-class Work:
-    """One piece of work."""
+class Task:
+    """One task, and its progress."""
 
     def __init__(self, person: str, title: str, back: str, words: str = "") -> None:
         self.id = secrets.token_urlsafe(12)
@@ -68,11 +68,11 @@ class Work:
         """What the page shows of it beside the text."""
         self.measure: Callable[[], Measured | None] = lambda: None
         self.on_stop: Callable[[], None] | None = None
-        """Asks the work to end at the next good moment; without it, it is cancelled."""
+        """Asks the task to end at the next good moment; without it, it is cancelled."""
         self.is_stopping = False
         self.started_s = time.time()
         self.ended_s: float | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.running: asyncio.Task[None] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -86,21 +86,21 @@ class Work:
     def answer(self) -> Done:
         """Go to the page that it was started from if it has ended, otherwise to its own."""
         if self.is_running:
-            return Done(address("works", self.id), "")
+            return Done(address("tasks", self.id), "")
         if self.state == FAILED:
             raise Refused(HTTPStatus.CONFLICT, self.text)
         return Done(self.back, f"{self.text}: {self.words}" if self.words else self.text)
 
     def stop(self) -> None:
         """End it early; what it has done stays done."""
-        if not self.is_running or self.task is None:
+        if not self.is_running or self.running is None:
             return
         self.is_stopping = True
         if self.on_stop is not None:
             self.on_stop()
         else:
             self._end(STOPPED, "Stopped. What was done until then stays done.")
-            self.task.cancel()
+            self.running.cancel()
 
     async def run(self, act: Act, start: Start) -> None:
         """Act with the rights of the person, for as long as they last."""
@@ -125,7 +125,7 @@ class Work:
         except MillstreamError as error:
             self._end(FAILED, str(error))
         except Exception:
-            _logger.exception("work of the console failed", extra={"title": self.title})
+            _logger.exception("a task of the console failed", extra={"title": self.title})
             self._end(FAILED, "The gateway failed; see its log for the reason.")
 
     def _end(self, state: str, text: str) -> None:
@@ -133,55 +133,55 @@ class Work:
             self.state, self.text, self.ended_s = state, text, time.time()
 
 
-class Works:
-    """The work of one gateway."""
+class Tasks:
+    """The tasks of one gateway."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """Take what is called when work has ended, and pages may show something else."""
+        """Take what is called when a task has ended, and pages may show something else."""
         self._on_end = on_end
-        self._works: dict[str, Work] = {}
+        self._tasks: dict[str, Task] = {}
 
-    async def start(self, work: Work, act: Act, start: Start) -> Work:
-        """Begin, and wait a moment for work that is done soon; refuse more than there may be."""
+    async def start(self, task: Task, act: Act, start: Start) -> Task:
+        """Start a task, and wait a moment for its end; refuse one too many."""
         self._forget()
-        running = [one for one in self._works.values() if one.is_running]
-        if len(running) >= WORKS_MAX or sum(one.person == work.person for one in running) >= WORKS_PER_PERSON_MAX:
+        running = [one for one in self._tasks.values() if one.is_running]
+        if len(running) >= TASKS_MAX or sum(one.person == task.person for one in running) >= TASKS_PER_PERSON_MAX:
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{WORKS_PER_PERSON_MAX} works of one person, and {WORKS_MAX} of all, run at the same time; wait until "
+                f"{TASKS_PER_PERSON_MAX} tasks of one person, and {TASKS_MAX} of all, run at the same time; wait until "
                 "one has ended, or stop one",
             )
-        self._works[work.id] = work
-        work.task = asyncio.create_task(work.run(act, start), name=f"work of the console: {work.title}")
-        work.task.add_done_callback(lambda _: self._on_end())
-        await asyncio.wait({work.task}, timeout=SOON_S)
-        return work
+        self._tasks[task.id] = task
+        task.running = asyncio.create_task(task.run(act, start), name=f"task of the console: {task.title}")
+        task.running.add_done_callback(lambda _: self._on_end())
+        await asyncio.wait({task.running}, timeout=SOON_S)
+        return task
 
-    def find(self, work_id: str, person: str) -> Work:
-        """Return the work of a person."""
-        found = self._works.get(work_id)
+    def find(self, task_id: str, person: str) -> Task:
+        """Return the task of a person."""
+        found = self._tasks.get(task_id)
         if found is None or found.person != person:
             raise Refused(
                 HTTPStatus.NOT_FOUND,
-                "this node does not know this work: it ended more than an hour ago, the node has restarted, or another "
+                "this node does not know this task: it ended more than an hour ago, the node has restarted, or another "
                 "node runs it",
             )
         return found
 
-    def running(self, person: str) -> list[Work]:
+    def running(self, person: str) -> list[Task]:
         """Return what runs for a person now."""
-        return [one for one in self._works.values() if one.is_running and one.person == person]
+        return [one for one in self._tasks.values() if one.is_running and one.person == person]
 
     async def close(self) -> None:
         """Stop everything."""
-        tasks = [one.task for one in self._works.values() if one.task is not None]
-        for task in tasks:
-            task.cancel()
+        tasks = [one.running for one in self._tasks.values() if one.running is not None]
+        for one in tasks:
+            one.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _forget(self) -> None:
         """Forget what ended long ago, and the oldest of too many."""
-        ended = sorted((one.ended_s, one.id) for one in self._works.values() if one.ended_s is not None)
+        ended = sorted((one.ended_s, one.id) for one in self._tasks.values() if one.ended_s is not None)
         expired = [key for at, key in ended if at < time.time() - KEPT_S]
         for key in {*expired, *(key for _, key in ended[: max(0, len(ended) - KEPT_MAX)])}:
-            del self._works[key]
+            del self._tasks[key]

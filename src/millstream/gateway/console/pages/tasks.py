@@ -1,0 +1,26 @@
+"""The page of a task: its progress or its result, and a button that stops it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change
+
+
+async def show(visit: Visit) -> Answer:
+    """Show one task."""
+    task = visit.tasks.find(visit.names["task"], visit.person)
+    return Page("task.html", {"task": task, "measured": task.measure()})
+
+
+async def stop(visit: Visit) -> Answer:
+    """Stop it; what it has done stays done."""
+    task = visit.tasks.find(visit.names["task"], visit.person)
+    task.stop()
+    return Done(address("tasks", task.id), "")
+
+
+ROUTES: Final = (
+    PageRoute(path="/tasks/{task}", handle=show),
+    change("/tasks/{task}/stop", stop),
+)

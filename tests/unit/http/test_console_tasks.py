@@ -1,0 +1,129 @@
+"""Tasks of the console: they continue without their page, are bounded, and end with the rights of their person."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from millstream.core.errors import InvalidRequest
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.services import Services
+from millstream.gateway.console import tasks as module
+from millstream.gateway.console.tasks import TASKS_PER_PERSON_MAX, Acting, Task, Tasks
+
+
+class Rights:
+    """Rights of a person that a test ends."""
+
+    def __init__(self) -> None:
+        self.lapsed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.held = 0
+
+    def __call__(self) -> AbstractAsyncContextManager[Acting]:
+        return self._held()
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[Acting]:
+        self.held += 1
+        try:
+            yield Acting(cast("Services", None), self.lapsed)
+        finally:
+            self.held -= 1
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SOON_S", 0.01)
+
+
+async def forever(_task: Task, _services: Services) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+async def soon(_task: Task, _services: Services) -> str:
+    return "7 messages delivered again"
+
+
+async def wrong(_task: Task, _services: Services) -> str:
+    raise InvalidRequest("there is no such topic")
+
+
+async def ended(task: Task) -> None:
+    async with asyncio.timeout(30):
+        while task.is_running:
+            await asyncio.sleep(0)
+
+
+async def test_what_ends_at_once_is_answered_at_once() -> None:
+    ends: list[int] = []
+    tasks, rights = Tasks(lambda: ends.append(1)), Rights()
+    task = await tasks.start(Task("alice", "Redrive", "/console/x", "millstream dlq redrive x"), soon, rights)
+    assert task.answer().to == "/console/x"
+    assert task.answer().notice == "7 messages delivered again: millstream dlq redrive x"
+    assert (rights.held, ends, tasks.running("alice")) == (0, [1], [])
+    assert tasks.find(task.id, "alice") is task
+    failed = await tasks.start(Task("alice", "Redrive", "/console/x"), wrong, rights)
+    with pytest.raises(Refused, match="no such topic"):
+        failed.answer()
+
+
+async def test_what_takes_longer_continues_and_is_found_by_its_person_only() -> None:
+    tasks, rights = Tasks(lambda: None), Rights()
+    task = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    assert task.answer().to == f"/console/tasks/{task.id}"
+    assert (tasks.running("alice"), tasks.running("bob"), rights.held) == ([task], [], 1)
+    with pytest.raises(Refused, match="does not know"):
+        tasks.find(task.id, "bob")
+    task.stop()
+    await ended(task)
+    assert task.state == "stopped"
+    await asyncio.sleep(0.01)
+    assert rights.held == 0
+
+
+async def test_a_task_is_asked_to_stop_where_it_can_be() -> None:
+    tasks, stops = Tasks(lambda: None), asyncio.Event()
+
+    async def until_asked(_task: Task, _services: Services) -> str:
+        await stops.wait()
+        return "3 messages delivered again; stopped before the rest"
+
+    task = Task("alice", "Redrive", "/console/x")
+    task.on_stop = stops.set
+    await tasks.start(task, until_asked, Rights())
+    task.stop()
+    await ended(task)
+    assert (task.state, task.text) == ("stopped", "3 messages delivered again; stopped before the rest")
+
+
+async def test_a_task_ends_with_the_session_of_its_person_and_with_the_gateway() -> None:
+    tasks, rights = Tasks(lambda: None), Rights()
+    lapsing = await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    rights.lapsed.set_result(None)
+    await ended(lapsing)
+    assert "session" in lapsing.text
+    others = Rights()
+    left = await tasks.start(Task("bob", "Redrive", "/console/x"), forever, others)
+    await tasks.close()
+    assert (left.state, others.held) == ("stopped", 0)
+
+
+async def test_one_person_has_a_few_at_a_time_and_the_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, rights = Tasks(lambda: None), Rights()
+    for _ in range(TASKS_PER_PERSON_MAX):
+        await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    with pytest.raises(Refused, match="at the same time"):
+        await tasks.start(Task("alice", "Redrive", "/console/x"), forever, rights)
+    first = await tasks.start(Task("bob", "Redrive", "/console/x"), soon, rights)
+    monkeypatch.setattr(module, "KEPT_MAX", 1)
+    for _ in range(3):
+        last = await tasks.start(Task("bob", "Redrive", "/console/x"), soon, rights)
+    assert tasks.find(last.id, "bob") is last
+    with pytest.raises(Refused):
+        tasks.find(first.id, "bob")
+    await tasks.close()
