@@ -332,6 +332,8 @@ def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
     if report.get("still_s", 0.0) >= STALLED_S_MIN:
         facts["still"] = f"no progress for {report['still_s']:.0f} s"
     facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
+    for name, number in sorted(report.get("levels", {}).items()):
+        facts[name] = _when(number * 1000) if name.endswith("_seconds") else f"{number:,}"
     facts.update(report.get("facts", {}))
     if report["last_error"]:
         text = "as above" if report["last_error"] == parked else report["last_error"].rstrip()

@@ -108,6 +108,7 @@ class PipelineReport(msgspec.Struct, frozen=True):
     last_error_ms: int
     failing_ms: int
     counts: dict[str, int]
+    levels: dict[str, int]
     node: int
     run: int
     """The number of a job's last run."""
