@@ -26,6 +26,7 @@ from millstream.client.admin.dead_letter import (
     Outcome,
     Wanted,
     process_letters,
+    purge_letters,
     redrive_letters,
     survey_letters,
     undeliverable_note,
@@ -242,13 +243,8 @@ def purge(
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     ask_person(f"Close the open letters of {name}?", unless=yes or as_json)
 
-    async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
-        return
-
     async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await process_letters(
-            desk, nothing, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress
-        )
+        await purge_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
     outcome = _work(name, filter_, close, keep=False, brokers=brokers, timeout=timeout)
     if as_json:

@@ -593,6 +593,18 @@ def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
     return f"{subject} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"
 
 
+async def letters_wanted(condition: str | None) -> Wanted | None:
+    """Return what selects letters by a filter; None if all are wanted."""
+    return None if condition is None else await asyncio.to_thread(_matcher, condition)
+
+
+def _matcher(condition: str) -> Wanted:
+    # Imported here, in a thread: the filter compiler takes long to load.
+    from millstream.protocol.filter.evaluation import matcher
+
+    return matcher(condition)
+
+
 async def process_letters(
     desk: DeadLetterDesk,
     act: Act,
@@ -608,6 +620,22 @@ async def process_letters(
     outcome.has_begun = True
     async with desk.holding():
         await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
+    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+async def purge_letters(
+    desk: DeadLetterDesk,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    on_progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Close every matching open letter without delivering its message, many at a time."""
+    await desk.open()
+    outcome.has_begun = True
+    async with desk.holding():
+        await _pass(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=on_progress)
     outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
 
 
@@ -713,7 +741,7 @@ def _add(counts: dict[str, int], found: Iterable[str]) -> None:
 
 async def _pass(
     desk: DeadLetterDesk,
-    act: Act,
+    act: Act | None,
     outcome: Outcome,
     *,
     wanted: Wanted | None,
@@ -723,7 +751,10 @@ async def _pass(
     at_once: int | None = None,
     is_survey: bool = False,
 ) -> None:
-    """Act on matching letters, until there are no more, `limit` are done, or `at_once` were found in this pass."""
+    """Act on matching letters, until there are no more, `limit` are done, or `at_once` were found in this pass.
+
+    Each letter is closed as soon as it was acted on; without an act, those that were received together are.
+    """
     skipped: list[LeasedMessage] = []
     found = 0
 
@@ -735,12 +766,16 @@ async def _pass(
         return BATCH if wanted is not None and left > 0 else left
 
     async for letters in desk.letters(missing):
+        closing: list[LeasedMessage] = []
         for letter in letters:
-            if outcome.is_stopped or (limit is not None and outcome.done >= limit):
-                return
+            if outcome.is_stopped or (limit is not None and outcome.done + len(closing) >= limit):
+                break
             if wanted is not None and not wanted(letter):
                 outcome.unmatched += 1
                 skipped.append(without_content(letter))
+                continue
+            if act is None:
+                closing.append(letter)
                 continue
             outcome.is_sending = not is_survey
             await act(desk, letter)
@@ -752,6 +787,12 @@ async def _pass(
             found += 1
             if is_survey:
                 skipped.append(without_content(letter))
+        if closing:
+            outcome.doubtful += await desk.close(closing)
+            outcome.done += len(closing)
+            outcome.selected += len(closing)
+        if outcome.is_stopped:
+            return
         if len(skipped) > SKIPPED_MAX:
             await desk.skip(skipped)
             skipped.clear()

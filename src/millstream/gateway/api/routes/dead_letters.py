@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
@@ -15,7 +14,9 @@ from millstream.client.admin.dead_letter import (
     Wanted,
     dead_letter_topics,
     find_topic,
+    letters_wanted,
     process_letters,
+    purge_letters,
     redrive_letters,
     undeliverable_note,
 )
@@ -150,28 +151,17 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Wo
 
 async def purge(services: Services, request: Request[NoFields, Purge]) -> WorkedOn:
     """Close open letters without delivering their messages."""
-
-    async def do_nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
-        return
-
     body = request.body
     desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await process_letters(desk, do_nothing, outcome, wanted=wanted, limit=body.limit, keep=False)
+    await purge_letters(desk, outcome, wanted=wanted, limit=body.limit)
     return _worked_on(desk.topic, outcome, {})
 
 
 async def _desk(services: Services, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
-    wanted = None if condition is None else await asyncio.to_thread(_matcher, condition)
+    wanted = await letters_wanted(condition)
     topic = await find_topic(services.client, name, patience_s=PATIENCE_S)
     return DeadLetterDesk(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
-
-
-def _matcher(condition: str) -> Wanted:
-    # Imported here, in a thread: the filter compiler takes long to load.
-    from millstream.protocol.filter.evaluation import matcher
-
-    return matcher(condition)
 
 
 def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:

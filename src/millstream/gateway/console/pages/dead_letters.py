@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -15,7 +14,9 @@ from millstream.client.admin.dead_letter import (
     dead_letter_topics,
     find_topic,
     headers_of,
+    letters_wanted,
     process_letters,
+    purge_letters,
     redrive_letters,
     survey_letters,
     undeliverable_note,
@@ -72,17 +73,6 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-async def _wanted(condition: str) -> Wanted | None:
-    return await asyncio.to_thread(_matcher, condition) if condition else None
-
-
-def _matcher(condition: str) -> Wanted:
-    # Imported here, in a thread: the filter compiler takes long to load.
-    from millstream.protocol.filter.evaluation import matcher
-
-    return matcher(condition)
-
-
 async def show(visit: Visit) -> Answer:
     """Show the open letters of a topic; they stay open."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
@@ -90,7 +80,7 @@ async def show(visit: Visit) -> Answer:
     await visit.note_reading(topic, "letters", filter=condition)
     selected, outcome, problem = _Selected(visit), Outcome(), ""
     try:
-        wanted = await _wanted(condition)
+        wanted = await letters_wanted(condition or None)
         await process_letters(
             _desk(visit, topic), selected.note, outcome, wanted=wanted, limit=LOOKED_AT_MAX, keep=True
         )
@@ -147,11 +137,8 @@ async def purge(visit: Visit) -> Answer:
     if visit.text("only") == "check":
         return await _count(visit, is_redrive=False)
 
-    async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
-        return
-
     async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
-        await process_letters(desk, nothing, outcome, wanted=wanted, limit=None, keep=False)
+        await purge_letters(desk, outcome, wanted=wanted, limit=None)
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
@@ -182,7 +169,7 @@ async def _task(
     """Process the selected letters, also while nobody looks; what is done within a moment is answered at once."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
-    wanted = await _wanted(condition)
+    wanted = await letters_wanted(condition or None)
     known = next((one for one in await dead_letter_topics(visit.services.client) if one.topic == topic), None)
     outcome, total = Outcome(), 0 if known is None else known.letters
     is_redrive = words == ("redrive",)
