@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.gateway.console.history import COST_MAX, FULL_S, Counters, Recent, Series
+from millstream.gateway.console.history import COST_MAX, RECENT_S_MAX, Counters, Recent, Series
 from millstream.gateway.console.render import age, chart
 from millstream.gateway.console.visit import command
 
@@ -47,7 +47,36 @@ def test_browsers_share_an_answer_for_a_hundred_times_its_cost() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_is_never_shared_for_more_than_a_minute_and_an_error_not_at_all() -> None:
+def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
+    async def run() -> None:
+        clock = Clock()
+        recent, asked = Recent(clock=clock), 0
+
+        async def ask() -> int:
+            nonlocal asked
+            asked += 1
+            clock.now += 0.05
+            return asked
+
+        began, passed = clock.now, 600.0
+        while clock.now < began + passed:
+            for session in range(20):
+                await recent.get((f"session {session}", "/console"), ask)
+            clock.now += 10.0
+        # The first of them did not know of the others yet.
+        assert asked <= 20 + passed * COST_MAX / 0.05 * 1.5
+        # Those that are gone no longer count.
+        clock.now += RECENT_S_MAX + 1
+        await recent.get(("session 0", "/console"), ask)
+        clock.now += 0.05 / COST_MAX + 0.1
+        before = asked
+        await recent.get(("session 0", "/console"), ask)
+        assert asked == before + 1
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all() -> None:
     async def run() -> None:
         clock = Clock()
         recent, asked = Recent(clock=clock), 0
@@ -63,7 +92,7 @@ def test_an_answer_is_never_shared_for_more_than_a_minute_and_an_error_not_at_al
         with pytest.raises(ValueError, match="down"):
             await recent.get(("", "/"), ask)
         assert await recent.get(("", "/"), ask) == 2
-        clock.now += FULL_S + 0.1
+        clock.now += RECENT_S_MAX + 0.1
         assert await recent.get(("", "/"), ask) == 3
 
     asyncio.run(run())

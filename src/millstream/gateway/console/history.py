@@ -34,8 +34,12 @@ MINUTE_SAMPLES: Final = 60
 TOP_TOPICS: Final = 20
 SERIES_MAX: Final = 10_000
 RECENT_MAX: Final = 200
+RECENT_S: Final = 60.0
+"""A page that was not refreshed for so long is closed, or hidden."""
+RECENT_S_MAX: Final = 300.0
+"""The longest time for which an answer is shared."""
 COST_MAX: Final = 0.01
-"""The share of time that sampling everything may take."""
+"""The share of time that sampling everything may take, and that refreshing all pages may take together."""
 
 
 class Counters(NamedTuple):
@@ -87,7 +91,8 @@ class Series:
 class Recent:
     """What pages that refresh by themselves show, shared by all tabs of a session.
 
-    It is asked for again when that takes no more than a hundredth of the time, however many browsers are open.
+    An answer is shown for as long as it takes for all of them together to take no more than a hundredth of the time,
+    however many sessions are open.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,12 +101,12 @@ class Recent:
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
         """Return what is known for a session and a page, or ask; those who come meanwhile wait for the answer."""
-        for old in [
-            one for one, known in self._kept.items() if known.until <= self._clock() and not known.lock.locked()
-        ]:
-            del self._kept[old]
+        now = self._clock()
         kept = self._kept.setdefault(key, _Kept())
+        kept.asked_at = now
         self._kept.move_to_end(key)
+        for old in [one for one, known in self._kept.items() if known.asked_at < now - RECENT_S]:
+            del self._kept[old]
         while len(self._kept) > RECENT_MAX:
             self._kept.popitem(last=False)
         async with kept.lock:
@@ -109,7 +114,7 @@ class Recent:
             if kept.until <= started:
                 kept.value = await ask()
                 ended = self._clock()
-                kept.until = ended + min(FULL_S, (ended - started) / COST_MAX)
+                kept.until = ended + min(RECENT_S_MAX, (ended - started) / COST_MAX * len(self._kept))
             found: T = kept.value
             return found
 
@@ -122,10 +127,11 @@ class Recent:
 class _Kept:
     """One answer; `until` says for how long it is shown."""
 
-    __slots__ = ("lock", "until", "value")
+    __slots__ = ("asked_at", "lock", "until", "value")
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
+        self.asked_at = 0.0
         self.until = 0.0
         self.value: Any = None
 
