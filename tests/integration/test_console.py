@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from confluent_kafka import KafkaException, Producer, ShareConsumer
 from playwright.sync_api import Browser, Page, expect
 
 from millstream.core.ids import PartitionIndex
@@ -451,6 +452,80 @@ def test_the_rules_of_a_route_are_tried_and_changed(console: Console) -> None:
     page.get_by_role("button", name="Check only").click()
     expect(page.get_by_role("status")).to_contain_text("nothing was changed")
     expect(page.get_by_role("row").filter(has_text="batch.max.messages")).not_to_contain_text("set here")
+    assert watched.problems == []
+
+
+def test_a_mirror_is_followed_paused_and_failed_over(console: Console, server: Server, topic: str) -> None:
+    with httpx.Client(base_url=f"http://{server.http}/v1", timeout=WAIT_S) as source:
+        assert source.post("/topics", json={"topic": topic}).is_success
+        assert source.post(f"/topics/{topic}/messages", json={"order": 1}).is_success
+    with console.api() as api:
+        settings = {"from": server.kafka, "topics": topic, "groups": "false", "subscriptions": "false"}
+        made = api.post("/mirrors", json={"name": "paris", "settings": settings})
+        assert made.is_success, made.text
+        watched = console.page("/mirrors")
+        page = watched.page
+        page.get_by_role("link", name="paris").click()
+        expect(page.get_by_text("running", exact=True)).to_be_visible()
+        row = page.get_by_role("row").filter(has_text=f"{topic}/0")
+        _reload_until(page, lambda: row.count() == 1 and "1" in row.get_by_role("cell").nth(1).inner_text())
+        _picture(page, "mirror")
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_role("status")).to_contain_text("millstream mirror pause paris")
+        page.get_by_role("button", name="Resume").click()
+        expect(page.get_by_role("status")).to_contain_text("copies again")
+        refused = api.post(f"/topics/{topic}/messages", json={"order": 2})
+        assert not refused.is_success
+        page.locator("summary").filter(has_text="Fail over").click()
+        page.get_by_label("to confirm").fill("paris")
+        page.get_by_role("button", name="Fail over").click()
+        expect(page.get_by_role("status")).to_contain_text("writable")
+        assert api.post(f"/topics/{topic}/messages", json={"order": 2}).is_success
+    assert watched.problems == []
+
+
+def _reload_until(page: Page, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        page.reload()
+
+
+def test_an_open_transaction_is_aborted(console: Console) -> None:
+    writer = Producer({"bootstrap.servers": console.server.kafka, "transactional.id": "invoices", "log_level": 0})
+    writer.init_transactions(WAIT_S)
+    writer.begin_transaction()
+    writer.produce("payments", b"not yet")
+    writer.flush()
+    watched = console.page("/transactions")
+    page = watched.page
+    expect(page.get_by_role("row").filter(has_text="invoices")).to_contain_text("Ongoing")
+    page.get_by_role("link", name="Look for hanging ones").click()
+    expect(page.get_by_text("No transaction hangs.")).to_be_visible()
+    page.locator("summary").filter(has_text="Abort invoices").click()
+    page.get_by_label("to confirm").fill("invoices")
+    page.get_by_role("button", name="Abort").click()
+    expect(page.get_by_role("status")).to_contain_text("invoices is aborted; it was Ongoing")
+    with pytest.raises(KafkaException):
+        writer.commit_transaction(WAIT_S)
+    assert watched.problems == []
+
+
+def test_members_of_a_share_group_are_shown(console: Console) -> None:
+    with console.api() as api:
+        assert api.post("/topics", json={"topic": "chores"}).is_success
+    consumer = ShareConsumer(
+        {"bootstrap.servers": console.server.kafka, "group.id": "sharers", "client.id": "sharer", "log_level": 0}
+    )
+    with closing(consumer):
+        consumer.subscribe(["chores"])
+        consumer.poll(1)
+        watched = console.page("/groups")
+        page = watched.page
+        _reload_until(page, lambda: page.get_by_role("link", name="sharers").count() == 1)
+        page.get_by_role("link", name="sharers").click()
+        _reload_until(page, lambda: page.get_by_role("cell", name="sharer", exact=True).count() == 1)
+        expect(page.get_by_text("share group")).to_be_visible()
     assert watched.problems == []
 
 
