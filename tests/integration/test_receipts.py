@@ -66,8 +66,8 @@ def test_an_audit_names_acknowledged_messages_that_are_gone(
     audit = ("audit", "--receipts", book, "--lake", tmp_path / "lake", "--json")
     asyncio.run(_publish(server, book, range(3)))
     assert command("subscription", "create", "billing", "--topic", "orders", "--ledger", "--start", "start").code == 0
-    report = command(*audit)
-    assert (report.code, report.document["receipts"], report.document["receipts_checked"]) == (0, [], 3)
+    report = command.process(*audit[:-1])
+    assert (report.code, report.lines[-2]) == (0, "3 receipts checked; 0 not as acknowledged."), report
     server.stop()
     shutil.copytree(server.data, backup)
     server.start()
@@ -77,7 +77,6 @@ def test_an_audit_names_acknowledged_messages_that_are_gone(
     shutil.rmtree(server.data)
     shutil.copytree(backup, server.data)
     server.start()
-    report = command(*audit)
+    report = command.process(*audit)
     assert (report.code, report.document["adds_up"], report.document["receipts_checked"]) == (1, False, 5)
     assert [(one["offset"], one["kind"]) for one in report.document["receipts"]] == [(3, "missing"), (4, "missing")]
-    assert "2 not as acknowledged" in command(*audit[:-1]).out

@@ -161,6 +161,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
         "last_error_ms": 0,
         "failing_ms": 0,
         "counts": {},
+        "levels": {},
         "facts": {},
         "node": 3,
         "run": 0,

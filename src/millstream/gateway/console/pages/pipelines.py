@@ -226,7 +226,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
                 name: text for name, text in os.environ.items() if not name.startswith(("MILLSTREAM_", "_MILLSTREAM"))
             },
             # The leader of its group, so that Java ends with it.
-            process_group=0,
+            start_new_session=True,
         )
         stack.push_async_callback(_end, process)
         if process.stdin is None or process.stdout is None:
