@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from millstream.client.admin.browse import node_sums
 from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
+from millstream.client.admin.mirrors import MirrorClient
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
@@ -48,6 +49,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
     rows = rows_of(described)
     letters = await _or_empty(count_letters(visit.services.client, described), missing)
     pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe(), missing)]
+    mirrors = await _or_empty(MirrorClient(visit.services.client).describe(), missing)
     return {
         "may_describe": may_describe,
         "nodes": nodes,
@@ -62,7 +64,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
         "top": visit.history.top(5) if may_describe else [],
         "warnings": [
             *(Warned(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
-            *_warnings(nodes, rows, letters, pipelines),
+            *_warnings(nodes, rows, letters, pipelines, mirrors),
         ],
     }
 
@@ -84,6 +86,7 @@ def _warnings(
     rows: list[dict[str, Any]],
     letters: list[DeadLetterTopic],
     pipelines: list[dict[str, Any]],
+    mirrors: list[dict[str, Any]],
 ) -> list[Warned]:
     found: list[Warned] = []
     cluster = address("cluster")
@@ -134,6 +137,10 @@ def _warnings(
         if pipeline["state"] in ("parked", "failing"):
             text = f"Pipeline {pipeline['pipeline']} is {pipeline['state']}: {pipeline['error'][:200]}"
             found.append(Warned(text, address("pipelines", pipeline["pipeline"]), "See the pipeline", True))
+    for mirror in mirrors:
+        if mirror["error"]:
+            text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}"
+            found.append(Warned(text, address("mirrors", mirror["mirror"]), "See the mirror", True))
     return sorted(found, key=lambda one: not one.is_bad)[:20]
 
 
