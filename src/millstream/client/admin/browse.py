@@ -85,9 +85,11 @@ async def list_topics(client: Client, node: NodeId | None, request: ListTopicsRe
 async def existing_topics(client: Client, names: Sequence[str]) -> list[str]:
     """Return which of these topics exist, as far as the client may describe them."""
     found: list[str] = []
+    nodes = sorted((await client.metadata([])).nodes) if names else []
     for at in range(0, len(names), PAGE_MAX):
         request = ListTopicsRequest(names=list(names[at : at + PAGE_MAX]), limit=PAGE_MAX)
-        found += [one.name for one in (await list_topics(client, None, request)).topics]
+        _, answer = await _first_answer(client, nodes, request)
+        found += [one.name for one in answer.topics]
     return found
 
 
