@@ -537,7 +537,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
         assert api.post(
             "/topics/parcels/messages", content=b"no json", headers={"content-type": "text/plain"}
         ).is_success
-        settings = {"topics": "parcels"}
+        settings = {"topics": "parcels", "decode": "json"}
         made = api.post("/pipelines", json={"name": "landed", "kind": "land", "settings": settings, "wanted": False})
         assert made.is_success, made.text
     watched = console.page("/pipelines/landed")
@@ -545,7 +545,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
     page.get_by_role("button", name="Try it").click()
     expect(page.get_by_role("heading", name="Dry run of landed")).to_be_visible()
     expect(page.get_by_text("2 would be landed in a new table")).to_be_visible()
-    expect(page.get_by_role("cell", name="Oslo")).to_be_visible()
+    expect(page.get_by_role("cell", name="Oslo", exact=True)).to_be_visible()
     expect(page.get_by_role("rowheader", name="the payload")).to_be_visible()
     _picture(page, "dry-run")
     page.get_by_role("link", name="Back").click()
