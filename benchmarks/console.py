@@ -181,7 +181,7 @@ def _watched(server: Server, client: httpx.Client) -> float:
 async def _load(kafka: str, is_over: threading.Event) -> None:
     """Publish and read at a steady rate."""
     async with Client.connect(kafka) as client:
-        at = (await client.list_offsets(LOADED, {0: -1}))[0].offset
+        at: int = (await client.list_offsets(LOADED, {0: -1}))[0].offset
         while not is_over.is_set():
             now_ms = int(time.time() * 1000)
             await client.produce(LOADED, 0, encode_batch([NewRecord(None, _value(1), (), now_ms)] * LOAD_RECORDS))

@@ -180,7 +180,10 @@ async def dry_run(visit: Visit) -> Answer:
         return "Nothing was written or committed."
 
     task = Task(visit.person, f"Dry run of {name}", address("pipelines", name), "")
-    task.measure = lambda: Measured(min(0.95, task.took_s / DRY_RUN_USUAL_S), "Reading the newest messages.")
+    reading = "Reading the newest messages."
+    if pipeline.kind is PipelineKind.TRANSFORM:
+        reading = "Starting Spark, then reading the newest messages."
+    task.measure = lambda: Measured(min(0.95, task.took_s / DRY_RUN_USUAL_S), reading)
     started = await visit.tasks.start(task, act, visit.acting)
     # Also if it has ended: its page shows the rows.
     return Done(address("tasks", started.id), "")
