@@ -341,4 +341,5 @@ async def _get(url: str, path: str) -> int:
         line = await reader.readline()
         return int(line.split()[1]) if line.startswith(b"HTTP/") else 0
     finally:
-        writer.close()
+        # Closing TLS in order would wait for the peer, and leave the socket open if the loop ends first.
+        writer.transport.abort()

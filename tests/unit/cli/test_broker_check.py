@@ -1,8 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import ssl
+import threading
 import time
+import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +20,7 @@ from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import ExitCode
 from millstream.client.admin.node_status import DamagedOffsets
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
+from millstream_testing.security import Certificates
 
 
 @pytest.fixture
@@ -100,6 +107,31 @@ async def test_a_gateway_that_says_nothing_is_reported(gateway: str, monkeypatch
     monkeypatch.setattr(broker_check, "_HTTP_S", 0.0)
     found = await broker_check._http(status(http=gateway))
     assert found.detail.endswith("does not answer: no answer in time")
+
+
+def test_a_gateway_with_tls_is_left_without_waiting_for_its_goodbye(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path / "certs")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.node, certificates.node_key)
+    asked = threading.Event()
+
+    def answer_and_fall_silent() -> None:
+        connection, _ = listening.accept()
+        with context.wrap_socket(connection, server_side=True) as encrypted:
+            encrypted.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            asked.wait(60)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = threading.Thread(target=answer_and_fall_silent)
+        peer.start()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            url = f"https://127.0.0.1:{listening.getsockname()[1]}"
+            assert asyncio.run(broker_check._get(url, "/readyz")) == 200
+            gc.collect()
+        asked.set()
+        peer.join()
+    assert [str(one.message) for one in warned] == []
 
 
 def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
