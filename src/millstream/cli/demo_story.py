@@ -398,8 +398,8 @@ class OrdersTable:
         """Declare the landing pipeline; on a machine without Spark it waits for it."""
         settings = {"topics": self._topic, "every.ms": str(EVERY_MS), "decode": "json"}
         await PipelineClient(client).create(PIPELINE, PipelineKind.LAND, settings)
-        state = "it runs beside" if _has_spark() else "it waits for Spark, which starts later"
-        self._account.say(f"and a pipeline lands all orders in a table; {state}")
+        state = "Spark starts beside the next steps" if _has_spark() else "it waits until Spark is installed"
+        self._account.say(f"a pipeline is declared that lands all orders in a table; {state}")
 
     async def show(self, client: Client, messages: int) -> None:
         """Check that every message of the log is one row, and query the table."""
@@ -552,7 +552,6 @@ class Story:
         pushed = {PUSH_URL: self._webhook.url, PUSH_SECRET: SECRET, "share.auto.offset.reset": "earliest"}
         await SubscriptionClient(client).create("webhook", [TOPIC], pushed)
         self._account.say(f"a webhook gets all orders, pushed to {self._webhook.url} and signed")
-        await self._table.declare(client)
 
     async def _fan_out(self) -> None:
         """Check that each message is stored once and delivered to each subscription."""
@@ -596,6 +595,8 @@ class Story:
         await self._handled(range(new.stop))
         self._check_handled(range(new.stop))
         await self._catch_up(new)
+        # Not before the crash, which would kill Spark while it starts.
+        await self._table.declare(self._ms.client)
 
     async def _poison(self) -> None:
         """Publish an order that shipping cannot handle; it must not delay others, and is redelivered once it can be
