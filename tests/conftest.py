@@ -48,7 +48,8 @@ hypothesis.settings.load_profile("patient")
 
 # Tests that use the Spark session, which takes long to start and longer to get quick.
 SPARK = re.compile(
-    r"/test_(landing|landing_upsert|spark_beyond_retention|spark_on_kafka|spark_source|topic_pipelines)\.py|_in_spark$"
+    r"/test_(filter_spark|landing|landing_upsert|own_jobs|spark_beyond_retention|spark_on_kafka|spark_security"
+    r"|spark_source|topic_pipelines|typed_tables)\.py|_in_spark$"
 )
 
 
@@ -69,6 +70,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let tests that start processes and wait for them come first, so that no worker is left with a long one."""
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()) and not SPARK.search(item.nodeid):
+            raise pytest.UsageError(
+                f"{item.nodeid} would start a Spark session of its own: name its file in SPARK in tests/conftest.py, "
+                "or let its own name end with _in_spark"
+            )
     items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, "integration" not in item.path.parts))
 
 
@@ -83,6 +90,8 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What nodes keep for their user, such as the key of secrets, is not kept in the home of who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        # Compiling for the long run takes half of the time of a short one; the drivers of servers inherit this.
+        patch.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         yield
 
 
@@ -113,8 +122,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     from millstream.spark.session import session
 
     settings = {
-        # Compiling for the long run takes half of the time of a short one.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.sql.shuffle.partitions": "1",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse")),
@@ -137,8 +144,10 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Start servers for one test, with its own settings; they end with the test."""
     with ExitStack() as stack:
 
-        def start(name: str = "data", **settings: object) -> Server:
+        def start(name: str = "data", *, forked: bool = True, **settings: object) -> Server:
             flags = QUICK | {key.replace("_", "-"): value for key, value in settings.items()}
-            return stack.enter_context(Server(tmp_path / name, settings=flags))
+            server = Server(tmp_path / name, settings=flags)
+            server.forked = forked
+            return stack.enter_context(server)
 
         yield start

@@ -26,7 +26,8 @@ def running_browser() -> Iterator[Browser]:
     """Run a browser."""
     with sync_playwright() as playwright:
         # The sandbox needs rights that containers lack; the pages are our own.
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:
             yield browser
         finally:

@@ -41,8 +41,8 @@ class Server:
     """One server process. `settings` are flags of `millstream serve`, without their dashes."""
 
     forked = False
-    """Whether processes are forked from one that has imported everything, which saves most of a start. What measures
-    a server starts each as a user would."""
+    """Whether a server and its gateway are forked from a process that has imported everything, which saves most of a
+    start. What measures servers, or looks at their children, starts each as a user would."""
 
     def __init__(self, data: Path, *, settings: Mapping[str, object] | None = None, log: Path | None = None) -> None:
         self.data = data

@@ -243,7 +243,7 @@ def test_a_flag_wins_over_the_file(start_server: StartServer, tmp_path: Path) ->
 
 
 def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(forked=False)
     millstream = CommandLine(server.kafka)
     millstream("publish", "measured", "x")
     until_healthy(server)
@@ -267,7 +267,7 @@ def test_health_and_metrics_are_served_by_a_process_that_ends_with_the_broker(st
 
 
 def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_server: StartServer) -> None:
-    server = start_server()
+    server = start_server(forked=False)
     until_healthy(server)
     (first,) = gateways(server)
     first.kill()

@@ -98,6 +98,14 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
             yield Console(server, browser)
 
 
+@pytest.fixture(autouse=True)
+def close_pages(console: Console) -> Iterator[None]:
+    """Close what a test has opened: pages refresh themselves for as long as they are open."""
+    yield
+    for context in console.browser.contexts:
+        context.close()
+
+
 def _fill(api: httpx.Client) -> None:
     card = {"owner": "team-shop", "description": f"Every order. {HOSTILE}"}
     assert api.post("/topics", json={"topic": "orders", "partitions": 2, **card}).status_code == 201

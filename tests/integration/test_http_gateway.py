@@ -509,7 +509,7 @@ def produce_batches(server: Server, topic: str, batches: list[bytes]) -> None:
 def test_batches_that_decompress_to_much_stay_within_the_memory_of_the_gateway(
     start_server: Callable[..., Server], topic: str
 ) -> None:
-    server = start_server(decompressed_bytes_max=128 * MIB, compression_ratio_max=1_000_000)
+    server = start_server(forked=False, decompressed_bytes_max=128 * MIB, compression_ratio_max=1_000_000)
     large = bytes(encode_batch([NewRecord(None, bytes(120 * MIB))], compression=COMPRESSION_ZSTD))
     many = bytes(encode_batch([NewRecord(None, b"x" * MIB)] * 50, compression=COMPRESSION_ZSTD))
     with httpx.Client(base_url=f"http://{server.http}/v1", timeout=PATIENCE_S) as http:

@@ -141,7 +141,7 @@ def test_a_second_server_on_the_same_folder_is_refused(server: Server, tmp_path:
 
 
 def test_children_end_with_the_server_and_a_start_waits_for_a_port_that_one_still_holds(start_server: Any) -> None:
-    server: Server = start_server()
+    server: Server = start_server(forked=False)
     children = children_of(server)
     server.kill_main()
     assert all(_is_gone(child) for child in children)
