@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
+from typing import Any
 
 # kafka-python reads its schemas through a function that Python 3.11 and 3.12 warn about, while it is imported.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import kafka  # noqa: F401
+from kafka.net.inet import KafkaNetSocket
+from kafka.net.selector import NetworkSelector
+from kafka.net.transport import KafkaTCPTransport
+
+
+def close_what_kafka_python_leaves_open() -> None:
+    """Close the sockets that kafka-python forgets: of a connection that is refused or given up while it is made, and of
+    one that its client closes before everything is sent. Whichever test comes next would fail by the warning about it.
+    """
+    connect, begin, end = KafkaNetSocket.sock_connect, KafkaTCPTransport.__init__, NetworkSelector.close
+    opened: dict[Any, list[Any]] = {}
+
+    async def connect_or_close(self: Any, net: Any, sock: socket.socket, *given: Any, **named: Any) -> Any:
+        try:
+            return await connect(self, net, sock, *given, **named)
+        except BaseException:
+            sock.close()
+            raise
+
+    def begin_known(self: Any, net: Any, *given: Any, **named: Any) -> None:
+        begin(self, net, *given, **named)
+        opened.setdefault(net, []).append(self)
+
+    def end_all(self: Any) -> None:
+        transports = opened.pop(self, ())
+        end(self)
+        for transport in transports:
+            if transport._sock is not None:
+                transport._sock.close()
+
+    KafkaNetSocket.sock_connect = connect_or_close
+    KafkaTCPTransport.__init__ = begin_known
+    NetworkSelector.close = end_all
+
+
+close_what_kafka_python_leaves_open()
