@@ -189,4 +189,4 @@ lock: ## Regenerate the lock files from pyproject.toml (needs uv)
 
 clean: ## Remove the virtual environment and every cache
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	@find src tests benchmarks conformance -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests trials benchmarks conformance -name __pycache__ -type d -prune -exec rm -rf {} +

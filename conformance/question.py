@@ -65,6 +65,31 @@ class Broker:
                 return SILENT
 
 
+class KeptConnection(Broker):
+    """A broker that is asked over one connection, by questions that do not spoil it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._kept: socket.socket | None = None
+
+    def send(self, frame: bytes) -> bytes | str:
+        """Send a frame and receive another; after `CLOSED` or `SILENT` the next goes over a new connection."""
+        if self._kept is None:
+            self._kept = self.connected()
+        try:
+            self._kept.sendall(frame)
+            return receive_frame(self._kept)
+        except (ConnectionError, TimeoutError) as error:
+            self.close()
+            return SILENT if isinstance(error, TimeoutError) else CLOSED
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
 def frame_of(api_key: int, version: int, values: Values) -> bytes:
     """A request as it is sent."""
     return bytes(write_request(1, _CLIENT_ID, _build(load_request_class(api_key, version), values)))

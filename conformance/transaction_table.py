@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 from benchmarks.peers.kafka import free_address, kafka
 from benchmarks.peers.unavailable import PeerUnavailable
-from conformance.question import Broker
+from conformance.question import Broker, KeptConnection
 from conformance.questions.asking import Key, batch, lay_fixtures, new_topic, produced
 
 from millstream.broker.kafka.transaction_service import PartitionMarkers
@@ -45,7 +45,7 @@ TABLE: Final = "table"
 GROUP: Final = "table"
 _ADDED, _NEW = 0, 1
 _READY_S_MAX: Final = 30.0
-_EARLY_MAX: Final = 1000
+_EARLY_MAX: Final = 100
 _TIMEOUT_MS: Final = 600_000
 _names = count()
 
@@ -343,11 +343,12 @@ def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
         patch.object(coordinator, "ENDING_WAIT_S", 0.001),
     ):
         node.start_and_wait()
+        broker = KeptConnection(node.kafka_address)
         try:
-            broker = Broker(node.kafka_address)
             lay_fixtures(broker)
             yield broker, hold
         finally:
+            broker.close()
             node.stop_and_wait()
 
 

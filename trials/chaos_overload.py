@@ -465,16 +465,16 @@ class Chaos:
         self.wrong += wrong
         return seen
 
-    async def flood(self, kind: str, connections: int, seconds: float) -> Seen:
-        """Watch one flood, which has to be answered, not refused."""
-        name = f"{connections} connections: {kind}"
-        flooding = asyncio.ensure_future(flood(self._server, kind, connections, seconds))
-        seen = await self.watch(name, flooding)
-        counted = flooding.result()
-        if kind != overload_flood.SLOW_READER and not counted.get("received_bytes"):
-            self.wrong.append(f"{name}: nothing was answered ({counted})")
-        if counted.get("refused"):
-            self.wrong.append(f"{name}: {counted['refused']} connections were answered with an error")
+    async def flood(self, kinds: Sequence[str], connections: int, seconds: float) -> Seen:
+        """Watch floods of these kinds at once; they have to be answered, not refused."""
+        names = [f"{connections} connections: {kind}" for kind in kinds]
+        flooding = asyncio.gather(*(flood(self._server, kind, connections, seconds) for kind in kinds))
+        seen = await self.watch(" and ".join(names), flooding)
+        for kind, name, counted in zip(kinds, names, flooding.result(), strict=True):
+            if kind != overload_flood.SLOW_READER and not counted.get("received_bytes"):
+                self.wrong.append(f"{name}: nothing was answered ({counted})")
+            if counted.get("refused"):
+                self.wrong.append(f"{name}: {counted['refused']} connections were answered with an error")
         return seen
 
     async def look_back(self, after_s: float) -> None:
@@ -530,7 +530,7 @@ async def run(arguments: argparse.Namespace) -> list[str]:
                 chaos = Chaos(server, http)
                 await chaos.prepare()
                 for kind, count in floods:
-                    await chaos.flood(kind, count, seconds)
+                    await chaos.flood([kind], count, seconds)
                 if arguments.only in "bombs":
                     await chaos.bomb(rounds)
                 await chaos.look_back(SETTLE_S if arguments.quick else AFTER_S)

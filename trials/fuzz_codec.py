@@ -373,8 +373,10 @@ def run(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "progress"
         progress.write_bytes(bytes(8))
-        # The cache of numba does not know code with bounds checks from code without: it gets its own folder.
-        environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=folder)
+        # The cache of numba does not know code with bounds checks from code without: it gets its own folder, which is
+        # kept, since compiling takes longer than a thousand examples.
+        kept = Path(__file__).parent / "__pycache__" / "with-bounds-check"
+        environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(kept))
         environment[CHILD_MARK] = str(progress)
         code = subprocess.run([sys.executable, "-m", "trials.fuzz_codec", *arguments], env=environment).returncode
         number = int.from_bytes(progress.read_bytes(), "big")

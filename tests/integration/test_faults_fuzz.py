@@ -12,7 +12,7 @@ from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages import codec
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {"fuzz_framing": 60, "fuzz_requests": 4, "fuzz_recovery": 150}
+EXAMPLES = {"fuzz_framing": 40, "fuzz_requests": 2, "fuzz_recovery": 80}
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
