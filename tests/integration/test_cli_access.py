@@ -54,6 +54,19 @@ def test_revoking_a_role_leaves_denials(run: Run) -> None:
     assert (left["permission"], left["operation"]) == ("deny", "read")
 
 
+def test_one_of_two_opposite_rules_is_removed(run: Run) -> None:
+    rule = ("User:ron", "read", "topic:rents")
+    for permission in ("allow", "deny"):
+        assert run("acl", permission, *rule).code == 0
+    refused = run("acl", "remove", *rule, "--only", "grant")
+    assert (refused.code, "--only takes allow or deny, not 'grant'" in refused.err) == (2, True)
+    assert run("acl", "remove", *rule, "--only", "allow").lines == ["1 rule removed."]
+    (left,) = run("acl", "list", "--principal", "User:ron", "--json").document["acls"]
+    assert left["permission"] == "deny"
+    run("acl", "allow", *rule)
+    assert run("acl", "remove", *rule).lines == ["2 rules removed."]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -258,9 +258,12 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         assert "is not an operation on a topic" in do("rule", **{**rule, "operations": "cluster_action"})
         written = "allow User:carol read topic:car*"
         assert "nothing was changed" in do("remove-rule", rule=written, confirm="wrong")
-        assert "millstream acl remove User:carol read topic:car --prefixed" in do(
+        opposite = {**rule, "permission": "deny", "prefixed": "1"}
+        assert "millstream acl deny User:carol read topic:car --prefixed" in do("rule", **opposite)
+        assert "millstream acl remove User:carol read topic:car --prefixed --only allow" in do(
             "remove-rule", rule=written, confirm="User:carol"
         )
+        assert "deny User:carol read topic:car*" in admin.get("/console/access?search=topic:car").text
         made = do("token", owner="User:carol", expires="1h", operations="read", resource="topic:cars")
         (secret,) = re.findall(r"mst_\w+\.[\w-]+", made)
         token_id = secret.partition(".")[0]

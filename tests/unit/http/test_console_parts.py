@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.gateway.console.history import COST_MAX, RECENT_S_MAX, Counters, Recent, Series
+from millstream.gateway.console.app import _Exchange, _unless_gone
+from millstream.gateway.console.history import COST_MAX, RECENT_S, RECENT_S_MAX, Counters, Recent, Series
 from millstream.gateway.console.render import age, chart
-from millstream.gateway.console.visit import command
+from millstream.gateway.console.visit import ConsoleSettings, PageRoute, Visit, command
+from millstream.gateway.request_memory import ClientDisconnected
 
 
 class Clock:
@@ -96,6 +100,112 @@ def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all
         assert await recent.get(("", "/"), ask) == 3
 
     asyncio.run(run())
+
+
+def visit_of(recent: Recent, **fields: Any) -> Visit:
+    nothing: Any = None
+    return Visit(
+        services=nothing,
+        method="GET",
+        path="/console/topics",
+        names={},
+        query={},
+        form={},
+        memory=nothing,
+        history=nothing,
+        recent=recent,
+        searches=nothing,
+        tasks=nothing,
+        acting=nothing,
+        settings=ConsoleSettings(),
+        **fields,
+    )
+
+
+async def test_refreshing_pages_share_what_their_own_session_was_shown() -> None:
+    clock = Clock()
+    recent, asked = Recent(clock=clock), 0
+
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        clock.now += 0.1
+        return asked
+
+    async def shown(**fields: Any) -> int:
+        return await visit_of(recent, **{"is_refresh": True, "principal": "User:ann", **fields}).shared(ask)
+
+    signed_in = {"can_sign_out": True, "csrf": "first"}
+    assert [await shown(**signed_in) for _ in range(2)] == [1, 1]
+    assert await shown(can_sign_out=True, csrf="second") == 2, "another session of the same person"
+    # A request with a token has no session, and may be allowed less than the owner of the token.
+    assert [await shown(csrf="first") for _ in range(2)] == [3, 4]
+    assert await shown(**signed_in, is_refresh=False) == 5, "a person who opens the page sees it as it is"
+    assert await shown(**signed_in) == 1
+    assert [await shown(principal="") for _ in range(2)] == [6, 6], "everyone may see everything"
+
+
+async def test_what_nobody_asks_for_is_forgotten() -> None:
+    clock = Clock()
+    recent = Recent(clock=clock)
+
+    async def ask() -> int:
+        clock.now += 0.1
+        return 1
+
+    for number in range(20):
+        await recent.get((f"session {number}", "/console"), ask)
+        clock.now += RECENT_S + 1
+    assert len(recent._kept) == 1
+
+
+def browser(*messages: str) -> _Exchange:
+    """A browser that sends these, and nothing more."""
+    left = list(messages)
+
+    async def receive() -> Any:
+        return {"type": left.pop(0)} if left else await asyncio.Future()
+
+    return _Exchange({}, {}, receive, cast("Any", None))
+
+
+def route_to(handle: Callable[[], Awaitable[Any]]) -> PageRoute:
+    return PageRoute(path="/topics", handle=lambda _visit: handle())
+
+
+async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
+    visit, is_cancelled = visit_of(Recent()), False
+
+    async def prepare() -> str:
+        await asyncio.sleep(0)
+        return "page"
+
+    async def prepare_for_long() -> None:
+        nonlocal is_cancelled
+        try:
+            await asyncio.Future()
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+
+    async def fail() -> None:
+        raise ValueError("down")
+
+    assert cast("Any", await _unless_gone(browser("http.request"), route_to(prepare), visit)) == "page"
+    with pytest.raises(ValueError, match="down"):
+        await _unless_gone(browser("http.request"), route_to(fail), visit)
+    with pytest.raises(ClientDisconnected):
+        await _unless_gone(browser("http.request", "http.disconnect"), route_to(prepare_for_long), visit)
+    assert is_cancelled
+    # A gateway that stops leaves neither the page nor the wait for the browser behind.
+    is_cancelled = False
+    stopped = asyncio.create_task(_unless_gone(browser(), route_to(prepare_for_long), visit))
+    await asyncio.sleep(0.01)
+    stopped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped
+    assert is_cancelled
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_a_counter_that_starts_again_leaves_a_gap() -> None:

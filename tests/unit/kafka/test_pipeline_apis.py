@@ -59,7 +59,7 @@ def topic_of(name: str) -> Topic:
 class Node:
     """One node's APIs, over the catalog that all nodes share."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, *, has_jobs: bool = True) -> None:
         declarations = CatalogDeclarations(catalog)
         self.pipelines = Pipelines(declarations, ManualClock())
         self.subscriptions = Subscriptions(declarations, ManualClock())
@@ -67,8 +67,8 @@ class Node:
         self.topics: list[Topic] = []
         notes = PipelineAdvice(self.pipelines, cast("Topics", self))
         apis: list[PrivateApi[Any, Any]] = [
-            PipelineCreate(self.pipelines, self.subscriptions, notes),
-            PipelineAlter(self.pipelines, self.subscriptions, notes),
+            PipelineCreate(self.pipelines, self.subscriptions, notes, has_jobs=has_jobs),
+            PipelineAlter(self.pipelines, self.subscriptions, notes, has_jobs=has_jobs),
             PipelineDelete(self.pipelines),
             PipelineList(self.pipelines, self.board),
             RuleChange(self.pipelines, self.subscriptions, notes),
@@ -373,3 +373,19 @@ async def test_the_page_lists_every_metric(catalog: Catalog) -> None:
     assert states == {state: float(state == "running") for state in STATES}
     await node.pipelines.park(await node.pipelines.find("land-orders"), "no such bucket")
     assert next(iter(node.board.metrics())).samples == [(1.0, (here,))]
+
+
+async def test_code_is_refused_where_none_runs_at_a_change_too(catalog: Catalog) -> None:
+    client = PipelineClient(cast("Client", Nodes({1: Node(catalog, has_jobs=False)})))
+    plain = {"sql": "SELECT twice(value) AS value FROM orders", "into": "copies"}
+    code = {"functions": "twice=sums.twice:string", "functions.code": "sums=def twice(value): return value"}
+    with pytest.raises(InvalidRequest, match="jobs are off"):
+        await client.create("nightly", "job", {"code": "def run(spark, millstream): pass"})
+    with pytest.raises(InvalidRequest, match="jobs are off"):
+        await client.create("copying", "transform", {**plain, **code})
+    await client.create("copying", "transform", {**plain, "sql": "SELECT value FROM orders"})
+    with pytest.raises(InvalidRequest, match="jobs are off"):
+        await client.alter("copying", {**plain, **code})
+    (described,) = await client.describe(["copying"])
+    assert described["settings"]["functions"] == ""
+    await client.alter("copying", {"functions": None, "batch.max.messages": "5000"})

@@ -27,6 +27,7 @@ from millstream.broker.net.turns import (
     QUANTUM_ALONE_S,
     QUANTUM_S,
     ROUND_SPENT_MAX_S,
+    TASK_S,
     UNDER_WAY_BYTES_MAX,
     UNDER_WAY_BYTES_MIN,
     Flow,
@@ -334,6 +335,56 @@ async def test_requests_of_clients_who_hang_up_are_hardly_served(leaving: str, m
     # The first reply to one that only ended its side shows that it is gone.
     assert len(service.served) - before <= 2 * floods
     assert budget.used_bytes == 0
+
+
+class Tasks:
+    """Answers by a task."""
+
+    def handle(self, frame: memoryview, _connection: Connection) -> Answer:
+        async def answer(body: bytes) -> Buffers:
+            await asyncio.sleep(0)
+            return [body]
+
+        return answer(bytes(frame))
+
+
+class ChargedTurns(Turns):
+    """Notes what is charged."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.charged_s: list[float] = []
+
+    def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
+        self.charged_s.append(cost_s)
+        return super().spend(flow, cost_s, now, is_light=is_light)
+
+
+async def test_what_sending_the_answer_of_a_task_takes_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sending_s = Clock(), 7 * QUANTUM_S
+    monkeypatch.setattr(reply, "time", SimpleNamespace(perf_counter=clock))
+    turns, flush = ChargedTurns(clock), Connection._flush_replies
+
+    def flush_slowly(self: Connection) -> None:
+        clock.now += sending_s
+        flush(self)
+
+    monkeypatch.setattr(Connection, "_flush_replies", flush_slowly)
+    listener = Listener(Tasks(), limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600, turns=turns)
+    bound = bind("127.0.0.1", 0, flag="kafka")
+    await listener.start(bound)
+    reader, writer = await asyncio.open_connection(*bound.getsockname())
+    try:
+        for _ in range(2):
+            turns.charged_s.clear()
+            writer.write(struct.pack(">i", 4) + b"1234")
+            assert await reader.readexactly(4) == b"1234"
+            async with asyncio.timeout(60):
+                while pytest.approx(TASK_S + sending_s) not in turns.charged_s:
+                    await asyncio.sleep(0)
+    finally:
+        writer.transport.abort()
+        await listener.drain(0)
 
 
 class Promises:

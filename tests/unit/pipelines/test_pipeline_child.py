@@ -404,3 +404,20 @@ async def test_a_spare_driver_takes_over_and_ends_with_the_last_pipeline(tmp_pat
     for pid in (spare, third):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_a_spare_driver_ends_with_a_node_that_fails(tmp_path: Path) -> None:
+    catalog = Catalog.open_folder(tmp_path)
+    scene = Scene(Pipelines(CatalogDeclarations(catalog), SystemClock()), spare_s=0.05)
+    running = asyncio.create_task(scene.child.run())
+    await scene.declare("a", "orders")
+    await scene.board.until(lambda: scene.child.spare_pid is not None)
+    pids = (scene.child.pid, scene.child.spare_pid)
+    running.cancel()
+    await asyncio.wait([running], timeout=HANG_S)
+    assert running.cancelled()
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    catalog.close()
