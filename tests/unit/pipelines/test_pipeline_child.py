@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
 from millstream.pipelines.runtime.driver_messages import DriverEvent, Options
 from millstream.pipelines.runtime.driver_reports import DriverReports
-from millstream.pipelines.runtime.spark_session import DIED
+from millstream.pipelines.runtime.spark_session import DIED, PREFIX
 from millstream.pipelines.source.session import launch_settings
 from millstream_testing.pipeline_script import HANG_S, landing
 
@@ -421,3 +422,13 @@ async def test_a_spare_driver_ends_with_a_node_that_fails(tmp_path: Path) -> Non
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     catalog.close()
+
+
+async def test_a_node_that_stops_removes_what_a_killed_driver_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{PREFIX}killed"
+    async with scene_in(tmp_path):
+        (left / "blocks").mkdir(parents=True)
+    assert not left.exists()

@@ -33,6 +33,7 @@ from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEv
 from millstream.pipelines.runtime.driver_reports import DEATHS_MAX, DriverReports
 from millstream.pipelines.runtime.lag_watch import LagWatch
 from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
+from millstream.pipelines.runtime.spark_session import remove_left_behind
 from millstream.protocol.wire.credentials import child_environment
 
 _logger = logging.getLogger(__name__)
@@ -160,6 +161,8 @@ class PipelineChild(SupervisedChild):
         self._news.set()
         await self._end_spare()
         await super().stop()
+        # A driver that did not end in time was killed, and could not remove its temporary files.
+        await asyncio.to_thread(remove_left_behind)
         await self._owner.resign()
 
     @property
