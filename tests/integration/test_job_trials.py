@@ -70,7 +70,7 @@ class Jobs:
     def runs(self, name: str) -> list[dict[str, Any]]:
         """The runs of a job, the oldest first."""
         found = self.run("pipeline", "runs", f"{self.topic}-{name}", "--json").document["runs"]
-        return sorted(found, key=lambda one: one["number"])
+        return sorted(found, key=lambda one: one["run"])
 
     def copied(self, name: str) -> Counter[int]:
         return Counter(map(int, committed_messages(self.brokers, f"{self.topic}-{name}")))
@@ -173,7 +173,7 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
 
             async def second_run() -> dict[str, Any] | None:
                 last = await run_of("jo-steals")
-                return last if last is not None and last["number"] == 2 else None
+                return last if last is not None and last["run"] == 2 else None
 
             again = await until_answered(second_run)
             assert again["state"] == "succeeded", again
