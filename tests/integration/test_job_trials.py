@@ -99,8 +99,8 @@ def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
         jobs.create(tmp_path, "tick", 0, "--cron", "* * * * *")
         wait_until(lambda: jobs.has_all("slow"))
         (slow,) = jobs.runs("slow")
-        assert (slow["state"], slow["attempt"]) == ("running", 1)
-        owner = slow["node"]
+        assert slow["state"] == "running"
+        owner, attempts = slow["node"], slow["attempt"]
         others = [number for number in cluster.nodes if number != owner]
         # The takeover takes longer than what is left of the minute.
         tick_ms = (int(time.time() * 1000) // MINUTE_MS + 1) * MINUTE_MS
@@ -116,9 +116,9 @@ def test_a_node_dies_in_the_middle_of_a_run_and_at_a_scheduled_time(
         wait_until(lambda: jobs.runs("slow")[0]["state"] != "running")
         slow = jobs.runs("slow")[0]
         assert slow["state"] == "succeeded", slow
-        assert slow["attempt"] > 1
+        assert slow["attempt"] > attempts
         assert slow["node"] in others
-        assert jobs.copied("slow") == Counter(range(500)), "its second attempt wrote what the first had committed"
+        assert jobs.copied("slow") == Counter(range(500)), "a later attempt wrote what an earlier one had committed"
         jobs.run("pipeline", "stop", f"{topic}-tick")
         ticks = [one["scheduled_ms"] for one in jobs.runs("tick")]
         assert len(ticks) == len(set(ticks)), "a time was run twice"
