@@ -6,7 +6,7 @@ They agree through an embedded store and share a catalog. They do not replicate:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
 from typing import Any, Self
@@ -78,7 +78,7 @@ class GroupNode:
         """The node's picture of the cluster."""
         return self.cluster.view
 
-    async def start(self, *, starts_with: Collection[NodeId] = ()) -> Self:
+    async def start(self) -> Self:
         """Start the node and wait until the cluster has admitted it."""
         group = self._group
         group.starts += 1
@@ -100,7 +100,6 @@ class GroupNode:
                 links=lambda _find: DeadLinks(),
                 boot_id=self.boot_id,
                 supervise=self._supervise,
-                starts_with=starts_with,
             )
         )
         await self._cluster.open()

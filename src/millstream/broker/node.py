@@ -478,7 +478,6 @@ class Broker:
                 catalog_away_since_ms=lambda: declarations.away_since_ms,
                 is_single=self._is_single,
                 node_listener=self._listeners.own_listener,
-                starts_with=self._starts_with(),
             )
         )
         self._undo.callback(node.topics.close)
@@ -486,11 +485,6 @@ class Broker:
         await node.open()
         secrets = StoredSecrets(stores.catalog, self._sealing, node.declared.with_secrets)
         return _Core(node=node, membership=await node.membership(self._advertised()), secrets=secrets)
-
-    def _starts_with(self) -> tuple[NodeId, ...]:
-        """Return the nodes that start together with this one; none if this process replaces an earlier one."""
-        machine = self._machine
-        return () if machine is None or machine.store is None or machine.internal else machine.nodes
 
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore

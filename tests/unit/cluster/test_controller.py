@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import delete
 
 from millstream.broker.catalog.tables import broker_settings
-from millstream.broker.cluster import controller as controller_module
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedStore
 from millstream.broker.cluster.store import Delete, Expect, Put
@@ -173,46 +172,16 @@ async def test_a_node_that_stops_in_order_leads_nothing_when_it_is_gone(tmp_path
         assert not leads(group[2], topic)
 
 
-async def test_nodes_that_stop_and_start_together_lead_what_they_led(tmp_path: Path) -> None:
+async def test_nodes_that_stop_together_are_not_deposed(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=6, replication=1)
         await group.until(lambda: sum(len(leads(node, topic)) for node in group.nodes.values()) == 6)
         before = {key: one.revision for key, one in group[1].view.states.items()}
         await asyncio.gather(*(node.stop() for node in group.nodes.values()))
-        await asyncio.gather(*(node.start(starts_with=ALL) for node in group.nodes.values()))
-        await group.until(lambda: sum(len(leads(node, topic)) for node in group.nodes.values()) == 6)
-        assert {key: one.revision for key, one in group[1].view.states.items()} == before
-
-
-async def test_a_node_that_dies_alone_leads_again_only_in_a_new_epoch(tmp_path: Path) -> None:
-    async with NodeGroup(tmp_path) as group:
-        topic = await group[1].topics.create("orders", partitions=6, replication=1)
-        for node in group.nodes.values():
-            await node.stop()
-        await asyncio.gather(*(node.start(starts_with=ALL) for node in group.nodes.values()))
-        await group.until(lambda: sum(len(leads(node, topic)) for node in group.nodes.values()) == 6)
-        before = states(group[1], topic)
-        victim = int(group[1].view.controller or 0)
-        await group[victim].kill()
-        await group[victim].start()
-        other = group[victim % 3 + 1]
-        await group.until(lambda: all(state.has_leader for state in states(other, topic)))
-        for old, new in zip(before, states(other, topic), strict=True):
-            assert (new.leader_epoch > old.leader_epoch) is (old.leader == victim)
-
-
-async def test_a_node_that_does_not_start_with_the_others_does_not_keep_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller_module, "_START_S", 0.05)
-    async with NodeGroup(tmp_path) as group:
-        topic = await group[1].topics.create("orders", partitions=6, replication=1)
-        await asyncio.gather(*(node.stop() for node in group.nodes.values()))
-        await asyncio.gather(*(group[number].start(starts_with=ALL) for number in (1, 2)))
-        await group.until(lambda: sum(not state.has_leader for state in states(group[1], topic)) == 2)
-        assert len(leads(group[1], topic)) == len(leads(group[2], topic)) == 2
-        await group[3].start(starts_with=ALL)
-        await group.until(lambda: len(leads(group[3], topic)) == 2)
+        entries = group.service.read(keys.PARTITIONS).entries
+        assert {key: entry.revision for key, entry in entries.items()} == {
+            keys.partition_key(key): revision for key, revision in before.items()
+        }
 
 
 async def test_preferred_leaders_lead_again_after_a_while(tmp_path: Path) -> None:

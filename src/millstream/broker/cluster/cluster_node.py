@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from random import Random
@@ -69,8 +69,6 @@ class ClusterDependencies:
     """Whether the cluster never has another node, so that no other node needs notifications."""
     node_listener: str = DEFAULT_LISTENER
     """Where other nodes are reached."""
-    starts_with: Collection[NodeId] = ()
-    """Nodes that start at the same time as this one; none of them has led anything since."""
 
 
 class ClusterNode:
@@ -185,7 +183,6 @@ class ClusterNode:
             author=self._announcer.author,
             is_single=dependencies.is_single,
         )
-        self._controller.expect(dependencies.starts_with)
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())
         admitted = asyncio.ensure_future(self._joined(registration, self._controller))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from random import Random
 from uuid import UUID
 
@@ -33,7 +32,7 @@ from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import CorruptState, MillstreamError, RequestTimedOut, StoreRefused, StoreUnavailable
+from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.partition_state import PartitionState
@@ -137,8 +136,6 @@ class Balance:
         self._due.clear()
 
 
-_START_S = 10.0
-"""How long the first controller of a machine waits for the other nodes that start with it."""
 _WORKED_OUT_AT_ONCE = 1000
 """How many partitions are checked before other tasks get their turn."""
 
@@ -179,7 +176,6 @@ class Controller:
         self._clock = clock
         self._author = author
         self._is_single = is_single
-        self._expected: frozenset[NodeId] = frozenset()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._dirty: set[PartitionKey] = set()
@@ -190,10 +186,6 @@ class Controller:
         self._term: Term | None = None
         self.elections = 0
         view.listen(self._on_view_change)
-
-    def expect(self, nodes: Collection[NodeId]) -> None:
-        """Let nodes that start at the same time as this one keep what they led before, if they come soon."""
-        self._expected = frozenset(nodes)
 
     @property
     def is_active(self) -> bool:
@@ -322,12 +314,6 @@ class Controller:
 
     async def _keep_leaders(self, term: Term) -> None:
         backoff = Backoff(self._random)
-        # Else every partition of theirs would lose its leader and get it back. One that was seen before and is gone
-        # has to be elected again, in a new epoch.
-        with suppress(RequestTimedOut):
-            await self._view.until(
-                lambda: self._expected <= self._view.registrations.keys(), _START_S, what="the start of all nodes"
-            )
         while True:
             await self._wake.wait()
             self._wake.clear()
