@@ -219,11 +219,13 @@ def test_modules_are_named_after_nouns() -> None:
 
 
 def test_packages_hold_no_code() -> None:
+    # The public names; and what has to happen before any module of the broker imports kio.
+    allowed = (SOURCE, SOURCE / "broker")
     full = [
         short(path)
         for path in python_files(SOURCE)
         if path.name == "__init__.py"
-        and path.parent != SOURCE
+        and path.parent not in allowed
         and not all(isinstance(node, ast.Expr) for node in parsed(path).body)
     ]
     assert full == []
