@@ -337,6 +337,10 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
         for one, found in scanned:
             await _save(service, one, found, request.save_to)
     await _cut_queues(service, request, topics)
+    declared = service.mirrors.get(request.name)
+    if declared is None or not declared.is_wanted:
+        # Epochs alone do not show everywhere where histories part: compaction may have removed all records of one.
+        await service.fence_everywhere(request.name, [topic.topic_id for topic in topics], request.cuts)
     await service.mirrors.change(
         request.name,
         # Below the cuts, both sides have the same transactions as a whole.

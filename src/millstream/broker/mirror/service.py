@@ -634,10 +634,17 @@ class MirrorService:
                     await partition.settled()
         except TimeoutError:
             raise RequestTimedOut("records that were written before are not replicated yet; try again") from None
+        for partition in led:
+            cut = request.cuts.get(partition.topic.name, {}).get(partition.index)
+            if cut is not None and cut < partition.log.end_offset:
+                await partition.cut_mirrored(Offset(cut))
 
-    async def fence_everywhere(self, mirror: str, topic_ids: Collection[UUID]) -> None:
-        """Let every node of this cluster fence topics."""
-        request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids))
+    async def fence_everywhere(
+        self, mirror: str, topic_ids: Collection[UUID], cuts: TopicOffsets | None = None
+    ) -> None:
+        """Let every node of this cluster fence topics, and truncate those that it leads."""
+        offsets = {topic: dict(found) for topic, found in (cuts or {}).items()}
+        request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids), cuts=offsets)
         others = (self.ask_node(node, FENCE_KEY, request, Response, waits=True) for node in self.others)
         await gather_or_cancel([self.fence(request), *others])
 

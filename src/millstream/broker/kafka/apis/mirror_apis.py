@@ -297,9 +297,9 @@ class MirrorHold(_MirrorApi[HoldRequest, HoldResponse]):
 class MirrorFence(_MirrorApi[FenceRequest, Response]):
     """Waits until a node refuses clients of topics, and has acknowledged what they wrote, for MirrorAdopt.
 
-        {"mirror": "paris", "topic_ids": ["5cf0…"]}     answer: {"error": 0, "message": null}
+        {"mirror": "paris", "topic_ids": ["5cf0…"], "cuts": {}}     answer: {"error": 0, "message": null}
 
-    REQUEST_TIMED_OUT if it is not replicated in time.
+    With cuts, it truncates the partitions that it leads there. REQUEST_TIMED_OUT if it is not replicated in time.
     """
 
     key = FENCE_KEY
