@@ -46,8 +46,7 @@ class Server:
 
     def __init__(self, data: Path, *, settings: Mapping[str, object] | None = None, log: Path | None = None) -> None:
         self.data = data
-        # A second Spark would be started in the middle of most tests.
-        self.settings = {"pipelines-spare": "off", **(settings or {})}
+        self.settings = dict(settings or {})
         self.log = log if log is not None else data.with_name(data.name + ".log")
         self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
@@ -58,7 +57,9 @@ class Server:
 
     def command(self) -> Sequence[str]:
         """The command line; it has the same addresses at every start."""
-        flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
+        # A second Spark would be started in the middle of most tests.
+        settings = {"pipelines-spare": "off", **self.settings}
+        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         return [*serve, "--kafka", self.kafka, "--http", self.http, *flags]
 
