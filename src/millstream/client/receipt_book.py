@@ -27,11 +27,12 @@ from typing import BinaryIO, Final, Literal, NamedTuple, Self
 import msgspec
 
 from millstream.client.receipt import Receipt
-from millstream.core.errors import InvalidRequest, OffsetOutOfRange
+from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import OffsetRange
 from millstream.core.message_id import message_id
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -178,9 +179,13 @@ async def _check_part(client: Client, part: Iterable[Kept]) -> list[Finding]:
             text = f"the book has {known[kept.offset].id} at the same place"
             findings.append(Finding(kept, text, CHANGED))
         known[kept.offset] = kept
-    topics = (await client.metadata(sorted({topic for topic, _, _ in by_partition}))).topics
+    described = await client.metadata(sorted({topic for topic, _, _ in by_partition}))
+    for topic, code in described.errors.items():
+        error = error_from_code(code, None, about=f"topic {topic!r}")
+        if not isinstance(error, UnknownTopic):
+            raise error
     for (topic, topic_id, partition), expected in sorted(by_partition.items()):
-        found = topics.get(topic)
+        found = described.topics.get(topic)
         if found is None or str(found.topic_id) != topic_id:
             text = "its topic was deleted" + (" and created again" if found is not None else "")
             findings += [Finding(kept, text, RECREATED) for kept in expected.values()]

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from millstream.client.receipt import Receipt
-from millstream.client.receipt_book import ReceiptBook, digest_of, read_book
-from millstream.core.errors import InvalidRequest
+from millstream.client.receipt_book import RECREATED, ReceiptBook, check_book, digest_of, read_book
+from millstream.core.errors import InvalidRequest, NotAuthorized
+from millstream.protocol.wire.client import Client
 
 
 def receipt(offset: int) -> Receipt:
@@ -40,3 +43,23 @@ def test_a_line_that_a_crash_has_torn_is_left_out(tmp_path: Path, caplog: pytest
 def test_a_closed_book_takes_nothing(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="closed"):
         ReceiptBook(tmp_path / "receipts.jsonl").keep([receipt(0)], [b"a"])
+
+
+async def test_a_topic_that_may_not_be_described_is_no_deleted_one(tmp_path: Path) -> None:
+    path = tmp_path / "receipts.jsonl"
+    with ReceiptBook(path) as book:
+        book.keep([receipt(0)], [b"a"])
+
+    class Answers:
+        def __init__(self, code: int) -> None:
+            self._code = code
+
+        async def metadata(self, _topics: list[str]) -> Any:
+            return SimpleNamespace(topics={}, errors={"orders": self._code})
+
+    unknown_topic, topic_authorization_failed = 3, 29
+    denied, gone = (Answers(code) for code in (topic_authorization_failed, unknown_topic))
+    with pytest.raises(NotAuthorized, match="orders"):
+        await check_book(cast("Client", denied), path)
+    (finding,) = (await check_book(cast("Client", gone), path)).findings
+    assert finding.kind == RECREATED
