@@ -324,7 +324,7 @@ class Controller:
                     # Otherwise partitions would lose their leaders to nodes that are admitted but not seen yet.
                     await self._seen(term.last_revision)
                 if not self._view.live.keys() <= self._view.leaving:
-                    # Else all are about to stop, and those that start next take over what they led.
+                    # If every live node is leaving, the nodes that start next take over what they led.
                     await self._elect(term)
                 await self._finish_moves(term)
                 await self._balance(term)
