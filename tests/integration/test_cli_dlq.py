@@ -15,9 +15,9 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
 
 from millstream.client.admin import dead_letter
-from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
+from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk, Outcome, process_letters
 from millstream.client.admin.topics import delete_topic
-from millstream.core.errors import PolicyViolation
+from millstream.core.errors import InvalidRequest, PolicyViolation
 from millstream.core.subscription import ATTEMPTS, EARLIEST, LEASE, START
 from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -270,6 +270,46 @@ async def test_what_another_command_holds_is_reported(server: Server, millstream
         assert f"{LETTERS} letters are held by another command and come back within a minute" in shown.err
         (reported,) = await subscriptions.describe([own])
         assert reported["settings"][LEASE] == str(LEASE_MS)
+
+
+def test_an_interrupted_purge_mentions_the_letters_that_it_was_closing(
+    millstream: CommandLine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = SubscriptionClient.settle
+
+    async def settle_and_lose_the_answer(*given: Any, **named: Any) -> Any:
+        answer = await settle(*given, **named)
+        if Verb.ACCEPT in given:
+            raise InvalidRequest("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(SubscriptionClient, "settle", settle_and_lose_the_answer)
+    failed = millstream("dlq", "purge", name)
+    assert failed.code != 0
+    assert f"0 letters processed before that; up to {LETTERS} more may have been processed" in failed.err
+
+
+async def test_a_purge_remembers_no_letters(server: Server, name: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        desk, outcome = DeadLetterDesk(client, f"{name}-dead", "purging", patience_s=10), Outcome()
+        await process_letters(desk, None, outcome, wanted=None, limit=None, keep=False)
+    assert (outcome.done, outcome.in_progress) == (LETTERS, 0)
+    assert not desk._closed
+    assert not desk._held
+
+
+def test_letters_that_a_count_holds_back_are_reported(
+    millstream: CommandLine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letter, "BATCH", 5)
+    monkeypatch.setattr(dead_letter, "SKIPPED_MAX", 12)
+    counted = millstream("dlq", "purge", name, "--dry-run")
+    assert (counted.code, counted.out) == (0, f"Would close {LETTERS} letters.\n")
+    assert "15 letters that stayed open can be processed by others after a minute" in counted.err
+    purged = millstream("dlq", "purge", name, "--json")
+    assert purged.document == {"purged": LETTERS - 15, "skipped": 0, "held": 15, "doubtful": 0}
+    assert "15 letters are held by another command and come back within a minute" in purged.err
+    assert open_letters(millstream, name) == 15
 
 
 async def test_an_interrupted_command_gives_back_what_it_held(

@@ -26,7 +26,6 @@ from millstream.client.admin.dead_letter import (
     Outcome,
     Wanted,
     process_letters,
-    purge_letters,
     redrive_letters,
     survey_letters,
     undeliverable_note,
@@ -179,13 +178,7 @@ def _survey(
     timeout: float,
 ) -> None:
     """Report what a redrive would do."""
-
-    async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        if to_topic is not None:
-            await desk.check_target(to_topic)
-        await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
-
-    outcome = _work(name, filter_, count, keep=True, brokers=brokers, timeout=timeout)
+    outcome = _surveyed(name, filter_, limit, to_topic, brokers=brokers, timeout=timeout)
     gone = sum(outcome.refused.values())
     if to_topic is not None:
         # From the letters themselves, whatever became of the originals.
@@ -205,6 +198,17 @@ def _survey(
             reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
             text += f" {counted(gone, 'letter')} would stay open: {reasons}."
     print_answer(document, text, as_json=as_json)
+
+
+def _surveyed(
+    name: str, filter_: str | None, limit: int | None, to_topic: str | None, *, brokers: str, timeout: float
+) -> Outcome:
+    async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
+        if to_topic is not None:
+            await desk.check_target(to_topic)
+        await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+
+    return _work(name, filter_, count, keep=True, brokers=brokers, timeout=timeout)
 
 
 def _publish(
@@ -235,16 +239,24 @@ def purge(
     name: Name,
     filter_: Filter = None,
     limit: Limit = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Count what would be closed; every letter stays open.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
+    if dry:
+        found = _surveyed(name, filter_, limit, None, brokers=brokers, timeout=timeout)
+        text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
+        print_answer({"would_purge": found.selected, **_as_json(found)}, text, as_json=as_json)
+        return
     ask_person(f"Close the open letters of {name}?", unless=yes or as_json)
 
     async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await purge_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
+        await process_letters(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _work(name, filter_, close, keep=False, brokers=brokers, timeout=timeout)
     if as_json:
@@ -285,7 +297,10 @@ def _unmatched(outcome: Outcome) -> str:
 
 
 def _so_far(outcome: Outcome) -> str:
-    doubt = "; one more may have been processed, and may or may not be closed" if outcome.is_sending else ""
+    doubt = ""
+    if outcome.in_progress:
+        more = "one more" if outcome.in_progress == 1 else f"up to {outcome.in_progress:,} more"
+        doubt = f"; {more} may have been processed, and may or may not be closed"
     return f"{counted(outcome.done, 'letter')} processed before that{doubt}. The others are open again within a minute."
 
 
@@ -299,6 +314,10 @@ def _print_rest(outcome: Outcome, *, keep: bool) -> None:
         verb = "is" if outcome.held == 1 else "are"
         back = "comes" if outcome.held == 1 else "come"
         print_note(f"{counted(outcome.held, 'letter')} {verb} held by another command and {back} back within a minute.")
+    if outcome.held_back:
+        print_note(
+            f"{counted(outcome.held_back, 'letter')} that stayed open can be processed by others after a minute."
+        )
     if outcome.unreached:
         print_note(f"{counted(outcome.unreached, 'partition')} could not be reached; see millstream cluster status.")
     if keep and not outcome.done and not outcome.held:

@@ -212,6 +212,8 @@ class DeadLetterDesk:
         self._post = DeadLetterProducer(client)
         self._skipped: dict[int, int] = {}
         """The last letter of each partition that was held back."""
+        self.held_back = 0
+        """Letters that were skipped; they are open again within `SKIPPED_MS`."""
         self.held_by_others = 0
         self.unreached = 0
 
@@ -272,6 +274,7 @@ class DeadLetterDesk:
     async def skip(self, letters: Sequence[LeasedMessage]) -> None:
         """Give letters back that are of no use, for other commands to find a minute later."""
         await self._hold_back(letters)
+        self.held_back += len(letters)
         for letter in letters:
             self._held.pop(_place(letter), None)
             self._skipped[letter.partition] = max(letter.record.offset, self._skipped.get(letter.partition, -1))
@@ -288,8 +291,11 @@ class DeadLetterDesk:
         listed = await self._client.list_offsets(queue.topic, {queue.partition: EARLIEST_TIMESTAMP})
         return int(listed[queue.partition].offset)
 
-    async def close(self, letters: Sequence[LeasedMessage]) -> int:
-        """Close letters; return how many may still be open because a failover lost their leases."""
+    async def close(self, letters: Sequence[LeasedMessage], *, are_revived: bool = False) -> int:
+        """Close letters; return how many may still be open because a failover lost their leases.
+
+        The queues of revived messages are notified with the next messages that are revived, or by `forget_closed`.
+        """
         doubtful = 0
         for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
             if error is not None and not isinstance(error, InvalidRecordState):
@@ -298,7 +304,7 @@ class DeadLetterDesk:
             self._sent.discard(_place(letter))
             if error is not None:
                 doubtful += 1
-            elif (origin := origin_of(letter)) is not None:
+            elif are_revived and (origin := origin_of(letter)) is not None:
                 self._closed.setdefault(origin.queue, []).append(origin.letter)
         return doubtful
 
@@ -370,7 +376,9 @@ class DeadLetterDesk:
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
         self.unreached = len(partitions - {queue["partition"] for queue in described["queues"]})
-        self.held_by_others = max(0, sum(queue["leased"] for queue in described["queues"]) - len(self._held))
+        # Letters that another command has skipped are held back as well.
+        held = sum(queue["leased"] + queue["parked"] for queue in described["queues"])
+        self.held_by_others = max(0, held - len(self._held) - self.held_back)
         return not self.unreached and not any(queue["available"] for queue in described["queues"])
 
     async def _described(self, *passing: type[MillstreamError]) -> dict[str, Any]:
@@ -571,7 +579,9 @@ class Outcome:
     doubtful: int = 0
     """Done, but the lease was lost meanwhile, so the letter may still be open."""
     held: int = 0
-    """Held by other commands."""
+    """Held by other commands; they are open again within a minute."""
+    held_back: int = 0
+    """Looked at and left open, but held back from other commands for a minute, since they are many."""
     refused: dict[str, int] = field(default_factory=dict)
     """Left open because the message cannot be redelivered, by reason."""
     revived: dict[str, int] = field(default_factory=dict)
@@ -583,7 +593,12 @@ class Outcome:
     is_stopped: bool = False
     """Set by the caller to end early, after the letters in progress."""
     has_begun: bool = False
-    is_sending: bool = False
+    in_progress: int = 0
+    """Letters that are processed at the moment; after an interruption they may or may not be closed."""
+
+    def end(self, desk: DeadLetterDesk) -> None:
+        """Note which letters a desk did not reach, and which it held back."""
+        self.held, self.held_back, self.unreached = desk.held_by_others, desk.held_back, desk.unreached
 
 
 def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
@@ -607,7 +622,7 @@ def _matcher(condition: str) -> Wanted:
 
 async def process_letters(
     desk: DeadLetterDesk,
-    act: Act,
+    act: Act | None,
     outcome: Outcome,
     *,
     wanted: Wanted | None,
@@ -615,28 +630,12 @@ async def process_letters(
     keep: bool,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Process every matching open letter, and close it unless `keep` is set."""
+    """Process every matching open letter, and close it unless `keep` is set; without an act, close many at a time."""
     await desk.open()
     outcome.has_begun = True
     async with desk.holding():
         await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
-    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
-
-
-async def purge_letters(
-    desk: DeadLetterDesk,
-    outcome: Outcome,
-    *,
-    wanted: Wanted | None,
-    limit: int | None,
-    on_progress: Callable[[int], None] = lambda _done: None,
-) -> None:
-    """Close every matching open letter without delivering its message, many at a time."""
-    await desk.open()
-    outcome.has_begun = True
-    async with desk.holding():
-        await _pass(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=on_progress)
-    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+    outcome.end(desk)
 
 
 async def redrive_letters(
@@ -678,15 +677,15 @@ async def redrive_letters(
             if len(chosen_now) < ROUND_MAX or outcome.is_stopped:
                 break
         await desk.forget_closed()
-    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+    outcome.end(desk)
 
 
 async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
+    outcome.in_progress = len(letters)
     reasons = await desk.revive(letters)
     done = [letter for letter, reason in zip(letters, reasons, strict=True) if reason is None]
-    outcome.is_sending = True
-    outcome.doubtful += await desk.close(done)
-    outcome.is_sending = False
+    outcome.doubtful += await desk.close(done, are_revived=True)
+    outcome.in_progress = 0
     outcome.done += len(done)
     _add(outcome.refused, [reason for reason in reasons if reason is not None])
     _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
@@ -723,7 +722,7 @@ async def survey_letters(
             desk, count, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress, is_survey=True
         )
     outcome.done = sum(outcome.revived.values())
-    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+    outcome.end(desk)
 
 
 def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
@@ -777,18 +776,20 @@ async def _pass(
             if act is None:
                 closing.append(letter)
                 continue
-            outcome.is_sending = not is_survey
+            outcome.in_progress = 0 if keep else 1
             await act(desk, letter)
             if not keep:
                 outcome.doubtful += await desk.close([letter])
-            outcome.is_sending = False
+            outcome.in_progress = 0
             outcome.done += 1
             outcome.selected += 1
             found += 1
             if is_survey:
                 skipped.append(without_content(letter))
         if closing:
+            outcome.in_progress = len(closing)
             outcome.doubtful += await desk.close(closing)
+            outcome.in_progress = 0
             outcome.done += len(closing)
             outcome.selected += len(closing)
         if outcome.is_stopped:

@@ -16,7 +16,6 @@ from millstream.client.admin.dead_letter import (
     find_topic,
     letters_wanted,
     process_letters,
-    purge_letters,
     redrive_letters,
     undeliverable_note,
 )
@@ -154,7 +153,7 @@ async def purge(services: Services, request: Request[NoFields, Purge]) -> Worked
     body = request.body
     desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await purge_letters(desk, outcome, wanted=wanted, limit=body.limit)
+    await process_letters(desk, None, outcome, wanted=wanted, limit=body.limit, keep=False)
     return _worked_on(desk.topic, outcome, {})
 
 

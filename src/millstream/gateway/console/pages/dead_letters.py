@@ -16,7 +16,6 @@ from millstream.client.admin.dead_letter import (
     headers_of,
     letters_wanted,
     process_letters,
-    purge_letters,
     redrive_letters,
     survey_letters,
     undeliverable_note,
@@ -138,7 +137,7 @@ async def purge(visit: Visit) -> Answer:
         return await _count(visit, is_redrive=False)
 
     async def act(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> str:
-        await purge_letters(desk, outcome, wanted=wanted, limit=None)
+        await process_letters(desk, None, outcome, wanted=wanted, limit=None, keep=False)
         return f"{counted(outcome.done, 'dead letter')} deleted"
 
     visit.confirm(await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S))
@@ -160,7 +159,7 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Answer:
             text += f". {counted(stays, 'letter')} would stay open: {reasons}"
         return text
 
-    return await _task(visit, "Count letters of", act, "redrive", "--dry-run")
+    return await _task(visit, "Count letters of", act, "redrive" if is_redrive else "purge", "--dry-run")
 
 
 async def _task(
@@ -186,7 +185,11 @@ async def _task(
     async def process(_task: Task, services: Services) -> str:
         text = await act(_desk(visit, topic, services), outcome, wanted)
         if outcome.held:
-            text += f"; {counted(outcome.held, 'letter')} held by other commands"
+            text += f"; left out: {counted(outcome.held, 'letter')} held by other commands for up to a minute"
+        if outcome.held_back:
+            text += (
+                f"; {counted(outcome.held_back, 'letter')} that stayed open can be redriven or deleted after a minute"
+            )
         return text + ("; stopped before the rest" if outcome.is_stopped else "")
 
     verb, *flags = words
