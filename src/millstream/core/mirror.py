@@ -195,6 +195,8 @@ class Mirror:
     """Whether readers wait at commits at all: once the source was seen to be Millstream."""
     cut_epochs: TopicOffsets = field(default_factory=dict)
     """The leader epochs in which a failover that has begun continues its copies; nothing is copied to them any more."""
+    resumes: bool = False
+    """Whether it copies its other topics again once that failover, of some topics only, has finished."""
     sealed: Mapping[str, SealedValue] = field(default_factory=dict, repr=False)
     """Secrets that this node cannot open, by setting; they are not among `overrides`."""
 

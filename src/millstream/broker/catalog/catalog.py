@@ -95,7 +95,6 @@ from millstream.core.errors import (
     StorageFailure,
     SubscriptionExists,
     TopicExists,
-    UnknownMirror,
     UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
@@ -638,8 +637,7 @@ class Catalog:
     def delete_mirror(self, mirror: Mirror) -> None:
         """Delete a mirror."""
         with self._change() as connection:
-            if not delete_mirror(connection, mirror.mirror_id):
-                raise UnknownMirror(f"mirror {mirror.name!r} is not in the catalog")
+            delete_mirror(connection, mirror.mirror_id)
 
     def claim_sightings(self, mirror_id: UUID, *, source: str, owner: str) -> dict[str, set[str]]:
         """Return what a mirror has seen at a source, by kind; only this owner may change it from now on."""

@@ -34,10 +34,7 @@ def insert_mirror(connection: Connection, mirror: Mirror) -> None:
 
 def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
     """Return a mirror as stored, which no other node changes until the end of the transaction."""
-    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
-    if row is None:
-        raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
-    return _mirror(row)
+    return _mirror(_held(connection, mirror_id))
 
 
 def update_mirror(connection: Connection, mirror: Mirror) -> None:
@@ -45,10 +42,12 @@ def update_mirror(connection: Connection, mirror: Mirror) -> None:
     connection.execute(update(mirrors).where(_here(mirror.mirror_id)).values(**_row(mirror)))
 
 
-def delete_mirror(connection: Connection, mirror_id: UUID) -> bool:
-    """Delete a mirror with its sightings; return whether there was one."""
+def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
+    """Delete a mirror with its sightings."""
+    # Everyone locks the mirror before its sightings, so that no two transactions wait for each other.
+    _held(connection, mirror_id)
     connection.execute(delete(mirror_sightings).where(mirror_sightings.c.mirror_id == str(mirror_id)))
-    return connection.execute(delete(mirrors).where(_here(mirror_id))).rowcount == 1
+    connection.execute(delete(mirrors).where(_here(mirror_id)))
 
 
 # -- what was seen at the source ----------------------------------------------------------------------------------
@@ -59,11 +58,8 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
 
     What was seen at another cluster is forgotten.
     """
-    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
-    if row is None:
-        raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
     of_mirror = mirror_sightings.c.mirror_id == str(mirror_id)
-    if row.sightings_source != source:
+    if _held(connection, mirror_id).sightings_source != source:
         connection.execute(delete(mirror_sightings).where(of_mirror))
     values = {"sightings_source": source, "sightings_owner": owner}
     connection.execute(update(mirrors).where(_here(mirror_id)).values(**values))
@@ -77,11 +73,7 @@ def claim_sightings(connection: Connection, mirror_id: UUID, *, source: str, own
 
 def store_sightings(connection: Connection, change: SightingChange) -> None:
     """Store what was seen; raise `NotCoordinator` if another node has made a claim since."""
-    here = _here(change.mirror_id)
-    owner = connection.execute(select(mirrors.c.sightings_owner).where(here).with_for_update()).scalar_one_or_none()
-    if owner is None:
-        raise UnknownMirror(f"mirror {change.mirror_id} is not in the catalog")
-    if owner != change.owner:
+    if _held(connection, change.mirror_id).sightings_owner != change.owner:
         raise NotCoordinator("another node copies the schemas and access rules of this mirror")
     key = {"mirror_id": str(change.mirror_id), "kind": change.kind}
     if change.seen:
@@ -97,6 +89,14 @@ def store_sightings(connection: Connection, change: SightingChange) -> None:
         connection.execute(
             delete(mirror_sightings).where(gone), [{"gone_id": item_id} for item_id in sorted(change.forgotten)]
         )
+
+
+def _held(connection: Connection, mirror_id: UUID) -> Any:
+    """Return the row of a mirror, locked until the end of the transaction."""
+    row = connection.execute(select(mirrors).where(_here(mirror_id)).with_for_update()).first()
+    if row is None:
+        raise UnknownMirror(f"mirror {mirror_id} is not in the catalog")
+    return row
 
 
 def _here(mirror_id: UUID) -> Any:
@@ -115,6 +115,7 @@ def _mirror(row: Any) -> Mirror:
         verified=_offsets(row.verified),
         is_gated=row.is_gated,
         cut_epochs=_offsets(row.cut_epochs),
+        resumes=row.resumes,
     )
 
 
@@ -127,6 +128,7 @@ def _row(mirror: Mirror) -> dict[str, Any]:
         "verified": _offsets_row(mirror.verified),
         "is_gated": mirror.is_gated,
         "cut_epochs": _offsets_row(mirror.cut_epochs),
+        "resumes": mirror.resumes,
     }
 
 

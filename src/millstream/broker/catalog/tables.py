@@ -155,6 +155,7 @@ mirrors = Table(
     Column("verified", JSON, nullable=False),
     Column("is_gated", Boolean, nullable=False),
     Column("cut_epochs", JSON, nullable=False),
+    Column("resumes", Boolean, nullable=False),
     Column("sightings_source", String(64), nullable=False),
     Column("sightings_owner", String(64), nullable=False),
 )

@@ -98,7 +98,7 @@ class Mirrors:
 
     async def want(self, name: str, *, is_wanted: bool) -> Mirror:
         """Pause a mirror, or let it continue."""
-        return await self.change(name, lambda now: dataclasses.replace(now, is_wanted=is_wanted))
+        return await self.change(name, lambda now: dataclasses.replace(now, is_wanted=is_wanted, resumes=False))
 
     @finishing
     async def change(self, name: str, change: Callable[[Mirror], Mirror]) -> Mirror:

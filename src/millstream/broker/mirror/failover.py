@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
 
@@ -63,16 +63,18 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     copied = service.copied_topics(mirror.name)
     if any(topic.is_draining for topic in copied):
         return await _end_fence(service, mirror, started)
-    if not copied and request.topics is None and mirror.cuts:
-        return FailoverResponse(partitions=_earlier_cuts(service, mirror), source_error="it was not asked again")
+    if not _matching((topic.name for topic in copied), request.topics) and (
+        earlier := _earlier_cuts(service, mirror, request.topics)
+    ):
+        await service.end_cut(mirror)
+        return FailoverResponse(partitions=earlier, source_error="the source was not contacted again")
     topics = chosen_topics(service, mirror, request.topics)
-    was_wanted = mirror.is_wanted
     # Nothing is verified from here on, so every copy is cut at the same moment.
-    mirror = await service.begin_cut(mirror, topics)
+    mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)
     cuts = await cut_topics(service, mirror, topics)
     await make_writable(service, topics)
-    await service.end_cut(mirror, topics, resumes=request.topics is not None and was_wanted)
+    await service.end_cut(mirror)
     waited_ms = int((service.clock.monotonic() - started) * 1000)
     _logger.info("copies are writable", extra={"mirror": mirror.name, "topics": len(topics), "took_ms": waited_ms})
     partitions = [
@@ -109,14 +111,22 @@ async def _end_fence(service: MirrorService, mirror: Mirror, started: float) -> 
     )
 
 
-def _earlier_cuts(service: MirrorService, mirror: Mirror) -> list[CutPartition]:
-    """Return where the copies of a mirror were cut that still exist."""
+def _earlier_cuts(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[CutPartition]:
+    """Return where the copies of a mirror were cut that still exist and whose names match."""
     return [
         CutPartition(topic=name, partition=index, offset=offset, epoch=_epoch_of(service, topic, index))
-        for name, offsets in sorted(mirror.cuts.items())
+        for name in sorted(_matching(mirror.cuts, patterns))
         if (topic := service.topics.get(name)) is not None
-        for index, offset in sorted(offsets.items())
+        for index, offset in sorted(mirror.cuts[name].items())
     ]
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str] | None) -> set[str]:
+    """Return the names that match one of the patterns; all without patterns."""
+    if patterns is None:
+        return set(names)
+    compiled = [compile_regex(pattern) for pattern in patterns]
+    return {name for name in names if any(one.fullmatch(name) for one in compiled)}
 
 
 def _epoch_of(service: MirrorService, topic: Topic, index: int) -> int:
@@ -127,9 +137,8 @@ def _epoch_of(service: MirrorService, topic: Topic, index: int) -> int:
 def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None) -> list[Topic]:
     """Return the copies of a mirror whose names match; raise `InvalidMirror` if there are none."""
     copied = service.copied_topics(mirror.name)
-    if patterns is not None:
-        compiled = [compile_regex(pattern) for pattern in patterns]
-        copied = [topic for topic in copied if any(one.fullmatch(topic.name) for one in compiled)]
+    chosen = _matching((topic.name for topic in copied), patterns)
+    copied = [topic for topic in copied if topic.name in chosen]
     if not copied:
         of = "" if patterns is None else f" that match {', '.join(patterns)}"
         raise InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
@@ -234,10 +243,10 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
     run = service.run_of(mirror.name)
     if not mirror.is_due or run is None:
         raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
-    if mirror.cut_epochs:
+    if service.unfinished_cuts(mirror):
         raise InvalidMirror(
-            f"a failover of mirror {mirror.name!r} has begun; finish it with `millstream mirror failover "
-            f"{mirror.name}`, then let the old source follow with `millstream mirror reverse {mirror.name}`"
+            f"a failover of mirror {mirror.name!r} has begun; finish it with `{service.failover_command(mirror)}`. "
+            f"Once all copies are writable, let the old source follow with `millstream mirror reverse {mirror.name}`"
         )
     deadline = started + request.timeout_ms / 1000
     async with Source(mirror.settings, name=mirror.name) as source:
@@ -340,7 +349,7 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     declared = service.mirrors.get(request.name)
     if declared is None or not declared.is_wanted:
         # Epochs alone do not show everywhere where histories part: compaction may have removed all records of one.
-        await service.fence_everywhere(request.name, [topic.topic_id for topic in topics], request.cuts)
+        await service.truncate_everywhere(request.name, topics, request.cuts)
     await service.mirrors.change(
         request.name,
         # Below the cuts, both sides have the same transactions as a whole.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import shlex
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +80,7 @@ NOTICE_S: Final = 0.05
 """The shortest time between two notices to the owner that clients of this node wait at a commit."""
 NOTICE_RETRY_S: Final = 0.5
 HOLDS_MAX: Final = 100
+TRUNCATED_AT_ONCE: Final = 32
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 EPOCH_STEP: Final = 1000
 """How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
@@ -206,15 +208,6 @@ class MirrorRun:
 
     def describe(self, now_ms: int) -> dict[str, Any]:
         """Return the state of the mirror on this node."""
-        notes = [self.notes[key] for key in sorted(self.notes)]
-        mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
-        if unfinished := sorted(
-            topic.name for topic in self.service.copied_topics(mirror.name) if topic.name in mirror.cut_epochs
-        ):
-            notes.append(
-                f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
-                f"`millstream mirror failover {mirror.name}` again"
-            )
         return {
             "node": self.service.membership.me.node_id,
             "state": self.state,
@@ -222,7 +215,7 @@ class MirrorRun:
             "source_cluster": "" if self.source is None else self.source.cluster_id,
             "bytes": 0 if self.copier is None else self.copier.bytes_copied,
             "bytes_per_s": 0.0 if self.copier is None else self.copier.bytes_per_s,
-            "notes": notes,
+            "notes": [self.notes[key] for key in sorted(self.notes)],
             "groups": len(self.groups),
             "queues": self.queues,
             "partitions": [
@@ -383,6 +376,12 @@ class MirrorService:
     def describe(self, mirror: Mirror) -> dict[str, Any]:
         """Return a mirror as declared, and its state on this node."""
         run = self._runs.get(mirror.name)
+        notes = []
+        if unfinished := self.unfinished_cuts(mirror):
+            notes.append(
+                f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
+                f"`{self.failover_command(mirror)}` again"
+            )
         return {
             "name": mirror.name,
             "mirror_id": str(mirror.mirror_id),
@@ -394,14 +393,29 @@ class MirrorService:
             "version": mirror.version,
             "topics": [topic.name for topic in self.copied_topics(mirror.name)],
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
+            "notes": notes,
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }
 
-    async def begin_cut(self, mirror: Mirror, topics: Sequence[Topic]) -> Mirror:
+    def unfinished_cuts(self, mirror: Mirror) -> list[str]:
+        """Return the copies of a mirror whose failover has begun and not finished, by name."""
+        return sorted(topic.name for topic in self.copied_topics(mirror.name) if topic.name in mirror.cut_epochs)
+
+    def failover_command(self, mirror: Mirror) -> str:
+        """Return the command that finishes a failover, and cuts no other copies."""
+        unfinished = self.unfinished_cuts(mirror)
+        command = ["millstream", "mirror", "failover", mirror.name]
+        if len(unfinished) < len(self.copied_topics(mirror.name)):
+            for name in unfinished:
+                # The only character of names that means something else in a regular expression.
+                command += ["--topics", name.replace(".", r"\.")]
+        return shlex.join(command)
+
+    async def begin_cut(self, mirror: Mirror, topics: Sequence[Topic], *, is_partial: bool = False) -> Mirror:
         """Stop a mirror, and record durably in which epochs this cluster continues its copies.
 
         A failover that is repeated keeps the epochs of the first attempt: a copy that holds records of such an epoch is
-        cut already, whichever node leads it now.
+        cut already, whichever node leads it now. It also keeps whether the mirror continues with its other copies.
         """
         epochs: dict[str, dict[int, int]] = {}
         for topic in topics:
@@ -413,7 +427,12 @@ class MirrorService:
                 epochs.setdefault(topic.name, {})[index] = known + EPOCH_STEP
 
         def begun(now: Mirror) -> Mirror:
-            return dataclasses.replace(now, is_wanted=False, cut_epochs=merged_offsets(epochs, now.cut_epochs))
+            return dataclasses.replace(
+                now,
+                is_wanted=False,
+                cut_epochs=merged_offsets(epochs, now.cut_epochs),
+                resumes=is_partial and (now.is_wanted or now.resumes),
+            )
 
         return await self.mirrors.change(mirror.name, begun)
 
@@ -424,13 +443,13 @@ class MirrorService:
             return [partition.leader_epoch] if partition.is_leader else []
         return []
 
-    async def end_cut(self, mirror: Mirror, topics: Sequence[Topic], *, resumes: bool) -> None:
-        """Forget the epochs of copies that are writable now; with `resumes`, continue to copy to the others."""
-        done = {topic.name for topic in topics}
+    async def end_cut(self, mirror: Mirror) -> None:
+        """Forget the epochs of copies that are writable now, and copy to the others again if that was recorded."""
+        copied = {topic.name for topic in self.copied_topics(mirror.name)}
 
         def ended(now: Mirror) -> Mirror:
-            left = {name: epochs for name, epochs in now.cut_epochs.items() if name not in done}
-            return dataclasses.replace(now, cut_epochs=left, is_wanted=now.is_wanted or resumes)
+            left = {name: epochs for name, epochs in now.cut_epochs.items() if name in copied}
+            return dataclasses.replace(now, cut_epochs=left, is_wanted=now.is_wanted or now.resumes, resumes=False)
 
         await self.mirrors.change(mirror.name, ended)
 
@@ -621,30 +640,52 @@ class MirrorService:
         return HoldResponse(held=ready.is_set(), shards=self._transactions.led())
 
     async def fence(self, request: FenceRequest) -> None:
-        """As an old source: wait until this node refuses clients of topics, and what they wrote is acknowledged."""
+        """As an old source: wait until this node refuses clients of topics, and what they wrote is acknowledged.
+
+        With cuts, those partitions alone are truncated then; raise `NotLeader` if this node does not lead one.
+        """
         await self.topics.await_mirror(request.topic_ids, request.mirror)
-        led = [
-            partition
-            for partition in self.topics.hosted()
-            if partition.topic.topic_id in request.topic_ids and partition.is_leader
-        ]
+        if request.cuts:
+            led = [self.topics.partition(topic, index) for topic, cuts in request.cuts.items() for index in cuts]
+        else:
+            led = [
+                partition
+                for partition in self.topics.hosted()
+                if partition.topic.topic_id in request.topic_ids and partition.is_leader
+            ]
         try:
             async with asyncio.timeout(FENCE_S):
                 for partition in led:
                     await partition.settled()
         except TimeoutError:
             raise RequestTimedOut("records that were written before are not replicated yet; try again") from None
-        for partition in led:
-            cut = request.cuts.get(partition.topic.name, {}).get(partition.index)
-            if cut is not None and cut < partition.log.end_offset:
-                await partition.cut_mirrored(Offset(cut))
+        for partition in led if request.cuts else ():
+            cut = Offset(request.cuts[partition.topic.name][partition.index])
+            if cut < partition.log.end_offset:
+                await partition.cut_mirrored(cut)
+            if not partition.is_leader:
+                # The one that leads it now may not have heard of that.
+                raise NotLeader(f"{partition.log.partition} is not led by this node any more")
 
-    async def fence_everywhere(
-        self, mirror: str, topic_ids: Collection[UUID], cuts: TopicOffsets | None = None
-    ) -> None:
-        """Let every node of this cluster fence topics, and truncate those that it leads."""
-        offsets = {topic: dict(found) for topic, found in (cuts or {}).items()}
-        request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids), cuts=offsets)
+    async def truncate_everywhere(self, mirror: str, topics: Iterable[Topic], cuts: TopicOffsets) -> None:
+        """Let the leader of each partition of fenced topics truncate it at its cut; raise if one does not."""
+        turn = asyncio.Semaphore(TRUNCATED_AT_ONCE)
+
+        async def truncate(topic: Topic, index: int, cut: int) -> None:
+            asked = FenceRequest(mirror=mirror, topic_ids=[topic.topic_id], cuts={topic.name: {index: cut}})
+            async with turn:
+                await self.ask_leader(TopicPartition(topic.name, PartitionIndex(index)), FENCE_KEY, asked, Response)
+
+        await gather_or_cancel(
+            truncate(topic, index, cut)
+            for topic in topics
+            for index, cut in cuts.get(topic.name, {}).items()
+            if index < topic.partitions
+        )
+
+    async def fence_everywhere(self, mirror: str, topic_ids: Collection[UUID]) -> None:
+        """Let every node of this cluster fence topics."""
+        request = FenceRequest(mirror=mirror, topic_ids=list(topic_ids))
         others = (self.ask_node(node, FENCE_KEY, request, Response, waits=True) for node in self.others)
         await gather_or_cancel([self.fence(request), *others])
 

@@ -161,7 +161,7 @@ def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
         "bytes_per_s": sum(report["bytes_per_s"] for report in reports),
         "groups": max((report["groups"] for report in reports), default=0),
         "queues": max((report["queues"] for report in reports), default=0),
-        "notes": sorted({note for report in reports for note in report["notes"]}) + silent,
+        "notes": sorted({*newest["notes"], *(note for report in reports for note in report["notes"])}) + silent,
         "settings": newest["settings"],
         "overrides": newest["overrides"],
         "created_ms": newest["created_ms"],

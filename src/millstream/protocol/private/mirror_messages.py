@@ -290,7 +290,7 @@ class FenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     mirror: str
     topic_ids: Sequence[UUID] = ()
     cuts: Offsets = msgspec.field(default_factory=dict)
-    """Where to truncate the topics then, because the other cluster has other records from there on."""
+    """Where to truncate partitions that the node leads, because the other cluster has other records from there on."""
 
 
 class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,9 +142,10 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
 
         {"names": ["paris"]}, or null for all
         answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
-        "wanted": true, "problem": "", "version": …, "topics": […], "cuts": {…}, "report": {"node": 1,
-        "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […], "partitions": [{"topic": …,
-        "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …, "epoch": …, "error": ""}]}}]}
+        "wanted": true, "problem": "", "version": …, "topics": […], "cuts": {…}, "notes": […],
+        "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
+        "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
+        "epoch": …, "error": ""}]}}]}
 
     Every node knows all mirrors and reports on the partitions that it leads, so a client asks all nodes.
     """
@@ -299,7 +300,8 @@ class MirrorFence(_MirrorApi[FenceRequest, Response]):
 
         {"mirror": "paris", "topic_ids": ["5cf0…"], "cuts": {}}     answer: {"error": 0, "message": null}
 
-    With cuts, it truncates the partitions that it leads there. REQUEST_TIMED_OUT if it is not replicated in time.
+    With cuts, it truncates those partitions there; NOT_LEADER_OR_FOLLOWER if it does not lead one. REQUEST_TIMED_OUT
+    if records are not replicated in time.
     """
 
     key = FENCE_KEY

@@ -1,0 +1,269 @@
+"""A failover that is repeated, and an old source that is truncated at the cuts before it follows."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.log.store import LogStore
+from millstream.broker.mirror import failover
+from millstream.broker.mirror.declared import Mirrors
+from millstream.broker.mirror.service import MirrorService
+from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.replica import diverging_end
+from millstream.core.clock import SystemClock
+from millstream.core.errors import InvalidMirror, MillstreamError, NotLeader, RequestTimedOut
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.mirror import Mirror
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.regex import compile_regex
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.mirror_messages import CutPartition, FailoverRequest, FailoverResponse, FenceRequest
+from millstream.protocol.records.rewrite import empty_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
+
+NAME = "paris"
+EU, EUX, US = "orders.eu", "orders-eu", "orders.us"
+PATTERN = r"orders\.eu"
+ME, OTHER = NodeId(1), NodeId(2)
+
+
+def topic(name: str, number: int) -> Topic:
+    return Topic(
+        name=name, topic_id=UUID(int=number), partitions=2, replication=1, overrides={}, created_ms=0, mirror=NAME
+    )
+
+
+class Topics:
+    """The topics of the target, all of which are copies at first."""
+
+    def __init__(self) -> None:
+        self.by_name = {name: topic(name, number) for number, name in enumerate((EU, EUX, US))}
+        self.agrees = True
+
+    def all(self) -> list[Topic]:
+        return list(self.by_name.values())
+
+    def get(self, name: str) -> Topic | None:
+        return self.by_name.get(name)
+
+    def state_of(self, _topic: Topic, _index: int) -> PartitionState:
+        return PartitionState(replicas=(OTHER,), leader=OTHER, leader_epoch=Epoch(3), in_sync=(OTHER,))
+
+    def partition(self, _name: str, _index: int) -> Any:
+        raise NotLeader("it is led elsewhere")
+
+    async def set_mirror(self, name: str, mirror: str, *, is_draining: bool) -> None:
+        self.by_name[name] = dataclasses.replace(self.by_name[name], mirror=mirror, is_draining=is_draining)
+        if not self.agrees:
+            raise RequestTimedOut("node 2 has not agreed in time")
+
+
+def service_of(topics: Any, mirrors: Any = None) -> Any:
+    membership = SimpleNamespace(me=SimpleNamespace(node_id=ME), node=lambda _: None)
+    made: Any = MirrorService
+    return made(topics, membership, mirrors, None, None, None, None, SystemClock(), None)
+
+
+class Target:
+    """The cluster that holds the copies, with a real catalog."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.topics = Topics()
+        self.mirrors = Mirrors(CatalogDeclarations(catalog), SystemClock())
+        self.service = service_of(self.topics, self.mirrors)
+        self.service.cut_everywhere = self._cut
+        self.cuts = 0
+        self.has_leaders = True
+
+    async def _cut(self, _mirror: Mirror, where: TopicPartition) -> CutPartition:
+        if not self.has_leaders:
+            raise NotLeader(f"{where} has no leader")
+        self.cuts += 1
+        return CutPartition(topic=where.topic, partition=where.partition, offset=40 + self.cuts, epoch=1003)
+
+    async def fail_over(self, *patterns: str) -> FailoverResponse:
+        return await failover.fail_over(self.service, FailoverRequest(name=NAME, topics=list(patterns) or None))
+
+    async def mirror(self) -> Mirror:
+        await self.mirrors.load()
+        return await self.mirrors.find(NAME)
+
+    async def notes(self) -> list[str]:
+        notes: list[str] = self.service.describe(await self.mirror())["notes"]
+        return notes
+
+    @property
+    def copies(self) -> list[str]:
+        return [one.name for one in self.service.copied_topics(NAME)]
+
+
+@pytest.fixture
+async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Target]:
+    async def unreachable(*_: Any) -> tuple[dict[TopicPartition, int], str]:
+        return {}, "the source cannot be reached"
+
+    monkeypatch.setattr(failover, "_source_ends", unreachable)
+    catalog = Catalog.open_folder(tmp_path)
+    made = Target(catalog)
+    await made.mirrors.create(NAME, {"from": "paris:9092"})
+    yield made
+    catalog.close()
+
+
+def places(response: FailoverResponse) -> list[tuple[str, int, int]]:
+    return [(one.topic, one.partition, one.offset) for one in response.partitions]
+
+
+async def test_a_repeated_failover_of_some_copies_continues_with_the_others(target: Target) -> None:
+    target.has_leaders = False
+    with pytest.raises(NotLeader):
+        await target.fail_over(PATTERN)
+    assert not (await target.mirror()).is_wanted
+    target.has_leaders = True
+    done = await target.fail_over(PATTERN)
+    mirror = await target.mirror()
+    assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
+    assert target.copies == [EUX, US]
+    # Its response was lost.
+    assert places(await target.fail_over(PATTERN)) == places(done) == [(EU, 0, 41), (EU, 1, 42)]
+    assert (await target.mirror()).is_wanted
+    with pytest.raises(InvalidMirror, match="has no copies that match"):
+        await target.fail_over("nothing")
+
+
+async def test_a_failover_that_ends_before_that_is_recorded_continues_with_the_others(target: Target) -> None:
+    target.topics.agrees = False
+    with pytest.raises(RequestTimedOut):
+        await target.fail_over(PATTERN)
+    assert (await target.mirror()).cut_epochs
+    assert places(await target.fail_over(PATTERN)) == [(EU, 0, 41), (EU, 1, 42)]
+    mirror = await target.mirror()
+    assert (mirror.is_wanted, mirror.resumes, mirror.cut_epochs) == (True, False, {})
+
+
+async def test_a_paused_mirror_stays_paused(target: Target) -> None:
+    await target.mirrors.want(NAME, is_wanted=False)
+    await target.fail_over(PATTERN)
+    assert not (await target.mirror()).is_wanted
+    await target.mirrors.want(NAME, is_wanted=True)
+    target.has_leaders = False
+    with pytest.raises(NotLeader):
+        await target.fail_over(US)
+    await target.mirrors.want(NAME, is_wanted=False)
+    target.has_leaders = True
+    await target.fail_over(US)
+    assert not (await target.mirror()).is_wanted
+
+
+async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Target) -> None:
+    assert await target.notes() == []
+    target.has_leaders = False
+    with pytest.raises(NotLeader):
+        await target.fail_over(PATTERN)
+    (note,) = await target.notes()
+    assert f"`millstream mirror failover {NAME} --topics '{PATTERN}'`" in note
+    assert compile_regex(PATTERN).fullmatch(EU)
+    assert not compile_regex(PATTERN).fullmatch(EUX)
+    with pytest.raises(NotLeader):
+        await target.fail_over()
+    (note,) = await target.notes()
+    assert f"`millstream mirror failover {NAME}`" in note
+    target.has_leaders = True
+    await target.fail_over()
+    assert not (await target.mirror()).is_wanted
+    assert await target.notes() == []
+
+
+# -- the old source -----------------------------------------------------------------------------------------------
+
+
+class OldSource:
+    """A node of an old source that leads one partition, with a real log."""
+
+    def __init__(self) -> None:
+        clock = ManualClock()
+        self.topic = topic(EU, 1)
+        self.logs = LogStore.open(
+            Path("/data"), files=MemoryFiles(), clock=clock, journal_bytes=100_000, producer_expiry_ms=10**9
+        )
+        where = TopicPartition(EU, PartitionIndex(0))
+        log = self.logs.open_log(self.topic.topic_id, where, TopicSettings(flush="os"))
+        self.partition_0 = Partition(self.topic, PartitionIndex(0), log, self.logs, alone=False, clock=clock)
+        self.lead(ME, epoch=3)
+        self.partition_0.append_mirrored(b"".join(empty_batch(at, at + 1, 3) for at in range(5)), exposed=None)
+        self.service = service_of(self)
+
+    def lead(self, leader: NodeId, *, epoch: int) -> None:
+        state = PartitionState(replicas=(leader,), leader=leader, leader_epoch=Epoch(epoch), in_sync=(leader,))
+        self.partition_0.apply(Versioned(state, revision=epoch), me=ME)
+
+    def hosted(self) -> list[Partition]:
+        return [self.partition_0]
+
+    def partition(self, _name: str, _index: int) -> Partition:
+        return self.partition_0
+
+    async def await_mirror(self, *_: Any) -> None:
+        pass
+
+    async def truncate(self, cut: int) -> None:
+        asked = FenceRequest(mirror=NAME, topic_ids=[self.topic.topic_id], cuts={EU: {0: cut}})
+        await self.service.fence(asked)
+
+
+@pytest.fixture
+async def old_source() -> AsyncIterator[OldSource]:
+    made = OldSource()
+    running = asyncio.create_task(made.logs.run())
+    yield made
+    running.cancel()
+    await asyncio.wait([running])
+    made.logs.close_now()
+
+
+async def test_an_old_source_is_truncated_at_the_cut(old_source: OldSource) -> None:
+    log = old_source.partition_0.log
+    await old_source.truncate(7)
+    assert log.end_offset == 5
+    await old_source.truncate(2)
+    assert log.end_offset == 2
+    # The new source has removed its first records by compaction. A replica here that was down until now keeps nothing.
+    old_source.lead(ME, epoch=1003)
+    old_source.partition_0.append_mirrored(empty_batch(8, 9, 1003), exposed=None)
+    diverging = diverging_end(log, Offset(5), 3)
+    assert diverging is not None
+    assert diverging.end_offset == 2
+
+
+async def test_a_partition_that_another_node_leads_is_not_passed_over(old_source: OldSource) -> None:
+    old_source.lead(OTHER, epoch=4)
+    with pytest.raises(NotLeader):
+        await old_source.truncate(2)
+
+
+async def test_an_old_source_does_not_follow_before_every_partition_is_truncated(old_source: OldSource) -> None:
+    service, asked = old_source.service, set()
+
+    async def ask_leader(where: TopicPartition, _key: int, request: FenceRequest, _kind: Any) -> Response:
+        asked.add((where.partition, request.cuts[where.topic][where.partition]))
+        if where.partition == 1:
+            raise NotLeader(f"{where} has no leader")
+        return Response()
+
+    service.ask_leader = ask_leader
+    cuts = {EU: {0: 2, 1: 7}, US: {0: 1}}
+    with pytest.raises(MillstreamError, match="no leader"):
+        await service.truncate_everywhere(NAME, [old_source.topic], cuts)
+    assert asked == {(0, 2), (1, 7)}
