@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from sqlalchemy import event
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
@@ -186,6 +187,27 @@ async def test_a_deleted_mirror_leaves_no_sightings(target: Target, node: Node) 
     await node.mirrors.delete(NAME)
     again = await target.controller()
     assert await again.see_acls(*NONE) == {OLD}
+
+
+async def test_every_change_locks_the_mirror_before_its_sightings(target: Target, node: Node) -> None:
+    statements: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "mirror" in statement:
+            statements.append(statement)
+
+    async def claim() -> None:
+        await node.mirrors.claim_sightings(node.run.mirror, source="another", owner="node-1")
+
+    event.listen(target.catalog._engine, "before_cursor_execute", note)
+    for change in (lambda: node.see_acls({OLD}), claim, lambda: node.mirrors.delete(NAME)):
+        statements.clear()
+        await change()
+        locking = [
+            statement for statement in statements if "mirror_sightings" in statement or "FROM mirrors" in statement
+        ]
+        assert locking[0].startswith("SELECT"), statements
+        assert "FROM mirrors" in locking[0], statements
 
 
 async def test_an_older_registry_is_not_followed(node: Node) -> None:
