@@ -1,7 +1,7 @@
 """ApiVersions (key 18), versions 0 to 4: lists the served APIs and their versions.
 
 The list is generated from the registered APIs. Millstream's private requests are listed only for Millstream's own
-clients, which may also connect to Apache Kafka. The features and their levels are those of `broker/kafka/feature.py`.
+clients, which may also connect to Apache Kafka. The features and their levels follow.
 
 Version notes: 1 adds the throttle time, 3 is flexible and carries the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
