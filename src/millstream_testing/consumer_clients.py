@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment
+from millstream.broker.groups.consumer.member import NOTHING, Assignment
 from millstream.broker.groups.requests import Joined
 from millstream_testing.consumer_trial import SimulatedConsumer
 

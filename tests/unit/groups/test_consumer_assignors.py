@@ -9,8 +9,8 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.groups.consumer.assignment import Assignment, partitions_in, size_of
 from millstream.broker.groups.consumer.assignor import MemberSubscription, assign_ranges, assign_uniformly
+from millstream.broker.groups.consumer.member import Assignment, partitions_in, size_of
 
 TOPICS = [UUID(int=number) for number in range(1, 7)]
 Given = dict[str, Assignment]

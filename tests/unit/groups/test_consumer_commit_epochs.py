@@ -7,8 +7,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.groups.consumer import records
-from millstream.broker.groups.consumer.assignment import assignment_of
-from millstream.broker.groups.consumer.member import MemberState, Position
+from millstream.broker.groups.consumer.member import MemberState, Position, assignment_of
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
 from millstream.core.errors import IllegalGeneration, MillstreamError, StaleMemberEpoch
 from millstream_testing.consumer_trial import ClassicConsumer, ConsumerTrial, SimulatedConsumer

@@ -7,9 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from millstream.broker.groups.consumer.assignment import NOTHING, overlaps, size_of, union
 from millstream.broker.groups.consumer.group import ConsumerGroupState
-from millstream.broker.groups.consumer.member import MemberState
+from millstream.broker.groups.consumer.member import NOTHING, MemberState, overlaps, size_of, union
 from millstream.broker.groups.consumer.requests import HeartbeatAnswer
 from millstream.core.errors import (
     FencedMemberEpoch,

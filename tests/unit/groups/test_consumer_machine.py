@@ -19,10 +19,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from millstream.broker.coordination.shard import Shard, read_back
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
 from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
-from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
+from millstream.broker.groups.consumer.member import (
+    AWAY_EPOCH,
+    LEFT_EPOCH,
+    NOTHING,
+    Assignment,
+    overlaps,
+    partitions_in,
+    size_of,
+    union,
+)
 from millstream.broker.groups.consumer.migration import partitions_by_id
 from millstream.broker.groups.consumer.requests import HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics

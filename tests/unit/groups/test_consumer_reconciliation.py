@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
-from millstream.broker.groups.consumer.member import MemberState, Position
+from millstream.broker.groups.consumer.member import (
+    NOTHING,
+    Assignment,
+    MemberState,
+    Position,
+    assignment_of,
+    is_within,
+    overlaps,
+    union,
+)
 from millstream.broker.groups.consumer.reconciliation import Goal, next_position
 from millstream.core.errors import FencedMemberEpoch
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.broker.groups.consumer.assignment import size_of
-from millstream.broker.groups.consumer.member import AWAY_EPOCH
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, size_of
 from millstream.broker.groups.consumer.requests import HeartbeatAnswer
 from millstream.broker.groups.requests import Leaver
 from millstream.core.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, nothing, size_of
 from millstream.broker.groups.consumer.group import Choice
-from millstream.broker.groups.consumer.member import ConsumerMember
+from millstream.broker.groups.consumer.member import NOTHING, Assignment, ConsumerMember, nothing, size_of
 from millstream.broker.groups.consumer.records import Resolved
 from millstream.broker.groups.consumer.topic_view import Partitions, TopicView, existing, partitions_of
 

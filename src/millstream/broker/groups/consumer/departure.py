@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.groups.consumer.assignment import NOTHING
 from millstream.broker.groups.consumer.assignor import names_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, NOTHING, ConsumerMember
 from millstream.broker.groups.consumer.reconciliation import GroupContext
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,

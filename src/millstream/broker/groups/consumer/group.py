@@ -12,8 +12,14 @@ from enum import StrEnum
 from typing import TypeVar
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, partitions_in
-from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
+from millstream.broker.groups.consumer.member import (
+    NOTHING,
+    Assignment,
+    ConsumerMember,
+    MemberState,
+    Position,
+    partitions_in,
+)
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE
 from millstream.broker.groups.records import CommittedOffset

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.groups.consumer.assignment import Assignment, is_within
 from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember, Subscription
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, Assignment, ConsumerMember, Subscription, is_within
 from millstream.broker.groups.consumer.reconciliation import GroupContext, Reconciliation
 from millstream.broker.groups.consumer.records import member_tombstones, target_record
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.groups.consumer.assignment import Assignment, assignment_of, partitions_in
 from millstream.broker.groups.consumer.consumer_protocol import (
     TopicPartitions,
     encode_assignment,
@@ -20,7 +19,15 @@ from millstream.broker.groups.consumer.consumer_protocol import (
     parse_subscription,
 )
 from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, Position, Subscription
+from millstream.broker.groups.consumer.member import (
+    Assignment,
+    ClassicSide,
+    ConsumerMember,
+    Position,
+    Subscription,
+    assignment_of,
+    partitions_in,
+)
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,

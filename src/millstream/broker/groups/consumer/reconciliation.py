@@ -18,11 +18,19 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.groups.consumer.assignment import NO_PARTITIONS, NOTHING, Assignment, overlaps, union
 from millstream.broker.groups.consumer.assignor import compute_target, names_of, preferred_assignor, topic_ids_of
 from millstream.broker.groups.consumer.expression import Expressions
 from millstream.broker.groups.consumer.group import Choice, ConsumerGroup
-from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
+from millstream.broker.groups.consumer.member import (
+    NO_PARTITIONS,
+    NOTHING,
+    Assignment,
+    ConsumerMember,
+    MemberState,
+    Position,
+    overlaps,
+    union,
+)
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,

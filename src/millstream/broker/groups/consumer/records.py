@@ -20,8 +20,14 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.groups.consumer.assignment import Assignment, assignment_of
-from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
+from millstream.broker.groups.consumer.member import (
+    Assignment,
+    ClassicSide,
+    MemberState,
+    Position,
+    Subscription,
+    assignment_of,
+)
 from millstream.broker.groups.records import begin_flexible_value, open_flexible_value
 from millstream.protocol.messages.primitives import Reader, Writer
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignment import Assignment
+from millstream.broker.groups.consumer.member import Assignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,21 @@ from typing import Final
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, union
 from millstream.broker.groups.consumer.assignor import preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
 from millstream.broker.groups.consumer.departure import Departure
 from millstream.broker.groups.consumer.expression import Expressions
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.heartbeat import Heartbeats
-from millstream.broker.groups.consumer.member import LEFT_EPOCH, ConsumerMember, MemberState, Position
+from millstream.broker.groups.consumer.member import (
+    LEFT_EPOCH,
+    NOTHING,
+    Assignment,
+    ConsumerMember,
+    MemberState,
+    Position,
+    union,
+)
 from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
 from millstream.broker.groups.consumer.reconciliation import GroupContext
 from millstream.broker.groups.consumer.records import (

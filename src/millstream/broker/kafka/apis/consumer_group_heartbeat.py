@@ -29,9 +29,8 @@ from kio.schema.consumer_group_heartbeat.v1.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32
 
-from millstream.broker.groups.consumer.assignment import assignment_of
 from millstream.broker.groups.consumer.assignor import ASSIGNORS
-from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
