@@ -14,10 +14,10 @@ from uuid import UUID
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
-from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import (
     CommitAnswer,

@@ -14,11 +14,11 @@ from typing import Final
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.assignor import NoTopics
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
-from millstream.broker.groups.consumer.topic_view import NoTopics
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member, estimated_bytes
 from millstream.broker.groups.offsets import Offsets, TopicIds

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.groups.consumer.assignor import names_of
+from millstream.broker.groups.consumer.assignor import metadata_hash, names_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, NOTHING, ConsumerMember
 from millstream.broker.groups.consumer.reconciliation import GroupContext
@@ -21,7 +21,6 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.topic_view import metadata_hash
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final
 
-from millstream.broker.groups.consumer.topic_view import TopicView
+from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.core.regex import compile_regex
 
 KEPT_MAX: Final = 256

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.groups.consumer.assignor import TopicView, metadata_hash
 from millstream.broker.groups.consumer.consumer_protocol import (
     TopicPartitions,
     encode_assignment,
@@ -40,7 +41,6 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.records import group_record, group_tombstone

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.groups.consumer.assignor import compute_target, names_of, preferred_assignor, topic_ids_of
+from millstream.broker.groups.consumer.assignor import (
+    TopicView,
+    compute_target,
+    metadata_hash,
+    names_of,
+    preferred_assignor,
+    topic_ids_of,
+)
 from millstream.broker.groups.consumer.expression import Expressions
 from millstream.broker.groups.consumer.group import Choice, ConsumerGroup
 from millstream.broker.groups.consumer.member import (
@@ -44,7 +51,6 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.sessions import Sessions
-from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
 from millstream.broker.groups.requests import GroupLimits
 from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, InvalidRegex

@@ -13,7 +13,7 @@ from typing import Final
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.consumer.assignor import preferred_assignor
+from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
 from millstream.broker.groups.consumer.departure import Departure
 from millstream.broker.groups.consumer.expression import Expressions
@@ -54,7 +54,6 @@ from millstream.broker.groups.consumer.requests import (
     NamedPartitions,
 )
 from millstream.broker.groups.consumer.sessions import Late, Sessions
-from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import group_tombstone
 from millstream.broker.groups.registry import Registry

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from uuid import UUID
 
-from millstream.broker.groups.consumer.topic_view import TopicView, existing, metadata_hash, partitions_of
+from millstream.broker.groups.consumer.assignor import TopicView, existing, metadata_hash, partitions_of
 
 Assignment = Mapping[UUID, frozenset[int]]
 """Partitions by topic."""

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.consumer.topic_view import TopicView
+from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.requests import GroupLimits, GroupListing
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
