@@ -29,7 +29,7 @@ from millstream.broker.groups.consumer.member import (
     union,
 )
 from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
-from millstream.broker.groups.consumer.reconciliation import GroupContext
+from millstream.broker.groups.consumer.reconciliation import GroupContext, Late, Sessions
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,
@@ -53,7 +53,6 @@ from millstream.broker.groups.consumer.requests import (
     HeartbeatAnswer,
     NamedPartitions,
 )
-from millstream.broker.groups.consumer.sessions import Late, Sessions
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import group_tombstone
 from millstream.broker.groups.registry import Registry
