@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.broker.groups.consumer import expression as module
-from millstream.broker.groups.consumer.expression import Expressions
+from millstream.broker.groups.consumer import reconciliation as module
+from millstream.broker.groups.consumer.reconciliation import Expressions
 from millstream.core.errors import InvalidRegex
 from millstream_testing.state_log import MemoryTopics
 
