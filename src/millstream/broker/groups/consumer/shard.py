@@ -15,7 +15,6 @@ from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
-from millstream.broker.groups.consumer.departure import Departure
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.heartbeat import Heartbeats
 from millstream.broker.groups.consumer.member import (
@@ -28,7 +27,7 @@ from millstream.broker.groups.consumer.member import (
     union,
 )
 from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
-from millstream.broker.groups.consumer.reconciliation import Expressions, GroupContext, Late, Sessions
+from millstream.broker.groups.consumer.reconciliation import Departure, Expressions, GroupContext, Late, Sessions
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,
