@@ -16,10 +16,15 @@ from millstream.broker.groups.consumer.consumer_protocol import (
     parse_subscription,
 )
 from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.heartbeat import check_room, replace_static_member
 from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, MemberState, Subscription
 from millstream.broker.groups.consumer.migration import named_partitions, partitions_by_id
-from millstream.broker.groups.consumer.reconciliation import Departure, GroupContext, Reconciliation
+from millstream.broker.groups.consumer.reconciliation import (
+    Departure,
+    GroupContext,
+    Reconciliation,
+    check_room,
+    replace_static_member,
+)
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE
 from millstream.broker.groups.requests import Joined, JoinRequest, Leaver, Left, MemberRef, Synced, SyncRequest
 from millstream.core.errors import (

@@ -16,7 +16,6 @@ from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
 from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.heartbeat import Heartbeats
 from millstream.broker.groups.consumer.member import (
     LEFT_EPOCH,
     NOTHING,
@@ -27,7 +26,14 @@ from millstream.broker.groups.consumer.member import (
     union,
 )
 from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
-from millstream.broker.groups.consumer.reconciliation import Departure, Expressions, GroupContext, Late, Sessions
+from millstream.broker.groups.consumer.reconciliation import (
+    Departure,
+    Expressions,
+    GroupContext,
+    Heartbeats,
+    Late,
+    Sessions,
+)
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,
