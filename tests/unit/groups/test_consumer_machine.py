@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from millstream.broker.coordination.shard import Shard, read_back
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
 from millstream.broker.groups.consumer.member import (
     AWAY_EPOCH,
@@ -31,7 +30,7 @@ from millstream.broker.groups.consumer.member import (
     size_of,
     union,
 )
-from millstream.broker.groups.consumer.migration import partitions_by_id
+from millstream.broker.groups.consumer.migration import encode_assignment, parse_assignment, partitions_by_id
 from millstream.broker.groups.consumer.requests import HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import Group

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
-from millstream.broker.groups.consumer.consumer_protocol import (
-    ProtocolSubscription,
-    encode_assignment,
-    parse_subscription,
-)
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, MemberState, Subscription
-from millstream.broker.groups.consumer.migration import named_partitions, partitions_by_id
+from millstream.broker.groups.consumer.migration import (
+    ProtocolSubscription,
+    encode_assignment,
+    named_partitions,
+    parse_subscription,
+    partitions_by_id,
+)
 from millstream.broker.groups.consumer.reconciliation import (
     Departure,
     GroupContext,
