@@ -10,9 +10,14 @@ from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import NOTHING, Assignment, assignment_of
 from millstream.broker.groups.consumer.migration import encode_assignment, parse_assignment
-from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
-from millstream.broker.groups.requests import Joined, Synced
+from millstream.broker.groups.requests import (
+    ConsumerGroupDescription,
+    ConsumerHeartbeat,
+    HeartbeatAnswer,
+    Joined,
+    Synced,
+)
 from millstream.broker.groups.shard import GroupShard
 from millstream.core.errors import MemberIdRequired
 from millstream.protocol.messages.primitives import Writer

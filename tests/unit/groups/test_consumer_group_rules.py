@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.member import NOTHING, MemberState, overlaps, size_of, union
-from millstream.broker.groups.consumer.requests import HeartbeatAnswer
+from millstream.broker.groups.requests import HeartbeatAnswer
 from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,

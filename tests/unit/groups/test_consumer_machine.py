@@ -31,12 +31,12 @@ from millstream.broker.groups.consumer.member import (
     union,
 )
 from millstream.broker.groups.consumer.migration import encode_assignment, parse_assignment, partitions_by_id
-from millstream.broker.groups.consumer.requests import HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import Group
 from millstream.broker.groups.requests import (
     CommitRequest,
     GroupLimits,
+    HeartbeatAnswer,
     Joined,
     JoinRequest,
     Leaver,

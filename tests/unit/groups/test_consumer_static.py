@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, size_of
-from millstream.broker.groups.consumer.requests import HeartbeatAnswer
-from millstream.broker.groups.requests import Leaver
+from millstream.broker.groups.requests import HeartbeatAnswer, Leaver
 from millstream.core.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance
 from millstream_testing.consumer_trial import SESSION_MS, ConsumerTrial, SimulatedConsumer
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import (
     CommitRequest,
+    ConsumerHeartbeat,
     Joined,
     JoinRequest,
     Leaver,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
-from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
+from millstream.broker.groups.requests import ConsumerHeartbeat
 from millstream.broker.groups.share.group import ShareGroupState, ShareMember
 from millstream.broker.groups.share.records import (
     ShareKey,

@@ -16,16 +16,18 @@ from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.consumer.group import ConsumerGroupState
-from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,
+    ConsumerGroupDescription,
+    ConsumerHeartbeat,
     FetchedOffsets,
     GroupDescription,
     GroupLimits,
     GroupListing,
+    HeartbeatAnswer,
     Joined,
     JoinRequest,
     Leaver,

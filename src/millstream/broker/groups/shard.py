@@ -17,7 +17,6 @@ from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignor import NoTopics
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
-from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member, estimated_bytes
@@ -42,10 +41,12 @@ from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,
+    ConsumerHeartbeat,
     FetchedOffsets,
     GroupDescription,
     GroupLimits,
     GroupListing,
+    HeartbeatAnswer,
     Joined,
     JoinRequest,
     Leaver,

@@ -55,8 +55,7 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.requests import GroupLimits
+from millstream.broker.groups.requests import ConsumerHeartbeat, GroupLimits, HeartbeatAnswer
 from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRegex, UnreleasedInstance
 from millstream.core.regex import compile_regex

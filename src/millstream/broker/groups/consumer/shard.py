@@ -50,25 +50,23 @@ from millstream.broker.groups.consumer.records import (
     target_epoch_record,
     target_record,
 )
-from millstream.broker.groups.consumer.requests import (
-    ConsumerGroupDescription,
-    ConsumerHeartbeat,
-    ConsumerMemberDescription,
-    HeartbeatAnswer,
-    NamedPartitions,
-)
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import group_tombstone
 from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import (
     CommitRequest,
+    ConsumerGroupDescription,
+    ConsumerHeartbeat,
+    ConsumerMemberDescription,
     GroupLimits,
     GroupListing,
+    HeartbeatAnswer,
     Joined,
     JoinRequest,
     Leaver,
     Left,
     MemberRef,
+    NamedPartitions,
     Synced,
     SyncRequest,
 )
