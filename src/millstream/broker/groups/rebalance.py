@@ -14,8 +14,7 @@ import logging
 
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.groups.group import Group, GroupState
-from millstream.broker.groups.member import Member
+from millstream.broker.groups.group import Group, GroupState, Member
 from millstream.broker.groups.records import group_record
 from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import GroupLimits

@@ -18,8 +18,7 @@ from millstream.broker.groups.consumer.assignor import NoTopics
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
 from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
-from millstream.broker.groups.group import Group, GroupState
-from millstream.broker.groups.member import Member, estimated_bytes
+from millstream.broker.groups.group import Group, GroupState, Member, estimated_bytes
 from millstream.broker.groups.offsets import Offsets, TopicIds
 from millstream.broker.groups.rebalance import Rebalance, Records
 from millstream.broker.groups.records import (

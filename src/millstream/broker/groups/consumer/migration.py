@@ -36,8 +36,7 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group
-from millstream.broker.groups.member import Member
+from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group, Member
 from millstream.broker.groups.records import group_record, group_tombstone
 from millstream.core.errors import ProtocolViolation, UnknownGroup
 from millstream.protocol.messages.primitives import Reader, Writer
