@@ -15,8 +15,8 @@ import logging
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState, Member
+from millstream.broker.groups.offsets import Registry
 from millstream.broker.groups.records import group_record
-from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import GroupLimits
 from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError, RebalanceInProgress, UnknownMember

@@ -19,7 +19,7 @@ from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
 from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
 from millstream.broker.groups.group import Group, GroupState, Member, estimated_bytes
-from millstream.broker.groups.offsets import Offsets, TopicIds
+from millstream.broker.groups.offsets import Offsets, Registry, TopicIds
 from millstream.broker.groups.rebalance import Rebalance, Records
 from millstream.broker.groups.records import (
     NO_TIME_MS,
@@ -36,7 +36,6 @@ from millstream.broker.groups.records import (
     read_offset,
     stored_group_record,
 )
-from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,

@@ -51,8 +51,8 @@ from millstream.broker.groups.consumer.records import (
     target_record,
 )
 from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.offsets import Registry
 from millstream.broker.groups.records import group_tombstone
-from millstream.broker.groups.registry import Registry
 from millstream.broker.groups.requests import (
     CommitRequest,
     ConsumerGroupDescription,
