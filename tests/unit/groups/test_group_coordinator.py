@@ -20,7 +20,7 @@ from millstream.broker.groups.requests import (
     PartitionCommit,
     SyncRequest,
 )
-from millstream.broker.groups.share.requests import ShareHeartbeat
+from millstream.broker.groups.share.group import ShareHeartbeat
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (

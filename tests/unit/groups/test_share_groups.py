@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.requests import ConsumerHeartbeat
-from millstream.broker.groups.share.group import ShareGroupState, ShareMember
+from millstream.broker.groups.share.group import (
+    ShareAnswer,
+    ShareGroupDescription,
+    ShareGroupState,
+    ShareHeartbeat,
+    ShareMember,
+)
 from millstream.broker.groups.share.records import (
     ShareKey,
     ShareKind,
@@ -22,7 +28,6 @@ from millstream.broker.groups.share.records import (
     read_share_key,
     tombstone,
 )
-from millstream.broker.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
 from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,

@@ -38,7 +38,7 @@ from millstream.broker.groups.requests import (
     SyncRequest,
 )
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.share.requests import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.broker.groups.share.group import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
 from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config

@@ -16,11 +16,17 @@ from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.requests import GroupLimits, GroupListing
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
+    JOIN_EPOCH,
+    LEFT_EPOCH,
     NO_EPOCH,
     Assignment,
     ReportedState,
+    ShareAnswer,
     ShareGroup,
+    ShareGroupDescription,
+    ShareHeartbeat,
     ShareMember,
+    ShareMemberDescription,
     hash_of,
     target_of,
 )
@@ -32,14 +38,6 @@ from millstream.broker.groups.share.records import (
     read_group,
     read_member,
     tombstone,
-)
-from millstream.broker.groups.share.requests import (
-    JOIN_EPOCH,
-    LEFT_EPOCH,
-    ShareAnswer,
-    ShareGroupDescription,
-    ShareHeartbeat,
-    ShareMemberDescription,
 )
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRequest, UnknownGroup, UnknownMember
 
