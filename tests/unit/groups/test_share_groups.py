@@ -16,11 +16,9 @@ from millstream.broker.groups.share.group import (
     ShareGroupDescription,
     ShareGroupState,
     ShareHeartbeat,
-    ShareMember,
-)
-from millstream.broker.groups.share.records import (
     ShareKey,
     ShareKind,
+    ShareMember,
     group_record,
     member_record,
     read_group,

@@ -54,7 +54,7 @@ from millstream.broker.groups.requests import (
     Synced,
     SyncRequest,
 )
-from millstream.broker.groups.share.records import ShareKey, read_share_key
+from millstream.broker.groups.share.group import ShareKey, read_share_key
 from millstream.broker.groups.share.shard import ShareShard
 from millstream.broker.groups.transactional_offsets import (
     AsRecord,

@@ -25,18 +25,16 @@ from millstream.broker.groups.share.group import (
     ShareGroup,
     ShareGroupDescription,
     ShareHeartbeat,
-    ShareMember,
-    ShareMemberDescription,
-    hash_of,
-    target_of,
-)
-from millstream.broker.groups.share.records import (
     ShareKey,
     ShareKind,
+    ShareMember,
+    ShareMemberDescription,
     group_record,
+    hash_of,
     member_record,
     read_group,
     read_member,
+    target_of,
     tombstone,
 )
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRequest, UnknownGroup, UnknownMember
