@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from millstream.broker.log.cleaner import (
+    KEYS_MAX,
     CleaningCancelled,
     CleanResult,
     CompactionPass,
@@ -25,7 +26,6 @@ from millstream.broker.log.cleaner import (
 from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker, Worker
 from millstream.broker.log.files import DiskFiles, Files
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
-from millstream.broker.log.key_map import KEYS_MAX
 from millstream.broker.log.log import Log
 from millstream.broker.log.retention import awaits_landing
 from millstream.broker.log.segment import Segment, cleaned_path
