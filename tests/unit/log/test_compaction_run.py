@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from millstream.broker.log.cleaner import CleaningCancelled, CompactionPass, DamagedSource, SourceSegment
-from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker
-from millstream.broker.log.compaction import Compactor
+from millstream.broker.log.compaction import ChildWorker, Compactor, InlineWorker
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
