@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.broker.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream.broker.log.scan import FRAME_BYTES, Frame, read_frame
 from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer

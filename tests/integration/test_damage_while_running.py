@@ -15,7 +15,7 @@ import confluent_kafka
 import pytest
 
 from millstream.broker.log.files import DiskFiles
-from millstream.broker.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream.broker.log.scan import FRAME_BYTES, Frame, read_frame
 from millstream.core.subscription import FILTER, ORDERED, START
 from millstream.core.verb import Verb
 from millstream.embedded import EmbeddedBroker
