@@ -16,9 +16,19 @@ from typing import Final, NamedTuple
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
 from millstream.broker.log.index import Index
-from millstream.broker.log.indexes import LoadedIndexes, build_index, load_index
 from millstream.broker.log.open_files import OpenFiles
-from millstream.broker.log.scan import FRAME_BYTES, Frame, Run, Scan, SectorWindow, read_frame, valid_run
+from millstream.broker.log.scan import (
+    FRAME_BYTES,
+    Frame,
+    LoadedIndexes,
+    Run,
+    Scan,
+    SectorWindow,
+    build_index,
+    load_index,
+    read_frame,
+    valid_run,
+)
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify, unreadable
 from millstream.core.clock import Clock

@@ -22,7 +22,6 @@ from millstream.broker.log.commit import DIRECT_LOGS_MAX, Commit
 from millstream.broker.log.compaction import Compaction, Compactor, Job
 from millstream.broker.log.files import Files
 from millstream.broker.log.folder import DataFolder
-from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.journal import Journal, remove_journal
 from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.ledger import Ledger, LogKey
@@ -33,6 +32,7 @@ from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
 from millstream.broker.log.retention import RetentionFloors
+from millstream.broker.log.scan import LoadedIndexes
 from millstream.broker.log.scrub import Inspection, Scrubber, ScrubStep
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import LogState, decode_state
