@@ -13,9 +13,8 @@ import pytest
 from millstream.broker.coordination.shard import Shard
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.transactional_offsets import PendingOffsets
-from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.producers import Producers
-from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
+from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions, ProducedBatch
 from millstream.broker.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
 from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.requests import Ending

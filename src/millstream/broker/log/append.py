@@ -15,9 +15,8 @@ from crc32c import crc32c
 from millstream.broker.log.batch_checks import check_records, read_headers
 from millstream.broker.log.files import Files
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
-from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.transactions import Guard
+from millstream.broker.log.transactions import Guard, ProducedBatch
 from millstream.broker.log.truncation import begin_restart
 from millstream.core.errors import CorruptBatch, FencedLeaderEpoch, InvalidTransactionState
 from millstream.core.ids import Offset
@@ -45,7 +44,7 @@ from millstream.protocol.records.rewrite import empty_batch
 
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log
-    from millstream.broker.log.producer import Producer
+    from millstream.broker.log.transactions import Producer
 
 
 class AppendedRange(NamedTuple):

@@ -15,13 +15,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from millstream.broker.log.producer import ProducedBatch, Producer
 from millstream.broker.log.transactions import (
     GUARDS_MAX,
     NO_TRANSACTION,
     Guard,
     OpenTransaction,
     PackedTransactions,
+    ProducedBatch,
+    Producer,
     ProducerSnapshot,
     Transactions,
     UnsettledMarker,
