@@ -16,7 +16,7 @@ from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.index import Index
 from millstream.broker.log.log import Log
-from millstream.broker.log.producer_replay import ProducerReplay
+from millstream.broker.log.log_contents import ProducerReplay
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure

@@ -20,8 +20,7 @@ from millstream.broker.log.folder import DataFolder, folders_above
 from millstream.broker.log.index import Index
 from millstream.broker.log.journal import Entry, read_journal, remove_journal
 from millstream.broker.log.ledger import LogKey
-from millstream.broker.log.log_contents import LogContents, RecoveryReport
-from millstream.broker.log.producer_replay import replay_batch
+from millstream.broker.log.log_contents import LogContents, RecoveryReport, replay_batch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.scan import Bad, Scan, Window, build_index, load_index
 from millstream.broker.log.segment import (

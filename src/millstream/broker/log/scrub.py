@@ -19,7 +19,7 @@ from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log import Log
-from millstream.broker.log.producer_replay import ProducerReplay
+from millstream.broker.log.log_contents import ProducerReplay
 from millstream.broker.log.scan import FRAME_BYTES, Bad, Scan, SectorWindow, read_frame, valid_run
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import read_whole, replace_file

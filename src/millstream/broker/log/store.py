@@ -26,9 +26,8 @@ from millstream.broker.log.journal import Journal, remove_journal
 from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
-from millstream.broker.log.log_contents import RecoveryReport
+from millstream.broker.log.log_contents import ProducerReplay, RecoveryReport
 from millstream.broker.log.open_files import OpenFiles
-from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
 from millstream.broker.log.retention import RetentionFloors

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.producer_replay import ProducerReplay
+from millstream.broker.log.log_contents import ProducerReplay
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
 
