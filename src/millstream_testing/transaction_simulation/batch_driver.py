@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from millstream.broker.transactions.batch import Member
+from millstream.broker.transactions.transaction import Member
 from millstream.core.errors import InvalidTransactionState, MillstreamError
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.caller import Caller, GaveUp, Stage

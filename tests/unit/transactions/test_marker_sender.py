@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from millstream.broker.transactions.batch import Member
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef, TransactionFilter
+from millstream.broker.transactions.transaction import Member
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.transactions.batch import LastBatch
 from millstream.broker.transactions.records import (
     QueryKey,
     TransactionKey,
@@ -18,7 +17,7 @@ from millstream.broker.transactions.records import (
     transaction_record,
     transaction_tombstone,
 )
-from millstream.broker.transactions.transaction import Transaction, TransactionState
+from millstream.broker.transactions.transaction import LastBatch, Transaction, TransactionState
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition

@@ -15,7 +15,6 @@ from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTo
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
 from millstream.broker.coordination.state_machine import Confirmation, Outcome
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.transactions.batch import Member, placement_of
 from millstream.broker.transactions.records import transaction_tombstone
 from millstream.broker.transactions.requests import (
     Ending,
@@ -27,6 +26,7 @@ from millstream.broker.transactions.requests import (
     TransactionLimits,
 )
 from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import Member, placement_of
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.transactions.batch import LastBatch
 from millstream.broker.transactions.transaction import (
     FIRST_VERSION,
     NO_EPOCH,
+    LastBatch,
     Transaction,
     TransactionState,
 )

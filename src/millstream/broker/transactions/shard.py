@@ -13,7 +13,6 @@ from typing import Final
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.transactions.batch import NO_BATCH, Attempt, LastBatch, Member, attempt_of, check_members
 from millstream.broker.transactions.records import (
     QueryKey,
     TransactionKey,
@@ -39,10 +38,16 @@ from millstream.broker.transactions.transaction import (
     EPOCH_MAX,
     EPOCH_PER_TRANSACTION,
     IDLE,
+    NO_BATCH,
     NO_EPOCH,
     NO_TIME_MS,
+    Attempt,
+    LastBatch,
+    Member,
     Transaction,
     TransactionState,
+    attempt_of,
+    check_members,
     is_exhausted,
 )
 from millstream.core.clock import Clock

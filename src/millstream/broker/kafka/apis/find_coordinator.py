@@ -3,7 +3,7 @@
 
 The first request creates the internal topic. A name is coordinated by the leader of its partition of that topic; while
 there is none, COORDINATOR_NOT_AVAILABLE lets clients retry. The partition of a transactional id of a batch commit
-depends on its query (`broker/transactions/batch.py`).
+depends on its query (`broker/transactions/transaction.py`).
 
 Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 adds the coordinator of
 share states (type 2), which only Kafka's brokers use: it gets INVALID_REQUEST.
