@@ -10,9 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
-from millstream.broker.transactions.requests import Ending, TransactionLimits
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Transaction
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending, Transaction, TransactionLimits
 from millstream.core.errors import FencedProducer
 from millstream.core.ids import ProducerId
 from millstream_testing.clock import ManualClock

@@ -30,8 +30,7 @@ from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef
-from millstream.broker.transactions.transaction import Member
+from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, Offset
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef
+from millstream.broker.transactions.transaction import Initialized, InitRequest, ProducerRef
 from millstream.core.errors import (
     FencedProducer,
     InvalidProducerMapping,

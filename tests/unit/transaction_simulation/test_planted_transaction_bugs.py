@@ -17,9 +17,8 @@ from millstream.broker.log.producers import Producers
 from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions, ProducedBatch
 from millstream.broker.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
 from millstream.broker.transactions.records import transaction_record
-from millstream.broker.transactions.requests import Ending
 from millstream.broker.transactions.shard import Batches, TransactionShard
-from millstream.broker.transactions.transaction import Transaction, TransactionState
+from millstream.broker.transactions.transaction import Ending, Transaction, TransactionState
 from millstream.core.ids import Offset
 from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition

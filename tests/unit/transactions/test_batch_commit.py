@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state_machine import Outcome
-from millstream.broker.transactions.requests import InitRequest, ProducerRef
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import Member, attempt_of, placement_of
+from millstream.broker.transactions.transaction import InitRequest, Member, ProducerRef, attempt_of, placement_of
 from millstream.core.errors import (
     InvalidProducerMapping,
     InvalidRequest,

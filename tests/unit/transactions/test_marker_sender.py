@@ -12,8 +12,7 @@ import pytest
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
-from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef, TransactionFilter
-from millstream.broker.transactions.transaction import Member
+from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef, TransactionFilter
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (

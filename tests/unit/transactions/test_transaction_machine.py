@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.transactions.records import transaction_record
-from millstream.broker.transactions.requests import Ending, Initialized, InitRequest, ProducerRef
-from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE
+from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE, Ending, Initialized, InitRequest, ProducerRef
 from millstream.core.errors import (
     ConcurrentTransactions,
     FencedProducer,

@@ -13,15 +13,17 @@ import pytest
 from millstream.broker.coordination.state_machine import Deferred, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.records import transaction_record
-from millstream.broker.transactions.requests import (
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import (
+    EPOCH_MAX,
     Initialized,
     InitRequest,
     ProducerRef,
+    Transaction,
     TransactionFilter,
     TransactionLimits,
+    TransactionState,
 )
-from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import EPOCH_MAX, Transaction, TransactionState
 from millstream.core.errors import (
     ConcurrentTransactions,
     CoordinatorUnavailable,

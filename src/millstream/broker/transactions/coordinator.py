@@ -16,17 +16,18 @@ from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
 from millstream.broker.coordination.state_machine import Confirmation, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.records import transaction_tombstone
-from millstream.broker.transactions.requests import (
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import (
     Ending,
     Initialized,
     InitRequest,
+    Member,
     ProducerRef,
     TransactionDescription,
     TransactionFilter,
     TransactionLimits,
+    placement_of,
 )
-from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import Member, placement_of
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (

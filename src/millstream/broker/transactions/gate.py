@@ -20,8 +20,7 @@ from kio.static.primitive import i16, i32
 
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import ProducerRef
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, ProducerRef
 from millstream.core.errors import (
     BrokerUnreachable,
     CoordinatorUnavailable,

@@ -29,9 +29,8 @@ from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.transactions.requests import Ending
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     FencedProducer,

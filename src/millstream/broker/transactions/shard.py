@@ -24,15 +24,6 @@ from millstream.broker.transactions.records import (
     transaction_record,
     transaction_tombstone,
 )
-from millstream.broker.transactions.requests import (
-    Ending,
-    Initialized,
-    InitRequest,
-    ProducerRef,
-    TransactionDescription,
-    TransactionFilter,
-    TransactionLimits,
-)
 from millstream.broker.transactions.transaction import (
     ENDING,
     EPOCH_MAX,
@@ -42,9 +33,16 @@ from millstream.broker.transactions.transaction import (
     NO_EPOCH,
     NO_TIME_MS,
     Attempt,
+    Ending,
+    Initialized,
+    InitRequest,
     LastBatch,
     Member,
+    ProducerRef,
     Transaction,
+    TransactionDescription,
+    TransactionFilter,
+    TransactionLimits,
     TransactionState,
     attempt_of,
     check_members,

@@ -19,8 +19,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import ProducerRef
-from millstream.broker.transactions.transaction import FIRST_VERSION
+from millstream.broker.transactions.transaction import FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition

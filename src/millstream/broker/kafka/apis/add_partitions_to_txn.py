@@ -33,8 +33,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, fenced_code, log_fenced
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import ProducerRef
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import PartitionIndex, ProducerId
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import ProducerRef
-from millstream.broker.transactions.transaction import Member
+from millstream.broker.transactions.transaction import Member, ProducerRef
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.message import Response

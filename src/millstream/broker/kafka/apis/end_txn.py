@@ -22,8 +22,7 @@ from kio.static.primitive import i16
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import ProducerRef
-from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
 

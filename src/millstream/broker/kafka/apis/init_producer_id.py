@@ -26,7 +26,7 @@ from kio.static.primitive import i16
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, fenced_code
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
-from millstream.broker.transactions.requests import InitRequest
+from millstream.broker.transactions.transaction import InitRequest
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NO_PRODUCER_ID, ProducerId
 

@@ -17,7 +17,7 @@ from kio.schema.types import ProducerId, TransactionalId
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.requests import TransactionFilter
+from millstream.broker.transactions.transaction import TransactionFilter
 from millstream.broker.transactions.transaction import TransactionState as State
 from millstream.core.errors import MillstreamError
 from millstream.core.regex import compile_regex
