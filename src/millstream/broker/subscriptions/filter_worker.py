@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from millstream.broker.subscriptions.batch_scan import BatchScan
-from millstream.broker.subscriptions.filter_worker_message import (
+from millstream.broker.subscriptions.filter_worker_child import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     Answer,
