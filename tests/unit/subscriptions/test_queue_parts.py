@@ -19,10 +19,9 @@ from millstream.broker.subscriptions.frame import (
     read_header,
     write_frame,
 )
-from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
-from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex
+from millstream.broker.subscriptions.supply import NEVER_MS, NO_KEY, DueIndex, KeyOrder
 from millstream.core.errors import CorruptState
 from millstream.core.ids import PartitionIndex
 from millstream.core.subscription import QueueKey, SubscriptionSettings
