@@ -25,7 +25,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.security.guards import AUTHORIZE_THEMSELVES, guarded_keys
 from millstream.broker.security.secrets import StoredSecrets
-from millstream.broker.subscriptions.expiry import Expiry
+from millstream.broker.subscriptions.engine import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config

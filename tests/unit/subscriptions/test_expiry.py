@@ -12,8 +12,8 @@ import pytest
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.subscriptions import expiry as expiry_module
-from millstream.broker.subscriptions.expiry import Expiry
+from millstream.broker.subscriptions import engine as expiry_module
+from millstream.broker.subscriptions.engine import Expiry
 from millstream.core.errors import UnknownSubscription
 from millstream.core.subscription import EXPIRES
 from millstream_testing.clock import ManualClock

@@ -21,7 +21,7 @@ from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.kafka.api import Need
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
-from millstream.broker.subscriptions.expiry import Expiry
+from millstream.broker.subscriptions.engine import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_store import QueueImage, QueueWrite
