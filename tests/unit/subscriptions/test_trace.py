@@ -6,7 +6,7 @@ import pytest
 
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import POSITION, Settlement
-from millstream.broker.subscriptions.trace import trace_message
+from millstream.broker.subscriptions.outcomes import trace_message
 from millstream.core.ids import Offset
 from millstream.core.verb import Verb
 from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace

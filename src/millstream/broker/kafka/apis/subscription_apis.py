@@ -667,7 +667,7 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
             if topic.name not in await self._service.share_topics.of(subscription):
                 continue
             # Imported on first use, together with the queues.
-            from millstream.broker.subscriptions.trace import trace_message
+            from millstream.broker.subscriptions.outcomes import trace_message
 
             engine = await self._service.engine()
             delivery = await engine.delivery(subscription, partition)
