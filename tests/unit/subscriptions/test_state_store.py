@@ -18,14 +18,17 @@ from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueue
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import LedgerRetention, StateCoordinator
-from millstream.broker.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
+    LOAD_KEY,
     SNAPSHOT,
+    WRITE_KEY,
     Loaded,
+    LoadQueue,
     Overflow,
     QueueRecord,
     StateShard,
+    WriteQueues,
     read_record,
     write_record,
 )

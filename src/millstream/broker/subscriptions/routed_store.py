@@ -12,15 +12,15 @@ from typing import Final, NamedTuple
 
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
-from millstream.broker.subscriptions.state_messages import (
+from millstream.broker.subscriptions.state_shard import (
     LOAD_KEY,
     WRITE_KEY,
     QueueLoaded,
     QueuesWritten,
+    WriteResult,
     encode_load,
     encode_writes,
 )
-from millstream.broker.subscriptions.state_shard import WriteResult
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (

@@ -10,15 +10,15 @@ from millstream.broker.coordination.shard import complete
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
-from millstream.broker.subscriptions.state_messages import (
+from millstream.broker.subscriptions.state_shard import (
     LOAD_KEY,
     WRITE_KEY,
     LoadQueue,
     QueueLoaded,
     QueuesWritten,
     WriteQueues,
+    WriteResult,
 )
-from millstream.broker.subscriptions.state_shard import WriteResult
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.ids import Epoch, PartitionIndex
 
