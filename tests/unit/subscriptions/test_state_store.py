@@ -17,16 +17,17 @@ from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
-from millstream.broker.subscriptions.state_coordinator import LedgerRetention, StateCoordinator
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
     LOAD_KEY,
     SNAPSHOT,
     WRITE_KEY,
+    LedgerRetention,
     Loaded,
     LoadQueue,
     Overflow,
     QueueRecord,
+    StateCoordinator,
     StateShard,
     WriteQueues,
     read_record,

@@ -23,7 +23,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
 from millstream.broker.subscriptions.engine import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
-from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_shard import StateCoordinator
 from millstream.broker.subscriptions.state_store import QueueImage, QueueWrite
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.clock import Clock

@@ -11,12 +11,12 @@ from random import Random
 from typing import Final, NamedTuple
 
 from millstream.broker.coordination.peers import Peers
-from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_shard import (
     LOAD_KEY,
     WRITE_KEY,
     QueueLoaded,
     QueuesWritten,
+    StateCoordinator,
     WriteResult,
     encode_load,
     encode_writes,
