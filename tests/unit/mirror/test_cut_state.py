@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.snapshot import cut_snapshot, read_snapshot, write_snapshot
 from millstream.core.errors import InvalidMirror, InvalidSetting
 from millstream.core.ids import PartitionIndex, first_producer_id

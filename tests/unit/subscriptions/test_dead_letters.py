@@ -10,8 +10,7 @@ import pytest
 
 from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, DeadLetters
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, DeltaKind, Settlement
 from millstream.core.backoff import FIRST_S
 from millstream.core.errors import (
     BatchTooLarge,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED
-from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.frame import read_frame
-from millstream.broker.subscriptions.lease import LETTER_BYTES, Lease, Revival, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, DeltaKind, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_MAX, REASONS_MAX, Queue
 from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState

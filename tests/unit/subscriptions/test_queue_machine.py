@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
-from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.lease import LETTER_BYTES, Lease, Revival, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, DeltaKind, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, InvalidRecordState, PolicyViolation

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold, InternTable
 from millstream.broker.subscriptions.frame import (
     FrameHeader,
@@ -19,6 +18,7 @@ from millstream.broker.subscriptions.frame import (
     read_header,
     write_frame,
 )
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, NO_KEY, DueIndex, KeyOrder

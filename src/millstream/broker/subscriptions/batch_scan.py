@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.core.errors import CorruptBatch
 from millstream.core.ids import OffsetRange
 from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, Buffer

@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.filter_cache import QueueFilter
 from millstream.broker.subscriptions.frame import LedgerNames
-from millstream.broker.subscriptions.lease import HeldRange, Lease, Origin, Revival, Settlement
+from millstream.broker.subscriptions.lease import DeltaKind, HeldRange, Lease, Origin, Revival, Settlement
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
     ScannedRange,

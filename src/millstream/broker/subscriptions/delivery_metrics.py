@@ -8,7 +8,7 @@ from uuid import UUID
 
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.delivery import Delivery, age_ms
-from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.lease import DeltaKind
 from millstream.core.clock import Clock
 from millstream.core.metric import Kind, Metric, Sample
 from millstream.core.subscription import LETTERS_PREFIX

@@ -24,9 +24,8 @@ from millstream.broker.subscriptions.columns import (
     Window,
     run_end,
 )
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame
-from millstream.broker.subscriptions.lease import LETTER_BYTES, Revival
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Delta, DeltaKind, Revival
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Offset
 from millstream.core.subscription import QueueKey

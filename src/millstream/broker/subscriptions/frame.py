@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.core.errors import CorruptBatch, CorruptState
 from millstream.core.ids import PartitionIndex
 from millstream.core.subscription import QueueKey

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, Columns
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import Frame, FrameHeader, read_frame
-from millstream.broker.subscriptions.lease import POSITION
+from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
 from millstream.core.errors import PolicyViolation
 from millstream.core.ids import Offset
 from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace, TraceEvent

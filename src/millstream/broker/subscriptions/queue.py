@@ -29,10 +29,9 @@ from millstream.broker.subscriptions.columns import (
     Stragglers,
     Window,
 )
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold, encode_revivals
 from millstream.broker.subscriptions.frame import FrameHeader, LedgerNames, LedgerWindow, encode_window, write_frame
-from millstream.broker.subscriptions.lease import Lease, Rejected, Revival, Settlement
+from millstream.broker.subscriptions.lease import Delta, DeltaKind, Lease, Rejected, Revival, Settlement
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, KeyOrder, Supply
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation

@@ -20,8 +20,7 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
-from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.lease import HeldRange
+from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import (

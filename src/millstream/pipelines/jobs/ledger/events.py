@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import PUBLISHED, Frame, is_for_ledger, read_frame
-from millstream.broker.subscriptions.lease import POSITION
+from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
 from millstream.broker.subscriptions.state_shard import DELTAS, OVERFLOW, SNAPSHOT, Overflow, QueueRecord, read_record
 from millstream.core.errors import CorruptState
 
