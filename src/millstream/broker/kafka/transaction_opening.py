@@ -17,8 +17,8 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.produce_codec import Portion, Request
 from millstream.broker.log.transactions import Guard
+from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.broker.replication.partition import Partition
-from millstream.broker.replication.transaction_gate import TransactionGate
 from millstream.core.errors import (
     BrokerUnreachable,
     ConcurrentTransactions,

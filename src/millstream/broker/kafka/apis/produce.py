@@ -42,8 +42,8 @@ from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Promise, Reply
+from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.broker.replication.partition import Partition
-from millstream.broker.replication.transaction_gate import TransactionGate
 from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType

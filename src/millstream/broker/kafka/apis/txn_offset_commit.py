@@ -28,7 +28,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, log_fenced
-from millstream.broker.replication.transaction_gate import TransactionGate
+from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
 from millstream.core.topic import TopicPartition
