@@ -11,8 +11,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.schemas.examiner import SchemaExaminer
-from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
+from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
 from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
 from millstream.protocol.schemas.formats import SchemaText
