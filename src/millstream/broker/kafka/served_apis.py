@@ -156,8 +156,7 @@ from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.kafka.quota_meter import QuotaMeters
-from millstream.broker.kafka.share_consumers import ShareConsumers
-from millstream.broker.kafka.share_offsets import ShareOffsets
+from millstream.broker.kafka.share_consumers import ShareConsumers, ShareOffsets
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.mirror.service import MirrorService

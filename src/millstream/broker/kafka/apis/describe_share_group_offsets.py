@@ -28,7 +28,7 @@ from kio.static.primitive import i32, i64
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.share_offsets import UNKNOWN, QueueOffset, ShareOffsets
+from millstream.broker.kafka.share_consumers import UNKNOWN, QueueOffset, ShareOffsets
 from millstream.core.errors import MillstreamError
 
 _NOT_BEGUN = QueueOffset(UNKNOWN, UNKNOWN)
