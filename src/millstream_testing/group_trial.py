@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
-from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
     CommitAnswer,

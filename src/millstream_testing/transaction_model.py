@@ -8,8 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, Ending, Transaction, TransactionLimits
 from millstream.core.errors import FencedProducer

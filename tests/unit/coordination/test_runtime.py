@@ -6,8 +6,7 @@ from collections.abc import Hashable
 import pytest
 
 from millstream.broker.coordination.runtime import Runtime, StateTopic
-from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.core.errors import NotCoordinator, NotLeader
 from millstream.core.ids import PartitionIndex
 from millstream_testing.clock import ManualClock

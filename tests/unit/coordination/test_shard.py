@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable
 import pytest
 
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state_machine import Confirmation, Deferred, Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Confirmation, Deferred, Outcome, StateRecord, Timers
 from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorLoading,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import StateRecord, Timers
 from millstream_testing.clock import ManualClock
 
 

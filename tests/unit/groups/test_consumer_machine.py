@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from millstream.broker.coordination.shard import Shard, read_back
-from millstream.broker.coordination.state_machine import Deferred
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
 from millstream.broker.groups.consumer.member import (
     AWAY_EPOCH,

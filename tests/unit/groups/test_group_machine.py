@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state_machine import Deferred
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
     CommitAnswer,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import StateRecord, Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
 from millstream.broker.groups.requests import (

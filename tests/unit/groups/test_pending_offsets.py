@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.state_machine import Deferred, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, StateRecord, Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
 from millstream.broker.groups.shard import GroupShard

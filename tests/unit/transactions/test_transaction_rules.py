@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from millstream.broker.coordination.state_machine import Deferred, Outcome
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Outcome, Timers
 from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import (

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, Retention, Shard, StateLog
-from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine, Timers
 from millstream.core.clock import Clock
 from millstream.core.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
 from millstream.core.ids import NodeId, PartitionIndex

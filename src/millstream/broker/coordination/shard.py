@@ -21,8 +21,15 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.state_machine import Confirmation, Deferred, Operation, StateMachine, StateRecord
-from millstream.broker.coordination.timers import Timer, Timers
+from millstream.broker.coordination.state_machine import (
+    Confirmation,
+    Deferred,
+    Operation,
+    StateMachine,
+    StateRecord,
+    Timer,
+    Timers,
+)
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementListener
 from millstream.core.clock import Clock

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Timers
 from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.consumer.group import ConsumerGroupState
 from millstream.broker.groups.consumer.shard import ConsumerTopics

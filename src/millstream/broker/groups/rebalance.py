@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import StateRecord, Timers
 from millstream.broker.groups.group import Group, GroupState, Member
 from millstream.broker.groups.offsets import Registry
 from millstream.broker.groups.records import group_record

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
-from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import NoTopics
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key

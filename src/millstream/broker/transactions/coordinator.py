@@ -13,8 +13,7 @@ from typing import Final, Protocol, TypeVar
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
-from millstream.broker.coordination.state_machine import Confirmation, Outcome
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Confirmation, Outcome, Timers
 from millstream.broker.transactions.records import transaction_tombstone
 from millstream.broker.transactions.shard import TransactionShard
 from millstream.broker.transactions.transaction import (

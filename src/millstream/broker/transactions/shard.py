@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
-from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord, Timers
 from millstream.broker.transactions.records import (
     QueryKey,
     TransactionKey,

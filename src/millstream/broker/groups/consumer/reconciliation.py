@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
-from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import (
     TopicView,
     compute_target,

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
 from millstream.broker.groups.consumer.group import ConsumerGroup

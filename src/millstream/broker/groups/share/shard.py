@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from uuid import UUID
 
-from millstream.broker.coordination.state_machine import Outcome, StateRecord
-from millstream.broker.coordination.timers import Timers
+from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import TopicView
 from millstream.broker.groups.requests import GroupLimits, GroupListing
 from millstream.broker.groups.share.group import (
