@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.cluster import keys
+from millstream.broker.cluster.election import Reassignment, finished, narrowed, widened
 from millstream.broker.cluster.embedded_store import EmbeddedStore
-from millstream.broker.cluster.reassignment import Reassignment, finished, narrowed, widened
 from millstream.broker.cluster.store import Expect, Put
 from millstream.core.errors import NoReassignment
 from millstream.core.ids import Epoch, NodeId, PartitionIndex

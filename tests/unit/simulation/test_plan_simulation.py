@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from millstream.broker.cluster import controller, plans, reassignment
-from millstream.broker.cluster.reassignment import Reassignment, narrowed, widened
+from millstream.broker.cluster import controller, election, plans
+from millstream.broker.cluster.election import Reassignment, narrowed, widened
 from millstream.core.ids import NodeId
 from millstream.core.partition_state import PartitionState
 from millstream_testing.plan_simulation import simulate_plans
@@ -40,7 +40,7 @@ def _count_at_once(partition: Any, state: PartitionState, move: Reassignment, re
     return _begin_changes(partition, replace(wide, in_sync=wide.replicas), move, removed)
 
 
-_begin_changes = reassignment.begin_changes
+_begin_changes = election.begin_changes
 
 
 def _go_back_to_all(state: PartitionState, target: tuple[NodeId, ...], _alive: object) -> PartitionState:

@@ -19,12 +19,13 @@ from millstream.broker.cluster.election import (
     UNKNOWN_MINIMUM,
     elect,
     elect_preferred,
+    end_changes,
     exclude_untrusted,
+    finished,
     move_from_leaving,
 )
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.plans import PlanExecution
-from millstream.broker.cluster.reassignment import end_changes, finished
 from millstream.broker.cluster.reconciliation import Declared, Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.broker.cluster.store_values import NodeRegistration

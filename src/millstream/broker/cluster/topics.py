@@ -18,9 +18,15 @@ from uuid import UUID
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.election import elect, elect_preferred
+from millstream.broker.cluster.election import (
+    Reassignment,
+    begin_changes,
+    elect,
+    elect_preferred,
+    end_changes,
+    narrowed,
+)
 from millstream.broker.cluster.keys import PartitionKey
-from millstream.broker.cluster.reassignment import Reassignment, begin_changes, end_changes, narrowed
 from millstream.broker.cluster.reconciliation import Declared, count_domains
 from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
 from millstream.broker.cluster.store_values import Placement, placement_to_json

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from uuid import UUID
 
 from millstream.broker.cluster import keys
+from millstream.broker.cluster.election import Reassignment
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.plans import PlanHeader, moves_from_json
-from millstream.broker.cluster.reassignment import Reassignment
 from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
 from millstream.broker.cluster.store_values import (
     Deletion,
