@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
+from millstream.broker.cluster.election import Proposal, Term
 from millstream.broker.cluster.keys import partition_key
 from millstream.broker.cluster.last_run import LastRun
 from millstream.broker.cluster.replicas import InSyncWriter
 from millstream.broker.cluster.store import Put
-from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.log.log import Log
 from millstream.broker.replication import partition as partition_module
 from millstream.broker.replication.in_sync import InSync, MayJoin

@@ -17,6 +17,8 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import (
     UNKNOWN_MINIMUM,
+    Proposal,
+    Term,
     elect,
     elect_preferred,
     end_changes,
@@ -29,7 +31,6 @@ from millstream.broker.cluster.plans import PlanExecution
 from millstream.broker.cluster.reconciliation import Declared, Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
 from millstream.broker.cluster.store_values import NodeRegistration
-from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.election import Reassignment, begin_changes, end_changes, narrowed
+from millstream.broker.cluster.election import Reassignment, Term, begin_changes, end_changes, narrowed
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.term import Term
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.cluster_plan import DRAIN, REMOVE, Move

@@ -16,6 +16,7 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.election import Proposal, Term
 from millstream.broker.cluster.keys import (
     deleted_key,
     done_key,
@@ -33,7 +34,6 @@ from millstream.broker.cluster.store_values import (
     settings_to_json,
     topic_to_json,
 )
-from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
