@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aetcd import rpc
 
-from millstream.broker.cluster import etcd_members, etcd_store
+from millstream.broker.cluster import etcd_store
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdSession, EtcdStore
 from millstream.broker.cluster.store import Event, Put
@@ -74,7 +74,7 @@ def own_etcd() -> Iterator[EtcdServer]:
         yield server
 
 
-async def ask(store: EtcdStore, call: Callable[[etcd_members.EtcdMember], object], request: object) -> None:
+async def ask(store: EtcdStore, call: Callable[[etcd_store.EtcdMember], object], request: object) -> None:
     await store._members.ask(call, request, repeatable=True)
 
 
@@ -152,7 +152,7 @@ async def test_a_read_goes_to_the_next_member_when_the_answer_is_lost(
         put = await store.change([Put("a", "1")])
         assert list(await anext(batches)) == [Event("a", "1", put or 0)]
         relay.deaf = True
-        monkeypatch.setattr(etcd_members, "ATTEMPT_S_MAX", 1.0)
+        monkeypatch.setattr(etcd_store, "ATTEMPT_S_MAX", 1.0)
         hearing = asyncio.create_task(anext(batches))
         assert (await store.read("a")).entries["a"].value == "1"
         # The watch was with the member that fell silent, and moves with the rest.
