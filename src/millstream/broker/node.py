@@ -25,7 +25,7 @@ from millstream.broker.cluster.last_run import FolderOwner, read_boot_id
 from millstream.broker.cluster.machine_folder import Layout, adopt_known_topics, open_coordination, settle
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.producer_ids import ProducerIds
-from millstream.broker.cluster.replica_link import WireLinks
+from millstream.broker.cluster.replica_fetcher import WireLinks
 from millstream.broker.cluster.store import CoordinationStore
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.dispatch import Dispatch

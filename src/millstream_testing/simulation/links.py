@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from millstream.broker.cluster.replica_link import ANSWER_S
+from millstream.broker.cluster.replica_fetcher import ANSWER_S
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId

@@ -8,9 +8,9 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.cluster import replica_link
+from millstream.broker.cluster import replica_fetcher
 from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.replica_link import SMALL_ANSWERS_MAX, WireLink
+from millstream.broker.cluster.replica_fetcher import SMALL_ANSWERS_MAX, WireLink
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.protocol.messages.codec import RequestHeader
@@ -79,7 +79,7 @@ async def test_large_answers_are_received_into_the_same_memory(broker: ScriptedB
 async def test_what_is_too_large_to_be_kept_has_memory_of_its_own(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_link, "ROOM_BYTES_MAX", 100_000)
+    monkeypatch.setattr(replica_fetcher, "ROOM_BYTES_MAX", 100_000)
     Leader(broker, 200_000, 200_000)
     first = (await link.fetch(ASKED)).partitions[KEY].records
     second = (await link.fetch(ASKED)).partitions[KEY].records
@@ -91,10 +91,10 @@ async def test_a_leader_that_does_not_answer_is_given_up_and_reached_again(
     broker: ScriptedBroker, link: WireLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Leader(broker, 10, None, 20)
-    monkeypatch.setattr(replica_link, "ANSWER_S", 0.1)
+    monkeypatch.setattr(replica_fetcher, "ANSWER_S", 0.1)
     assert len((await link.fetch(ASKED)).partitions[KEY].records) == 10
     with pytest.raises(BrokerUnreachable, match="not answered in time"):
         await link.fetch(ASKED)
-    monkeypatch.setattr(replica_link, "ANSWER_S", 10.0)
+    monkeypatch.setattr(replica_fetcher, "ANSWER_S", 10.0)
     assert len((await link.fetch(ASKED)).partitions[KEY].records) == 20
     assert broker.connections == 2

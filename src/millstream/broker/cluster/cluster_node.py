@@ -25,7 +25,7 @@ from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.plans import MoveThrottle, Plans
 from millstream.broker.cluster.reconciliation import Declared
 from millstream.broker.cluster.registration import NodeDescription, Registration
-from millstream.broker.cluster.replica_link import ReplicaLinks
+from millstream.broker.cluster.replica_fetcher import ReplicaLinks
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Expect, Put
 from millstream.broker.cluster.topics import Topics

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from random import Random
 
-from millstream.broker.cluster.replica_link import ReplicaLink, ReplicaLinks
+from millstream.broker.cluster.replica_fetcher import ReplicaLink, ReplicaLinks
 from millstream.broker.log.damage import LostRange
 from millstream.broker.replication.partition import Partition
 from millstream.core.backoff import Backoff

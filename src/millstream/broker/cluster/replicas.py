@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.damage_repair import DamageRepair
-from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher, Throttle, no_pause
-from millstream.broker.cluster.replica_link import ReplicaLinks
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher, ReplicaLinks, Throttle, no_pause
 from millstream.broker.cluster.store import CHANGES_MAX, EXPECTS_MAX, CoordinationStore, Expect, Put
 from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
