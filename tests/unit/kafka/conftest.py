@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.topics import Topics

@@ -9,7 +9,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE, DescribeConfigs

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 from uuid import UUID
 
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.mirror.declared import Mirrors
@@ -20,6 +21,70 @@ from millstream.broker.security.secrets import SecretHolder
 from millstream.broker.security.state import SecurityState, parse_super_users
 from millstream.core.clock import Clock
 from millstream.core.config import Config
+from millstream.core.errors import InvalidGroupId, InvalidRequest
+from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_settings
+from millstream.core.tasks import finishing
+
+_logger = logging.getLogger(__name__)
+
+GROUPS_MAX: Final = 100_000
+GROUP_ID_CHARACTERS_MAX: Final = 1024
+_NONE: Final[Mapping[str, int]] = {}
+
+
+class DeclaredGroups:
+    """Every group with settings, whether it has members or not."""
+
+    def __init__(self, declarations: Declarations, config: Config) -> None:
+        self.defaults: Mapping[str, int] = {
+            SESSION: config.group_consumer_session_ms,
+            HEARTBEAT: config.group_consumer_heartbeat_ms,
+        }
+        """What applies to groups without settings."""
+        self._declarations = declarations
+        self._overrides: dict[str, dict[str, str]] = {}
+        self._parsed: dict[str, Mapping[str, int]] = {}
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read the catalog."""
+        self._overrides = await self._declarations.group_settings()
+        self._parsed = {
+            group_id: {name: DECLARED[name].parse(text) for name, text in overrides.items() if name in DECLARED}
+            for group_id, overrides in self._overrides.items()
+        }
+
+    def all(self) -> Mapping[str, Mapping[str, str]]:
+        return self._overrides
+
+    def overrides_of(self, group_id: str) -> Mapping[str, str]:
+        return self._overrides.get(group_id, {})
+
+    def values_of(self, group_id: str) -> Mapping[str, int]:
+        """Return the settings of a group as numbers."""
+        return self._parsed.get(group_id, _NONE)
+
+    @finishing
+    async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:
+        """Set some settings of a group, durably; None resets one to the node's."""
+        if not 0 < len(group_id) <= GROUP_ID_CHARACTERS_MAX:
+            raise InvalidGroupId(f"a group id has 1 to {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
+        async with self._changing:
+            merged: dict[str, str | None] = {**self.overrides_of(group_id), **changes}
+            overrides = {name: text for name, text in merged.items() if text is not None}
+            parsed = parse_group_settings(overrides, self.defaults)
+            if group_id not in self._overrides and len(self._overrides) >= GROUPS_MAX:
+                raise InvalidRequest(f"{GROUPS_MAX} groups have settings already; remove some first")
+            if validate_only or overrides == self.overrides_of(group_id):
+                return
+            await self._declarations.change_group_settings(group_id, overrides)
+            if overrides:
+                self._overrides[group_id], self._parsed[group_id] = overrides, parsed
+            else:
+                self._overrides.pop(group_id, None)
+                self._parsed.pop(group_id, None)
+            _logger.info("group settings changed", extra={"group": group_id, "settings": str(overrides)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from millstream.broker.cluster.broker_settings import ALL_NODES, TOPIC_DEFAULTS, BrokerSettings
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config
 from millstream.core.group import DECLARED

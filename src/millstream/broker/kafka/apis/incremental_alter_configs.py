@@ -29,7 +29,7 @@ from kio.schema.incremental_alter_configs.v1.response import (
 )
 
 from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
-from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, check_needs
