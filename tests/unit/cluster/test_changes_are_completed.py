@@ -11,8 +11,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.declared_state import DeclaredGroups
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas, DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.clock import SystemClock

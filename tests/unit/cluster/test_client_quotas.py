@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster import quotas as quotas_module
+from millstream.broker.cluster import declared_state as quotas_module
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.core.errors import InvalidRequest
 from millstream.core.quota import (
     ANONYMOUS,

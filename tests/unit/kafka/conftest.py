@@ -9,9 +9,8 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.declared_state import DeclaredGroups
+from millstream.broker.cluster.declared_state import ClientQuotas, DeclaredGroups
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config
 from millstream.core.ids import NodeId

@@ -12,7 +12,7 @@ from kio.schema.produce.v9 import request as messages
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis.produce import Produce

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.apis import publish_once as api
 from millstream.broker.kafka.apis.publish_once import PublishOnce

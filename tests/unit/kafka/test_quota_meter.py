@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka import quota_meter
 from millstream.broker.kafka.api import ClientInfo

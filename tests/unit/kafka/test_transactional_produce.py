@@ -16,7 +16,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis import produce

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 from weakref import WeakValueDictionary
 
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.kafka.api import ClientInfo
 from millstream.core.metric import Metric, Sample, gauge
 from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE, Scope

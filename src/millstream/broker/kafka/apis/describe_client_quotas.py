@@ -20,7 +20,7 @@ from kio.schema.describe_client_quotas.v1.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import f64
 
-from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.declared_state import ClientQuotas
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.core.quota import CLIENT_ID, DEFAULT, ENTITY_TYPES, IP, USER, QuotaFilter
 
