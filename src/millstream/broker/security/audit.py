@@ -32,8 +32,8 @@ from millstream.core.topic import AUDIT
 from millstream.protocol.records.record import NewRecord, encode_batch
 
 if TYPE_CHECKING:
-    from millstream.broker.cluster.leader_appender import LeaderAppender
     from millstream.broker.cluster.topics import Topics
+    from millstream.broker.coordination.peers import LeaderAppender
 
 _logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
 
-from millstream.broker.cluster.leader_appender import LeaderAppender
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.peers import LeaderAppender
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import POSITION, Rejected
