@@ -30,7 +30,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from millstream.broker.catalog.database import WRITES, Reserve, open_database
+from millstream.broker.catalog.database import WRITES, Reserve, copy_tables, is_empty, open_database
 from millstream.broker.catalog.mirror_store import (
     claim_sightings,
     delete_mirror,
@@ -74,7 +74,6 @@ from millstream.broker.catalog.tables import (
     subscriptions,
     topics,
 )
-from millstream.broker.catalog.transfer import copy_tables, is_empty
 from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, Permission, ResourceType
 from millstream.core.config import Config
 from millstream.core.credential import (

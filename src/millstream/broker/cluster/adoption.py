@@ -17,7 +17,7 @@ from uuid import UUID
 import msgspec
 
 from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
-from millstream.broker.catalog.transfer import with_flush
+from millstream.broker.catalog.database import with_flush
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
 from millstream.broker.cluster.last_run import FolderOwner, change_owner
