@@ -15,7 +15,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.kafka.apis.pipeline_apis import PipelineLanded
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.landed_board import LandedBoard
+from millstream.broker.pipelines.report_board import LandedBoard
 from millstream.core.errors import UnknownTopic
 from millstream.core.ids import PartitionIndex
 from millstream.core.pipeline import LandSettings, PipelineKind

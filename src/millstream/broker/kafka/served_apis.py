@@ -163,8 +163,7 @@ from millstream.broker.mirror.service import MirrorService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
 from millstream.broker.pipelines.advice import PipelineAdvice
-from millstream.broker.pipelines.landed_board import LandedBoard
-from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.pipelines.report_board import LandedBoard, PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
 from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.audit import AuditLog
