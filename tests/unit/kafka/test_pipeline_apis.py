@@ -26,9 +26,8 @@ from millstream.broker.kafka.apis.pipeline_apis import (
 )
 from millstream.broker.kafka.apis.subscription_apis import SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.report_board import STATES, PipelineBoard, PipelineReport
+from millstream.broker.pipelines.report_board import STATES, PipelineAdvice, PipelineBoard, PipelineReport
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.errors import (
     BrokerUnreachable,

@@ -162,8 +162,7 @@ from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
-from millstream.broker.pipelines.advice import PipelineAdvice
-from millstream.broker.pipelines.report_board import LandedBoard, PipelineBoard
+from millstream.broker.pipelines.report_board import LandedBoard, PipelineAdvice, PipelineBoard
 from millstream.broker.replication.partition import lagging_replicas
 from millstream.broker.schemas.rules import SchemaRules
 from millstream.broker.security.audit import AuditLog

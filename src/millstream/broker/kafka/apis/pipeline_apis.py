@@ -10,9 +10,8 @@ import msgspec
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, owner_of
-from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.broker.pipelines.report_board import LandedBoard, PipelineBoard
+from millstream.broker.pipelines.report_board import LandedBoard, PipelineAdvice, PipelineBoard
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
