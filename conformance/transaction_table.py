@@ -32,9 +32,9 @@ from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions import coordinator, shard, transaction
 from millstream.broker.transactions.transaction import EPOCH_MAX
 from millstream.core.errors import NotLeader
-from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition
 from millstream.embedded import EmbeddedBroker
+from millstream.protocol.records.control import Marker
 from millstream_testing.link_relay import LinkRelay, RelayThread
 
 RECORDED: Final = Path(__file__).with_name("transaction_answers.json")

@@ -39,13 +39,12 @@ from millstream.broker.replication.partition import Partition
 from millstream.core import ids
 from millstream.core.errors import BrokerUnreachable, MillstreamError, NotLeader, OffsetOutOfRange
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.mirror_messages import BARRIER_KEY, BarrierResponse, CutRequest, OfferResponse
 from millstream.protocol.records.batch import iterate_whole_headers
-from millstream.protocol.records.control import read_marker
+from millstream.protocol.records.control import Marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream.protocol.wire.fetch import FetchAnswer

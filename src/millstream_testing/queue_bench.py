@@ -14,9 +14,9 @@ from millstream.broker.subscriptions.filter_cache import QueueFilter
 from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.broker.subscriptions.queue import Queue
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.subscription import QueueKey, SubscriptionSettings
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.control import Marker
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles

@@ -15,8 +15,8 @@ from millstream.broker.transactions.marker_sender import Answers, MarkerRoutes
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
-from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition
+from millstream.protocol.records.control import Marker
 from millstream_testing.simulation.links import node_name
 from millstream_testing.simulation.network import LinkDown, Network
 

@@ -11,9 +11,9 @@ import pytest
 from millstream.broker.replication.partition import ACKS_ALL, Partition
 from millstream.core.errors import NotLeader
 from millstream.core.ids import Epoch, NodeId, Offset, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState
 from millstream.core.topic import TopicSettings
+from millstream.protocol.records.control import Marker
 from millstream_testing.batches import encode_values
 from millstream_testing.replica_group import ReplicaGroup, content
 from millstream_testing.waiting import until

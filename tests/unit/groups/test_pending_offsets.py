@@ -23,8 +23,8 @@ from millstream.core.errors import (
     TransactionCoordinatorFenced,
 )
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition
+from millstream.protocol.records.control import Marker
 from millstream_testing.clock import ManualClock
 from millstream_testing.state_log import MemoryTopics
 

@@ -40,8 +40,8 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import FencedProducer, UnknownTopic
 from millstream.core.ids import NodeId, ProducerId
-from millstream.core.marker import Marker
 from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.records.control import Marker
 from millstream_testing.asking import ask, ask_in, client_info
 from millstream_testing.state_log import MemoryTopics
 

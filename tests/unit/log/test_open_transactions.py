@@ -18,9 +18,8 @@ from millstream.core.errors import (
     UnknownLeaderEpoch,
 )
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.protocol.records.batch import BatchHeader, read_header
-from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 
 HOUR_MS = 3_600_000

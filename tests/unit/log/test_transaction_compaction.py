@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, BatchHeader, iterate_headers
-from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles

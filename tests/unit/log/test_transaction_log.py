@@ -18,10 +18,9 @@ from millstream.broker.log.scan import Bad, Scan
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import InspectionPending, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import BatchHeader
-from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles

@@ -8,7 +8,7 @@ import pytest
 
 from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
+from millstream.protocol.records.control import Marker
 
 NOTHING = -1
 HUGE = 2**31 - 1

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.protocol.records.arrow import decode_arrow
 from millstream.protocol.records.batch import place_batch, read_header
-from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.decoder import decode_columns
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 

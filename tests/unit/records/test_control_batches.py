@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import CorruptBatch
 from millstream.core.ids import ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.protocol.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, check_crc, read_header
-from millstream.protocol.records.control import encode_marker, read_marker
+from millstream.protocol.records.control import Marker, encode_marker, read_marker
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 
 

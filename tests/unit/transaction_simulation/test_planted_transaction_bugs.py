@@ -20,9 +20,9 @@ from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.shard import Batches, TransactionShard
 from millstream.broker.transactions.transaction import Ending, Transaction, TransactionState
 from millstream.core.ids import Offset
-from millstream.core.marker import Marker
 from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader
+from millstream.protocol.records.control import Marker
 from millstream_testing.transaction_simulation.world import simulate_transactions
 
 SEEDS_MAX = 60

@@ -10,9 +10,9 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
 from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState, sole
 from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
+from millstream.protocol.records.control import Marker
 from millstream_testing.state_log import MemoryTopics
 
 

@@ -31,8 +31,8 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+from millstream.protocol.records.control import Marker
 from millstream_testing.state_log import MemoryTopics
 
 ME, OTHER = NodeId(1), NodeId(2)

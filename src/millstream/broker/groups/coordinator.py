@@ -44,9 +44,9 @@ from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
 from millstream.core.ids import NodeId, PartitionIndex, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.pipeline import GROUP_TYPE
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+from millstream.protocol.records.control import Marker
 
 GROUP_ID_CHARACTERS_MAX = 1024
 

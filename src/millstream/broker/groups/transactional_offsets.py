@@ -17,8 +17,8 @@ from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
 from millstream.core.clock import Clock
 from millstream.core.errors import FencedProducer, InvalidTransactionState
 from millstream.core.ids import NO_EPOCH, ProducerId
-from millstream.core.marker import Marker
 from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.records.control import Marker
 
 EPOCH_HEADER: Final = "producer-epoch"
 _PENDING_KEY: Final = 7300

@@ -17,9 +17,9 @@ from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSen
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
-from millstream.core.marker import ANY_COORDINATOR, Marker
 from millstream.core.metric import Metric, Sample, counter, gauge
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+from millstream.protocol.records.control import ANY_COORDINATOR, Marker
 
 
 class OffsetTransactions(Protocol):

@@ -34,9 +34,8 @@ from millstream.core.errors import (
     OutOfOrderSequence,
 )
 from millstream.core.ids import NO_EPOCH
-from millstream.core.marker import Marker
 from millstream.protocol.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, BatchHeader, Buffer
-from millstream.protocol.records.control import read_marker
+from millstream.protocol.records.control import Marker, read_marker
 
 _logger = logging.getLogger(__name__)
 

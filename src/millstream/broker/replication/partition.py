@@ -44,11 +44,10 @@ from millstream.core.errors import (
     UnknownLeaderEpoch,
 )
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
-from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.control import Marker, encode_marker
 from millstream.protocol.records.rewrite import empty_batch
 
 

@@ -41,9 +41,9 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.core.ids import NodeId, PartitionIndex, ProducerEpoch
-from millstream.core.marker import Marker
 from millstream.core.partition_state import FIRST_EPOCH, PartitionState
 from millstream.core.topic import Topic, TopicPartition, by_topic
+from millstream.protocol.records.control import Marker
 from millstream.protocol.wire.error_codes import error_from_code
 
 MARKERS_AT_ONCE_MAX: Final = 500

@@ -35,8 +35,8 @@ from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import InvalidRequest, InvalidTopicName, MillstreamError
 from millstream.core.ids import PartitionIndex, ProducerEpoch, ProducerId
-from millstream.core.marker import Marker
 from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+from millstream.protocol.records.control import Marker
 
 
 class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
