@@ -12,8 +12,7 @@ from typing import Final
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
-from millstream.core.sql import Kind, Token, sql_tokens
-from millstream.core.text_location import setting_error_at
+from millstream.core.sql import Kind, Token, setting_error_at, sql_tokens
 
 DECIMAL_DIGITS_MAX: Final = 38
 _DECIMAL_DIGITS: Final = 10

@@ -13,7 +13,7 @@ from sqlglot.errors import ParseError, TokenError
 
 from millstream.core.errors import FilterError
 from millstream.core.setting import suggestion
-from millstream.core.text_location import locate
+from millstream.core.sql import locate
 from millstream.protocol.filter import value
 from millstream.protocol.filter.like_pattern import ESCAPE, InvalidPattern, compile_like
 from millstream.protocol.filter.node import (

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.sql import read_select
-from millstream.core.text_location import locate
+from millstream.core.sql import locate, read_select
 
 if TYPE_CHECKING:
     from pyspark.errors import PySparkException
