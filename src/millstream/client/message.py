@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -9,15 +10,41 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from millstream.client.arguments import check_text
-from millstream.client.outcome import milliseconds
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
-from millstream.core.errors import InvalidRecordState, SchemaMismatch
+from millstream.core.errors import InvalidRecordState, InvalidRequest, SchemaMismatch
 from millstream.core.message_id import message_id
 from millstream.core.verb import Verb
 from millstream.protocol.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
     from millstream.client.lease import Lease
+
+
+SECONDS_MAX: Final = 10 * 365 * 86400
+"""No delay is longer."""
+
+
+def milliseconds(seconds: float) -> int:
+    """Convert a delay to milliseconds; a negative one is 0."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not math.isfinite(seconds) or seconds > SECONDS_MAX:
+        raise InvalidRequest(f"{seconds!r} is not a number of seconds up to ten years")
+    return max(0, int(seconds * 1000))
+
+
+class Reject(Exception):
+    """The message can never be handled: dead-letter it, for the reason given."""
+
+
+class RetryLater(Exception):
+    """Deliver the message again after this many seconds; raises `InvalidRequest` if that is not a number."""
+
+    def __init__(self, seconds: float, reason: str = "") -> None:
+        milliseconds(seconds)
+        super().__init__(reason or f"again in {seconds:g} s")
+        self.seconds = seconds
+        self.reason = reason
+
 
 NO_HEADERS: Final = b"\x00"
 

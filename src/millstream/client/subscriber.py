@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from millstream.client import tracing
 from millstream.client.arguments import check_number
-from millstream.client.message import Message
-from millstream.client.outcome import Reject, RetryLater, milliseconds
+from millstream.client.message import Message, Reject, RetryLater, milliseconds
 from millstream.client.source import Source
 from millstream.core.verb import Verb
 
