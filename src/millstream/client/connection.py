@@ -28,7 +28,7 @@ from millstream.client import tracing
 from millstream.client.arguments import check_bool, check_integer, check_number, check_text
 from millstream.client.declaration import Declared, Wanted, declare, wanted_settings
 from millstream.client.live_receiver import LiveReceiver
-from millstream.client.message_stream import MessageStream
+from millstream.client.message_stream import MessageStream, Source
 from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
 from millstream.client.profile import Profile, load_profile
@@ -36,7 +36,6 @@ from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COM
 from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
-from millstream.client.source import Source
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
 from millstream.core.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
 from millstream.core.topic import check_topic_name

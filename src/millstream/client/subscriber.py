@@ -23,7 +23,7 @@ from typing import Any, Final
 from millstream.client import tracing
 from millstream.client.arguments import check_number
 from millstream.client.message import Message, Reject, RetryLater, milliseconds
-from millstream.client.source import Source
+from millstream.client.message_stream import Source
 from millstream.core.verb import Verb
 
 _logger = logging.getLogger(__name__)
