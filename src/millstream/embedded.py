@@ -24,8 +24,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, Unpack
 
-from millstream.client.at_exit import close_before_exit
 from millstream.client.connection import AccessOptions, Connection, connect
+from millstream.client.loop_thread import close_before_exit
 from millstream.client.sync_connection import SyncConnection, opened
 from millstream.core.config import Config
 from millstream.core.errors import BrokerUnreachable, InvalidSetting

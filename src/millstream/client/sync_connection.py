@@ -21,9 +21,8 @@ from datetime import datetime
 from types import FrameType, MethodType
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
-from millstream.client.at_exit import close_before_exit
 from millstream.client.connection import Connection, connect
-from millstream.client.loop_thread import LoopThread
+from millstream.client.loop_thread import LoopThread, close_before_exit
 from millstream.client.message import Message
 from millstream.client.subscriber import Subscriber
 from millstream.protocol.records.record import Headers
