@@ -14,8 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, create_engine, text
 
-from millstream.client.handled_table import CLEANED_MAX, Answer, HandledTable, Operation, Row, Verb, decide, engine_of
-from millstream.client.idempotent_handler import IdempotentHandler, TransactionalHandler
+from millstream.client.idempotent_handler import (
+    CLEANED_MAX,
+    Answer,
+    HandledTable,
+    IdempotentHandler,
+    Operation,
+    Row,
+    TransactionalHandler,
+    Verb,
+    decide,
+    engine_of,
+)
 from millstream.core.errors import InvalidRequest
 from millstream_testing.clock import ManualClock
 from millstream_testing.postgres_server import PostgresServer
