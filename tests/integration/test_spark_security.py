@@ -18,7 +18,7 @@ from millstream.core import acl
 from millstream.core.errors import InvalidRequest
 from millstream.pipelines.source.access import parse_access
 from millstream.pipelines.source.source import MillstreamSource
-from millstream.protocol.private.token_messages import TokenDescription
+from millstream.protocol.private.security_messages import TokenDescription
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream.spark.bulk import records, task_access

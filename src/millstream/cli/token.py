@@ -17,7 +17,7 @@ from millstream.core.credential import split_token
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
 
 if TYPE_CHECKING:
-    from millstream.protocol.private.token_messages import ScopeRule
+    from millstream.protocol.private.security_messages import ScopeRule
 
 app = typer.Typer(help="Create, list and revoke API tokens.", no_args_is_help=True)
 

@@ -15,7 +15,7 @@ from millstream.core.acl import EVERYONE, NAME_CHARACTERS_MAX, Operation, Resour
 from millstream.core.credential import new_token
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.protocol.private.message import Nothing, Response
-from millstream.protocol.private.token_messages import (
+from millstream.protocol.private.security_messages import (
     CREATE_KEY,
     LASTS_MS_MAX,
     LIST_KEY,
