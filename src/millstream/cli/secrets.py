@@ -13,7 +13,7 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
-    from millstream.protocol.private.secret_messages import SecretsResponse
+    from millstream.protocol.private.security_messages import SecretsResponse
 
 app = typer.Typer(help="Make and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
 

@@ -17,17 +17,19 @@ from millstream.core.credential import (
 )
 from millstream.core.errors import NotFound
 from millstream.protocol.private.message import Nothing, Response, decode_response, encode
-from millstream.protocol.private.secret_messages import SECRETS_KEY, SecretsRequest, SecretsResponse
 from millstream.protocol.private.security_messages import (
     CREATE_KEY,
     LASTS_MS,
     LIST_KEY,
     REVOKE_KEY,
+    SECRETS_KEY,
     CreateTokenResponse,
     ListTokensResponse,
     NewToken,
     RevokeTokenRequest,
     ScopeRule,
+    SecretsRequest,
+    SecretsResponse,
     TokenDescription,
 )
 from millstream.protocol.wire.acls import describe_acls, filter_fields

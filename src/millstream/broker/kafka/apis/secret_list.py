@@ -19,7 +19,7 @@ from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
-from millstream.protocol.private.secret_messages import SECRETS_KEY, ListedSecret, SecretsRequest, SecretsResponse
+from millstream.protocol.private.security_messages import SECRETS_KEY, ListedSecret, SecretsRequest, SecretsResponse
 
 
 class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
