@@ -38,8 +38,8 @@ from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.pipelines.source.access import connection_access
-from millstream.protocol.private.authenticate import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.security_messages import AUTHENTICATE_KEY, AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.client import Client

@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.problem import RETRY_S, Refused, refusal_of
 from millstream.gateway.api.services import Services
-from millstream.protocol.private.authenticate import (
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.security_messages import (
     AUTHENTICATE_KEY,
     BASIC,
     BEARER,
@@ -31,7 +32,6 @@ from millstream.protocol.private.authenticate import (
     AuthenticateRequest,
     AuthenticateResponse,
 )
-from millstream.protocol.private.message import decode, encode
 from millstream.protocol.wire.credentials import on_behalf_of
 from millstream.protocol.wire.error_codes import error_from_code
 

@@ -15,8 +15,8 @@ from millstream.gateway import callers as callers_module
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import PENDING_PER_HOST_MAX, Callers
-from millstream.protocol.private.authenticate import AuthenticateRequest, AuthenticateResponse
 from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.security_messages import AuthenticateRequest, AuthenticateResponse
 
 HOST = "10.0.0.7"
 

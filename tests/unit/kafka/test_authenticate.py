@@ -20,7 +20,7 @@ from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import new_credentials
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import NodeId
-from millstream.protocol.private.authenticate import AuthenticateRequest
+from millstream.protocol.private.security_messages import AuthenticateRequest
 
 HOST, PASSWORD = "10.0.0.7", "alice-password"
 

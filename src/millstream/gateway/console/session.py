@@ -28,7 +28,7 @@ from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers, Shown
 from millstream.gateway.console.visit import PREFIX, ConsoleSettings
-from millstream.protocol.private.authenticate import BASIC, BEARER, SESSION
+from millstream.protocol.private.security_messages import BASIC, BEARER, SESSION
 
 if TYPE_CHECKING:
     from millstream.gateway.console.app import ConsoleApp

@@ -27,7 +27,7 @@ from millstream.broker.security.audit import HTTP
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import is_api_token, split_token
 from millstream.core.errors import AuthenticationFailed, InvalidRequest
-from millstream.protocol.private.authenticate import (
+from millstream.protocol.private.security_messages import (
     AUTHENTICATE_KEY,
     BASIC,
     BEARER,
