@@ -20,9 +20,8 @@ import pytest
 
 from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
 from millstream.gateway.api.record_reader import MESSAGE_BYTES_MAX
-from millstream.protocol.private.delivery_state import delivery_state
 from millstream.protocol.private.publish_once import publish_once
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient, delivery_state
 from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.record import Headers, NewRecord, decode_records, encode_batch
 from millstream.protocol.wire.client import Client

@@ -39,9 +39,14 @@ from millstream.client.receiver import Receiver
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
 from millstream.core.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
 from millstream.core.topic import check_topic_name
-from millstream.protocol.private.delivery_state import WAIT_MS_MAX, MessageDelivery, delivery_state
 from millstream.protocol.private.publish_once import partition_of, publish_once
-from millstream.protocol.private.subscriptions import HeldLeases, SubscriptionClient
+from millstream.protocol.private.subscriptions import (
+    WAIT_MS_MAX,
+    HeldLeases,
+    MessageDelivery,
+    SubscriptionClient,
+    delivery_state,
+)
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls

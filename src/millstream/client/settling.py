@@ -20,7 +20,6 @@ from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
-from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
@@ -29,6 +28,7 @@ from millstream.protocol.private.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
+from millstream.protocol.private.subscriptions import ACCEPTED, delivery_state
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 

@@ -23,8 +23,8 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.verb import Verb
-from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettledRange, SettleRequest
+from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateAnswer
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121

@@ -14,8 +14,8 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.verb import Verb
 from millstream.gateway.api.routes import pulling
 from millstream.gateway.api.routes.pulling import Lease, Verdict, settle
-from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 

@@ -40,12 +40,6 @@ from millstream.core.subscription import (
     SubscriptionSettings,
     check_subscription,
 )
-from millstream.protocol.private.delivery_state import (
-    DELIVERY_STATE_KEY,
-    WAIT_MS_MAX,
-    DeliveryStateAnswer,
-    DeliveryStateRequest,
-)
 from millstream.protocol.private.ledger_messages import (
     LEDGER_MARK_KEY,
     LedgerMarkRequest,
@@ -76,6 +70,12 @@ from millstream.protocol.private.subscription_messages import (
     ReviveMessagesResponse,
     SeekSubscriptionRequest,
     SeekSubscriptionResponse,
+)
+from millstream.protocol.private.subscriptions import (
+    DELIVERY_STATE_KEY,
+    WAIT_MS_MAX,
+    DeliveryStateAnswer,
+    DeliveryStateRequest,
 )
 
 
