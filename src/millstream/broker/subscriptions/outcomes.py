@@ -23,7 +23,7 @@ from millstream.broker.subscriptions.frame import Frame, FrameHeader, read_frame
 from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
 from millstream.core.errors import PolicyViolation
 from millstream.core.ids import Offset
-from millstream.protocol.private.message_trace import DeadLetterPosition, SubscriptionTrace, TraceEvent
+from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace, TraceEvent
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery

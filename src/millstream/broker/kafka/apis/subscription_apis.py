@@ -47,7 +47,6 @@ from millstream.protocol.private.ledger_messages import (
     MarkedQueue,
 )
 from millstream.protocol.private.message import Response
-from millstream.protocol.private.message_trace import MESSAGE_TRACE_KEY, MessageTrace, MessageTraceRequest
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
     APPEND_LETTER_KEY,
@@ -73,9 +72,12 @@ from millstream.protocol.private.subscription_messages import (
 )
 from millstream.protocol.private.subscriptions import (
     DELIVERY_STATE_KEY,
+    MESSAGE_TRACE_KEY,
     WAIT_MS_MAX,
     DeliveryStateAnswer,
     DeliveryStateRequest,
+    MessageTrace,
+    MessageTraceRequest,
 )
 
 

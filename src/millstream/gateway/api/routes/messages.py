@@ -19,7 +19,7 @@ from millstream.core.errors import MillstreamError
 from millstream.gateway.api.message import Decode, ReceivedMessage, decoded_members, held_bytes, members_of
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
-from millstream.protocol.private.message_trace import SubscriptionTrace
+from millstream.protocol.private.subscriptions import SubscriptionTrace
 
 _logger = logging.getLogger(__name__)
 

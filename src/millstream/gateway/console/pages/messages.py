@@ -31,7 +31,7 @@ from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environm
 from millstream.gateway.console.search import Found, Progress, compiled
 from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
-from millstream.protocol.private.message_trace import message_trace
+from millstream.protocol.private.subscriptions import message_trace
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
