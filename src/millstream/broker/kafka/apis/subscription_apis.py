@@ -40,12 +40,6 @@ from millstream.core.subscription import (
     SubscriptionSettings,
     check_subscription,
 )
-from millstream.protocol.private.ledger_messages import (
-    LEDGER_MARK_KEY,
-    LedgerMarkRequest,
-    LedgerMarkResponse,
-    MarkedQueue,
-)
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
@@ -72,10 +66,14 @@ from millstream.protocol.private.subscription_messages import (
 )
 from millstream.protocol.private.subscriptions import (
     DELIVERY_STATE_KEY,
+    LEDGER_MARK_KEY,
     MESSAGE_TRACE_KEY,
     WAIT_MS_MAX,
     DeliveryStateAnswer,
     DeliveryStateRequest,
+    LedgerMarkRequest,
+    LedgerMarkResponse,
+    MarkedQueue,
     MessageTrace,
     MessageTraceRequest,
 )
