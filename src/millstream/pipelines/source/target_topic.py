@@ -14,7 +14,7 @@ from millstream.core.topic import check_topic_name
 from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
-from millstream.protocol.private.transaction_messages import PREPARE_KEY
+from millstream.protocol.private.transactions import PREPARE_KEY
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 

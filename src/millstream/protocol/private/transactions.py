@@ -21,24 +21,75 @@ import msgspec
 from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, ProducerId
 from millstream.protocol.private.message import Response, decode, encode
-from millstream.protocol.private.transaction_messages import (
-    ABORT_BATCH_KEY,
-    ABORT_KEY,
-    COMPLETE_BATCH_KEY,
-    LAST_BATCH_KEY,
-    PREPARE_KEY,
-    AbortBatchRequest,
-    AbortBatchResponse,
-    AbortTransactionRequest,
-    AbortTransactionResponse,
-    BatchMember,
-    CompleteBatchRequest,
-    CompleteBatchResponse,
-    LastBatchRequest,
-    LastBatchResponse,
-)
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
+
+PREPARE_KEY: Final = 32010
+COMPLETE_BATCH_KEY: Final = 32011
+ABORT_BATCH_KEY: Final = 32012
+LAST_BATCH_KEY: Final = 32013
+ABORT_KEY: Final = 32014
+
+
+class BatchMember(msgspec.Struct, frozen=True):
+    """A transaction that is one part of a batch, by its producer."""
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int
+
+
+class CompleteBatchRequest(msgspec.Struct, frozen=True):
+    """A batch and all of its parts."""
+
+    query: str
+    batch: int
+    members: tuple[BatchMember, ...]
+
+
+class CompleteBatchResponse(Response, frozen=True, kw_only=True):
+    """Whether this request committed the batch, or it was committed before."""
+
+    done_now: bool = False
+
+
+class AbortBatchRequest(msgspec.Struct, frozen=True):
+    """A batch, and the run that may not start further attempts."""
+
+    query: str
+    batch: int
+    run: str = ""
+
+
+class AbortBatchResponse(Response, frozen=True, kw_only=True):
+    """The number of aborted attempts."""
+
+    aborted: int = 0
+
+
+class LastBatchRequest(msgspec.Struct, frozen=True):
+    """A query."""
+
+    query: str
+
+
+class LastBatchResponse(Response, frozen=True, kw_only=True):
+    """The last committed batch; -1 if there is none."""
+
+    batch: int = -1
+
+
+class AbortTransactionRequest(msgspec.Struct, frozen=True):
+    """A transactional id."""
+
+    transactional_id: str
+
+
+class AbortTransactionResponse(Response, frozen=True, kw_only=True):
+    """The state that the transaction was in."""
+
+    state: str = ""
+
 
 GROUP_COORDINATOR: Final = 0
 TRANSACTION_COORDINATOR: Final = 1

@@ -10,7 +10,7 @@ from millstream.broker.transactions.transaction import Member, ProducerRef
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.ids import ProducerId
 from millstream.protocol.private.message import Response
-from millstream.protocol.private.transaction_messages import (
+from millstream.protocol.private.transactions import (
     ABORT_BATCH_KEY,
     ABORT_KEY,
     COMPLETE_BATCH_KEY,
