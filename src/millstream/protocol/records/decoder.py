@@ -29,7 +29,7 @@ from millstream.protocol.records.batch import (
 )
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.protocol.records.compression import decompress
-from millstream.protocol.records.kernels import gather, parse, scan
+from millstream.protocol.records.kernels import parse, scan
 from millstream.protocol.records.layout import BATCHES, HEADERS, PARSING, RECORDS, Bytes, Int32s, Table, read_only
 
 KEY, VALUE, HEADER = "key", "value", "headers"
@@ -242,9 +242,9 @@ def _decode_source(
 def _gather(data: Bytes, positions: Int32s, lengths: Int32s) -> BinaryColumn:
     offsets = np.empty(lengths.size + 1, np.int32)
     validity = np.empty((lengths.size + 7) // 8, np.uint8)
-    size, null_count = gather.lay_out(lengths, offsets, validity)
+    size, null_count = parse.lay_out(lengths, offsets, validity)
     column = np.empty(size, np.uint8)
-    gather.copy_fields(data, positions, offsets, column)
+    parse.copy_fields(data, positions, offsets, column)
     return BinaryColumn(offsets=offsets, data=column, validity=validity if null_count else None, null_count=null_count)
 
 
@@ -264,7 +264,7 @@ def _gather_headers(data: Bytes, records: Table) -> HeaderColumn:
 
 def _as_text(column: BinaryColumn) -> BinaryColumn:
     """Replace header keys that are not UTF-8, as the Java consumer does; hardly ever needed."""
-    if gather.all_utf8(column.data, column.offsets):
+    if parse.all_utf8(column.data, column.offsets):
         return column
     data = column.data.tobytes()
     texts = [data[start:end].decode("utf-8", "replace").encode() for start, end in pairwise(column.offsets.tolist())]
