@@ -28,8 +28,8 @@ from millstream.pipelines.source.source import MillstreamSource
 from millstream.pipelines.source.writer import TopicStreamWriter, TopicWriter
 from millstream.protocol.private.transactions import Transactions
 from millstream.protocol.wire import channel
+from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.pool import Pool
 from millstream_testing.server import Server
 
 WAIT_S = 60.0

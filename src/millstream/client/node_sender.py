@@ -18,9 +18,8 @@ from millstream.core.errors import MillstreamError, RequestTimedOut, UnknownTopi
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.wire import produce
-from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.channel import Channel, Pool
 from millstream.protocol.wire.error_codes import TRANSIENT
-from millstream.protocol.wire.pool import Pool
 from millstream.protocol.wire.produce import Produced
 
 REQUEST_S_MAX: Final = 30.0

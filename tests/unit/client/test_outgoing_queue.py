@@ -25,8 +25,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, Offset
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import decode_records
-from millstream.protocol.wire.channel import Channel
-from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.channel import Channel, Pool
 from millstream.protocol.wire.produce import Produced
 
 VERSION = 12

@@ -25,7 +25,7 @@ from millstream.core.ids import NodeId
 from millstream.protocol.messages import codec
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.record import NewRecord
-from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.channel import Pool
 from millstream_testing.producer_ledger import ProducerLedger
 from millstream_testing.scripted_broker import METADATA
 

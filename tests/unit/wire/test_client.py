@@ -28,10 +28,10 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire import client as module
+from millstream.protocol.wire.channel import BORROWED_MAX
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import NodeMetadata
 from millstream.protocol.wire.fetch import FetchLimits
-from millstream.protocol.wire.pool import BORROWED_MAX
 from millstream_testing.scripted_broker import (
     API_VERSIONS,
     FETCH,

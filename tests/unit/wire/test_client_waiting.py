@@ -15,8 +15,8 @@ from millstream.core.errors import BrokerUnreachable, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.pool import Pool
 from millstream_testing.scripted_broker import FETCH, METADATA, PRODUCE, Handler, ScriptedBroker, fetched, produced
 
 NODE = NodeId(1)

@@ -29,10 +29,10 @@ from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.wire.channel import Pool
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import adopt_node_credentials
 from millstream.protocol.wire.error_codes import error_from_code
-from millstream.protocol.wire.pool import Pool
 
 _logger = logging.getLogger(__name__)
 

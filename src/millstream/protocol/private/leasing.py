@@ -33,8 +33,7 @@ from millstream.protocol.private.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-from millstream.protocol.wire.channel import Channel
-from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.channel import Channel, Pool
 
 _logger = logging.getLogger(__name__)
 

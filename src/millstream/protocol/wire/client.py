@@ -32,13 +32,12 @@ from millstream.protocol.messages.codec import load_request_class, load_response
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.wire import fetch, list_offsets, produce
-from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.channel import BORROWED_MAX, Channel, Pool
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS, Credentials
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 from millstream.protocol.wire.list_offsets import Listed, ListedOffset
-from millstream.protocol.wire.pool import BORROWED_MAX, Pool
 from millstream.protocol.wire.produce import Produced
 
 _logger = logging.getLogger(__name__)
