@@ -26,9 +26,8 @@ from millstream.gateway.push.endpoint import Answer
 from millstream.gateway.push.event import Content
 from millstream.gateway.push.process import Line
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
-from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher
+from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, trusted
-from millstream.gateway.push.settler import Settler
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,

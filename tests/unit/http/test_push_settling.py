@@ -13,8 +13,8 @@ import pytest
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.verb import Verb
-from millstream.gateway.push import settler as settling
-from millstream.gateway.push.settler import Settler
+from millstream.gateway.push import pusher as settling
+from millstream.gateway.push.pusher import Settler
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record

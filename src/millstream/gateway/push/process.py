@@ -22,9 +22,8 @@ from millstream.core.subscription import AT_MOST_ONCE
 from millstream.gateway.api.message import message_bytes
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.gateway.push.push_subscription import PushSubscription
-from millstream.gateway.push.pusher import Pusher
+from millstream.gateway.push.pusher import Pusher, Settler
 from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
-from millstream.gateway.push.settler import Settler
 from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
