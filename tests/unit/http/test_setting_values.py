@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.gateway.api.problem import Refused
-from millstream.gateway.api.setting_values import changes_of, texts_of
+from millstream.gateway.api.route import changes_of, texts_of
 
 
 def test_numbers_and_booleans_are_the_texts_that_they_stand_for() -> None:

@@ -10,9 +10,8 @@ from msgspec import Meta
 
 from millstream.client.admin.mirrors import MirrorClient
 from millstream.core.mirror import NAME_LENGTH_MAX
-from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.route import ChangedSettings, GivenSettings, NoFields, Request, Route, changes_of, texts_of
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.protocol.private.mirror_messages import CutPartition, ReverseRequest
 
 MirrorName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]

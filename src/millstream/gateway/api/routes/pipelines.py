@@ -14,9 +14,17 @@ from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import NAME_LENGTH_MAX, PipelineKind, Rule, kind_of
 from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, TARGETS_MAX
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.route import (
+    ChangedSettings,
+    GivenSettings,
+    NoFields,
+    Request,
+    Route,
+    TopicName,
+    changes_of,
+    texts_of,
+)
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]

@@ -22,10 +22,18 @@ from millstream.core.subscription import (
     SubscriptionSettings,
 )
 from millstream.gateway.api.problem import Refused, invalid
-from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.route import (
+    ChangedSettings,
+    GivenSettings,
+    NoFields,
+    Request,
+    Route,
+    TopicName,
+    changes_of,
+    texts_of,
+)
 from millstream.gateway.api.routes.topics import Deletion, Listing
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.protocol.private.subscriptions import HeldLease
 
 LEASES_MAX: Final = 10_000

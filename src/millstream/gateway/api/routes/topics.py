@@ -22,9 +22,17 @@ from millstream.client.admin.topics import (
     grow_topic,
 )
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.route import (
+    ChangedSettings,
+    GivenSettings,
+    NoFields,
+    Request,
+    Route,
+    TopicName,
+    changes_of,
+    texts_of,
+)
 from millstream.gateway.api.services import Services
-from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 BROKER_DECIDES: Final = -1
