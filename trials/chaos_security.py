@@ -24,7 +24,7 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.client.admin.topics import create_topic
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import MillstreamError

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.link_relay import LinkRelay, RelayThread, Way
 

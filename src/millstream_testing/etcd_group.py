@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.local_process import LocalProcess
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import LocalProcess, ReservedPort
 
 
 class EtcdGroupMember(LocalEtcd):

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream_testing.security import Certificates
 
 

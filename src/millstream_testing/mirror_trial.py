@@ -42,7 +42,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream_testing.command import CommandLine, Outcome
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.link_relay import LinkRelay, RelayThread, Way

@@ -18,7 +18,7 @@ from joserfc.jwk import RSAKey
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.cli import certs
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream_testing.server import Server

@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from millstream.cli.local_process import is_free
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort, is_free
 from millstream_testing.fork_server import ForkedProcess, fork
 
 READY_S_MAX = 120.0

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.pipelines.source.session import use_fitting_java
 
 # Only there to end a hang: on a machine with much else to do a cluster takes minutes to start.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream_testing.command import CommandLine, Outcome, run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer

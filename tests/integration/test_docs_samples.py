@@ -27,7 +27,7 @@ import pyarrow as pa
 import pytest
 
 import millstream
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, extended
 from millstream.pipelines.lake.opening import open_table
 from millstream.protocol.filter.filter import compile_filter

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import millstream
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.protocol.messages.codec import request_head
 from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
 from millstream_testing.command import CommandLine

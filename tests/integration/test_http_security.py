@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core import acl
 from millstream.core.credential import SecurityChange, new_token

@@ -32,9 +32,8 @@ from millstream.broker.catalog.sealing import SecretKey, write_keys
 from millstream.broker.log.folder import make_private
 from millstream.cli.certs import make_node_certificate
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_process import LocalProcess, LocalServerFailed, is_free
+from millstream.cli.local_process import LocalProcess, LocalServerFailed, ReservedPort, is_free
 from millstream.cli.output import print_note
-from millstream.cli.reserved_port import ReservedPort
 from millstream.core.config import ENVIRONMENT_PREFIX
 from millstream.core.credential import SecurityChange, new_credentials
 from millstream.core.errors import DataFolderInUse, MillstreamError

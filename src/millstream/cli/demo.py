@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.core.config import ENVIRONMENT_PREFIX
 
 if TYPE_CHECKING:

@@ -9,11 +9,29 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from millstream.cli.exit_code import CommandFailed
+
+
+class ReservedPort:
+    """A port that no other process is given while this object exists.
+
+    Linux lets sockets share an address if all of them allow it and only one listens, as restarted servers do. Until one
+    listens, connections are refused.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        holds = socket.socket()
+        holds.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holds.bind((host, 0))
+        self.number = int(holds.getsockname()[1])
+        self.address = f"{host}:{self.number}"
+        weakref.finalize(self, holds.close)
+
 
 _LAUNCHER = Path(__file__).with_name("die_with_parent.py")
 _LOG_TAIL_BYTES = 2000

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from millstream.cli.local_process import is_free
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort, is_free
 
 
 def listen_on(port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import millstream
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.client.declaration import wanted_settings
 from millstream.core.errors import (
     BrokerUnreachable,

@@ -17,7 +17,7 @@ from millstream.broker.cluster import etcd_store
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdSession, EtcdStore
 from millstream.broker.cluster.store import Event, Put
-from millstream.cli.reserved_port import ReservedPort
+from millstream.cli.local_process import ReservedPort
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
