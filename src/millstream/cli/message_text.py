@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from millstream.cli.output import one_line
-from millstream.client.admin.decoding import DecodedRecord
-from millstream.client.admin.messages import moment_of
+from millstream.client.admin.messages import DecodedRecord, moment_of
 from millstream.protocol.records.record import Record
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"

@@ -171,8 +171,7 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
 
 def _shower(client: Client, topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
     from millstream.cli.message_text import as_text
-    from millstream.client.admin.decoding import decode_record
-    from millstream.client.admin.messages import as_document
+    from millstream.client.admin.messages import as_document, decode_record
 
     async def show_raw(message: Message) -> bytes:
         return (message.record.value or b"") + b"\n"

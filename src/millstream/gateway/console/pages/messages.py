@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from millstream.client.admin.decoding import decode_record
-from millstream.client.admin.messages import StoredMessage, find_message
+from millstream.client.admin.messages import StoredMessage, decode_record, find_message
 from millstream.client.admin.position import parse_position
 from millstream.client.admin.tailer import Tailer
 from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
