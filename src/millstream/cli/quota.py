@@ -59,7 +59,7 @@ def list_(
     as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
 ) -> None:
     """List all quotas."""
-    from millstream.client.admin.quotas import list_quotas
+    from millstream.client.admin.clients import list_quotas
 
     quotas = ask(brokers, timeout, list_quotas)
     if as_json:
@@ -74,7 +74,7 @@ def list_(
 def _change(
     entity: QuotaEntity, changes: dict[str, float] | dict[str, None], brokers: str, timeout: float, as_json: bool
 ) -> None:
-    from millstream.client.admin.quotas import alter_quota
+    from millstream.client.admin.clients import alter_quota
 
     ask(brokers, timeout, lambda client: alter_quota(client, entity, changes))
     limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, Final
 
+from millstream.client.admin.clients import alter_quota, list_quotas
 from millstream.client.admin.position import parse_age_ms
-from millstream.client.admin.quotas import alter_quota, list_quotas
 from millstream.client.admin.security import (
     add_acls,
     create_token,
