@@ -254,7 +254,7 @@ def import_(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Register everything that Confluent's registry has stored, with its ids, in a context without schemas."""
-    from millstream.client.admin.schema_topic import import_schemas
+    from millstream.client.admin.topic_schema import import_schemas
 
     async def question(client: Client) -> int:
         if source is None:
@@ -277,7 +277,7 @@ def export(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
-    from millstream.client.admin.schema_topic import export_schemas
+    from millstream.client.admin.topic_schema import export_schemas
 
     number = ask(brokers, timeout, lambda client: export_schemas(client, topic, context=_context(context)))
     print_answer({"versions": number, "topic": topic}, f"Exported {number} versions to {topic}.", as_json=as_json)
