@@ -20,7 +20,7 @@ from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
 
 if TYPE_CHECKING:
-    from millstream.client.admin.pipeline_storage import PipelineStorage
+    from millstream.client.admin.pipelines import PipelineStorage
     from millstream.client.receipt_book import BookCheck, Finding
     from millstream.pipelines.jobs.ledger.audit import AuditReport
     from millstream.protocol.wire.client import Client
@@ -97,7 +97,7 @@ def find_lake(brokers: str, timeout: float, given: str | None) -> tuple[str, Pip
     """Return where the ledger's table is: where its pipeline lands it, unless a place is given."""
 
     async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
-        from millstream.client.admin.pipeline_storage import ledger_pipeline, storage_of
+        from millstream.client.admin.pipelines import ledger_pipeline, storage_of
 
         return await ledger_pipeline(client), await storage_of(client)
 

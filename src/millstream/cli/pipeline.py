@@ -262,8 +262,7 @@ def delete(
 
 
 async def _described(client: Client, name: str) -> dict[str, Any]:
-    from millstream.client.admin.pipeline_storage import tables_of
-    from millstream.client.admin.pipelines import PipelineClient
+    from millstream.client.admin.pipelines import PipelineClient, tables_of
 
     (described,) = await PipelineClient(client).describe([name])
     found = await tables_of(client, described)

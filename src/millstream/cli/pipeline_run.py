@@ -59,7 +59,7 @@ from millstream.core.pipeline_rules import check_rules
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from millstream.client.admin.pipeline_storage import PipelineStorage
+    from millstream.client.admin.pipelines import PipelineStorage
     from millstream.pipelines.jobs.job import JobKind, TimeWindow
     from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
@@ -525,8 +525,7 @@ async def look_up(
 
     Raises `UnknownTopic` if there is nothing to read: Spark takes long to start.
     """
-    from millstream.client.admin.pipeline_storage import storage_of
-    from millstream.client.admin.pipelines import PipelineClient, pipeline_of
+    from millstream.client.admin.pipelines import PipelineClient, pipeline_of, storage_of
 
     places = await storage_of(client)
     if pipeline is None:

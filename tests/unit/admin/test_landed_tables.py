@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millstream.client.admin import pipeline_storage
-from millstream.client.admin.pipeline_storage import PipelineStorage, tables_of
+from millstream.client.admin import pipelines
+from millstream.client.admin.pipelines import PipelineStorage, tables_of
 from millstream.core.errors import BrokerUnreachable
 
 
@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
             raise BrokerUnreachable("node 3 cannot be reached")
         return PipelineStorage("/data/lake/", "/data/pipelines", "/data")
 
-    monkeypatch.setattr(pipeline_storage, "storage_of", storage_of)
+    monkeypatch.setattr(pipelines, "storage_of", storage_of)
     return nodes
 
 

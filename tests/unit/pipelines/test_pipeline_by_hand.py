@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from millstream.cli.pipeline_run import _undeclared
-from millstream.client.admin.pipeline_storage import storage_in
+from millstream.client.admin.pipelines import storage_in
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.pipelines.jobs.job import JobContext, Step

@@ -23,7 +23,7 @@ from millstream.broker.pipelines.owner import PipelineOwner
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
-from millstream.client.admin.pipeline_storage import storage_in
+from millstream.client.admin.pipelines import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownPipeline

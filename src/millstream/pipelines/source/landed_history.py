@@ -14,8 +14,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.client.admin.pipeline_storage import storage_of
-from millstream.client.admin.pipelines import PipelineClient
+from millstream.client.admin.pipelines import PipelineClient, storage_of
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import UPSERT, LandSettings, PipelineKind
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from millstream.client.admin.message_trace import Position, lacks_history, trace_at
 from millstream.client.admin.messages import find_message
-from millstream.client.admin.pipeline_storage import ledger_lake
+from millstream.client.admin.pipelines import ledger_lake
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.message import Decode, ReceivedMessage, decoded_members, held_bytes, members_of

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.pipeline_storage import tables_of
-from millstream.client.admin.pipelines import PipelineClient, summary_of
+from millstream.client.admin.pipelines import PipelineClient, summary_of, tables_of
 from millstream.core.job import RUNS_KEPT
 from millstream.core.pipeline import NAME_LENGTH_MAX, PipelineKind, Rule, kind_of
 from millstream.core.pipeline_rules import CONDITION_LENGTH_MAX, RULES_MAX, TARGETS_MAX

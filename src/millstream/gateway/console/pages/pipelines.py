@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from millstream.client.admin.pipeline_storage import storage_of, tables_of
-from millstream.client.admin.pipelines import PipelineClient, pipeline_of, summary_of
+from millstream.client.admin.pipelines import PipelineClient, pipeline_of, storage_of, summary_of, tables_of
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Operation, Permission, ResourceType, parse_rules
 from millstream.core.errors import (
