@@ -240,7 +240,7 @@ class SubscriptionService:
         writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
         if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
             return
-        from millstream.protocol.private.dead_letters import open_letters, open_letters_error
+        from millstream.protocol.private.subscriptions import open_letters, open_letters_error
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
@@ -252,7 +252,7 @@ class SubscriptionService:
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters or self.topics.get(topic) is None:
             return
-        from millstream.protocol.private.dead_letters import open_letters
+        from millstream.protocol.private.subscriptions import open_letters
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:

@@ -43,8 +43,12 @@ from millstream.core.subscription import (
     START,
 )
 from millstream.core.verb import Verb
-from millstream.protocol.private.dead_letters import open_letters_error, stored_letters
-from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.private.subscriptions import (
+    LeasedMessage,
+    SubscriptionClient,
+    open_letters_error,
+    stored_letters,
+)
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
