@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from millstream.broker.cluster.damage_repair import DamageRepair
+from millstream.broker.cluster.replicas import DamageRepair
 from millstream.broker.log.damage import LostRange
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.store import LogStore
