@@ -7,9 +7,9 @@ from typing import Any
 from uuid import UUID
 
 from millstream.broker.coordination.state_machine import Deferred, StateRecord
+from millstream.broker.groups.consumer.classic_member import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import NOTHING, Assignment, assignment_of
-from millstream.broker.groups.consumer.migration import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.requests import (
     ConsumerGroupDescription,

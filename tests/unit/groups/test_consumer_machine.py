@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from millstream.broker.coordination.shard import Shard, read_back
 from millstream.broker.coordination.state_machine import Deferred, Timers
+from millstream.broker.groups.consumer.classic_member import encode_assignment, parse_assignment, partitions_by_id
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
 from millstream.broker.groups.consumer.member import (
     AWAY_EPOCH,
@@ -29,7 +30,6 @@ from millstream.broker.groups.consumer.member import (
     size_of,
     union,
 )
-from millstream.broker.groups.consumer.migration import encode_assignment, parse_assignment, partitions_by_id
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.group import Group
 from millstream.broker.groups.requests import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from millstream.broker.groups.consumer.classic_member import parse_assignment
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, NOTHING, Assignment, overlaps, size_of
-from millstream.broker.groups.consumer.migration import parse_assignment
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import Leaver
 from millstream.core.errors import (

@@ -15,14 +15,14 @@ from kio.serial import entity_writer
 
 from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer import records
-from millstream.broker.groups.consumer.group import ConsumerGroup
-from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription, assignment_of
-from millstream.broker.groups.consumer.migration import (
+from millstream.broker.groups.consumer.classic_member import (
     ProtocolSubscription,
     encode_assignment,
     parse_assignment,
     parse_subscription,
 )
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription, assignment_of
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
 from millstream.broker.groups.consumer.shard import apply, record_of
 from millstream.core.errors import ProtocolViolation

@@ -13,7 +13,13 @@ from typing import Final
 
 from millstream.broker.coordination.state_machine import Outcome, StateRecord, Timers
 from millstream.broker.groups.consumer.assignor import TopicView, preferred_assignor
-from millstream.broker.groups.consumer.classic_member import ClassicMembers
+from millstream.broker.groups.consumer.classic_member import (
+    ClassicMembers,
+    can_downgrade,
+    deletion_records,
+    downgrade,
+    upgrade,
+)
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import (
     LEFT_EPOCH,
@@ -24,7 +30,6 @@ from millstream.broker.groups.consumer.member import (
     Position,
     union,
 )
-from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
 from millstream.broker.groups.consumer.reconciliation import (
     Departure,
     Expressions,
