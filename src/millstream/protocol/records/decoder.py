@@ -29,7 +29,7 @@ from millstream.protocol.records.batch import (
 )
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.protocol.records.compression import decompress
-from millstream.protocol.records.kernels import parse, scan
+from millstream.protocol.records.kernels import parse
 from millstream.protocol.records.layout import BATCHES, HEADERS, PARSING, RECORDS, Bytes, Int32s, Table, read_only
 
 KEY, VALUE, HEADER = "key", "value", "headers"
@@ -78,13 +78,13 @@ def find_batches(buffer: Buffer) -> Batches:
     if len(buffer) > _SOURCE_BYTES_MAX:
         raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch is answered with")
     data = read_only(np.frombuffer(buffer, np.uint8))
-    count, fault = scan.count_batches(data)
+    count, fault = parse.count_batches(data)
     if fault:
-        raise CorruptBatch(f"record batch {count} of a fetch answer is corrupt: {scan.FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {count} of a fetch answer is corrupt: {parse.FAULTS[fault]}")
     table = np.empty(count, BATCHES)
-    row, fault = scan.scan_batches(data, table)
+    row, fault = parse.scan_batches(data, table)
     if fault:
-        raise CorruptBatch(f"record batch {row} of a fetch answer is corrupt: {scan.FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {row} of a fetch answer is corrupt: {parse.FAULTS[fault]}")
     if np.any(table["attributes"] & COMPRESSION_MASK > COMPRESSION_ZSTD):
         raise UnsupportedCompression("a record batch names a compression codec that is unknown")
     return Batches(data, table)
