@@ -7,24 +7,451 @@ begin with `/contexts/CONTEXT`, which is then the context of every subject and i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 from urllib.parse import parse_qs, unquote
 
 import msgspec
+from msgspec import Meta
 
+from millstream import __version__
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
-from millstream.core.schema import RegistryCode
+from millstream.core.schema import AVRO, SCHEMA_TYPES, RegistryCode
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
-from millstream.gateway.registry.routes import ROUTES, PlainText, RegistryRequest, RegistryRoute
 from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
+from millstream.protocol.private.schema_messages import (
+    CheckSchema,
+    Configure,
+    DeleteSubject,
+    GetSchema,
+    GetSubject,
+    ListSubjects,
+    LookupSchema,
+    RegisterSchema,
+    SchemaMessage,
+)
+
+INVALID_BODY: Final = 422
+
+
+class _Reference(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    subject: str
+    version: int = -1
+
+
+class _Schema(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    schema: str | None = None
+    schema_type: str | None = None
+    references: Sequence[_Reference] | None = None
+    metadata: dict[str, Any] | None = None
+    rule_set: dict[str, Any] | None = None
+    id: int | None = None
+    version: int | None = None
+
+
+class _Mode(msgspec.Struct, frozen=True, kw_only=True):
+    mode: Annotated[str, Meta(max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryRequest:
+    """A request with the names in its path."""
+
+    names: Mapping[str, str]
+    query: Mapping[str, Sequence[str]]
+    body: bytes
+    context: str
+    """The context that the path begins with; empty if it names none."""
+
+    def flag(self, name: str) -> bool:
+        """Whether a parameter is true."""
+        return self.text(name).lower() == "true"
+
+    def text(self, name: str) -> str:
+        """The value of a parameter; empty if it is not given."""
+        values = self.query.get(name)
+        return values[-1] if values else ""
+
+    @property
+    def subject(self) -> str:
+        """The subject in the path, with its context."""
+        return self.qualified(self.names.get("subject", ""))
+
+    @property
+    def prefix(self) -> str:
+        """What listed subjects begin with: unless the request says so, they may be in any context."""
+        if self.context or "subjectPrefix" in self.query:
+            return self.qualified(self.text("subjectPrefix"))
+        return ":*:"
+
+    def qualified(self, subject: str) -> str:
+        """A subject with the context of the path, unless it names one itself."""
+        return subject if not self.context or subject.startswith(":.") else f":{self.context}:{subject}"
+
+    def decode(self, kind: type[Any]) -> Any:
+        """Decode the body to a type."""
+        try:
+            return msgspec.json.decode(self.body or b"{}", type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise SchemaRegistryError(f"the body is invalid: {error}", code=INVALID_BODY) from None
+
+    @property
+    def offset(self) -> int:
+        """How many of a list are left out at the beginning."""
+        return max(0, self._number("offset", 0))
+
+    @property
+    def limit(self) -> int:
+        """How many of a list are returned; negative for all."""
+        return self._number("limit", -1)
+
+    def page(self, listed: Sequence[Any]) -> Sequence[Any]:
+        """The part of a list that `offset` and `limit` ask for."""
+        return listed[self.offset :] if self.limit < 0 else listed[self.offset : self.offset + self.limit]
+
+    def _number(self, name: str, default: int) -> int:
+        text = self.text(name)
+        return int(text) if text.lstrip("-").isascii() and text.lstrip("-").isdigit() else default
+
+
+class PlainText(NamedTuple):
+    """An answer that is no JSON: the text of a schema."""
+
+    text: str
+
+
+class RegistryRoute(NamedTuple):
+    """One method of one path."""
+
+    method: str
+    path: str
+    handle: Callable[[SchemaClient, RegistryRequest], Awaitable[Any]]
+
+
+def _references(schema: SchemaMessage) -> list[dict[str, Any]]:
+    return [{"name": name, "subject": subject, "version": version} for name, subject, version in schema.references]
+
+
+def _string_document(schema: SchemaMessage) -> dict[str, Any]:
+    """A schema that was asked for by its id."""
+    document: dict[str, Any] = {}
+    if schema.schema_type != AVRO:
+        document["schemaType"] = schema.schema_type
+    document["schema"] = schema.schema
+    if schema.references:
+        document["references"] = _references(schema)
+    if schema.metadata is not None:
+        document["metadata"] = schema.metadata
+    if schema.rule_set is not None:
+        document["ruleSet"] = schema.rule_set
+    return document
+
+
+def _version_document(schema: SchemaMessage) -> dict[str, Any]:
+    """A schema as a version of a subject."""
+    document: dict[str, Any] = {
+        "subject": schema.subject,
+        "version": schema.version,
+        "id": schema.id,
+        "guid": schema.guid,
+        **_string_document(schema),
+    }
+    if schema.deleted:
+        document["deleted"] = True
+    return document
+
+
+def _format(request: RegistryRequest) -> str:
+    """The format that is asked for; one that Confluent's registry does not have is ignored, as there."""
+    wanted = request.text("format")
+    return wanted if wanted in ("resolved", "serialized") else ""
+
+
+def _sent(request: RegistryRequest) -> dict[str, Any]:
+    """The schema in the body, as private requests carry it."""
+    body: _Schema = request.decode(_Schema)
+    return {
+        "subject": request.subject,
+        "schema": body.schema or "",
+        "schema_type": (body.schema_type or AVRO).upper(),
+        "references": [(one.name, one.subject, one.version) for one in body.references or ()],
+        "metadata": body.metadata,
+        "rule_set": body.rule_set,
+        "normalize": request.flag("normalize"),
+    }
+
+
+async def _root(client: SchemaClient, request: RegistryRequest) -> Any:
+    return {}
+
+
+async def _server_id(client: SchemaClient, request: RegistryRequest) -> Any:
+    return {"scope": {"path": [], "clusters": {}}, "id": ""}
+
+
+async def _server_version(client: SchemaClient, request: RegistryRequest) -> Any:
+    return {"version": __version__, "commitId": ""}
+
+
+async def _types(client: SchemaClient, request: RegistryRequest) -> Any:
+    return list(SCHEMA_TYPES)
+
+
+async def _contexts(client: SchemaClient, request: RegistryRequest) -> Any:
+    return request.page((await client.subjects(ListSubjects(prefix=":*:", deleted=True))).contexts)
+
+
+async def _subjects(client: SchemaClient, request: RegistryRequest) -> Any:
+    listed = await client.subjects(
+        ListSubjects(
+            prefix=request.prefix,
+            deleted=request.flag("deleted"),
+            deleted_only=request.flag("deletedOnly"),
+            offset=request.offset,
+            limit=request.limit,
+        )
+    )
+    return listed.subjects
+
+
+async def _schemas(client: SchemaClient, request: RegistryRequest) -> Any:
+    listed = await client.subjects(
+        ListSubjects(
+            prefix=request.prefix,
+            deleted=request.flag("deleted"),
+            schemas=True,
+            latest_only=request.flag("latestOnly"),
+            offset=request.offset,
+            limit=request.limit,
+        )
+    )
+    return [_version_document(schema) for schema in listed.schemas]
+
+
+def _by_id(request: RegistryRequest) -> GetSchema:
+    number = request.names["id"]
+    if not (number.isascii() and number.isdigit() and int(number) < 2**31):
+        raise SchemaRegistryError("HTTP 404 Not Found", code=404)
+    subject = request.qualified(request.text("subject"))
+    return GetSchema(id=int(number), subject=subject, format=_format(request), deleted=request.flag("deleted"))
+
+
+async def _schema(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.get(_by_id(request))
+    if found.schema is None:
+        raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+    document = _string_document(found.schema)
+    if request.flag("fetchMaxId"):
+        document["maxId"] = found.max_id
+    document["guid"] = found.schema.guid
+    return document
+
+
+async def _schema_only(client: SchemaClient, request: RegistryRequest) -> Any:
+    return PlainText((await _schema(client, request))["schema"])
+
+
+async def _schema_subjects(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.get(_by_id(request))
+    return request.page(list(dict.fromkeys(subject for subject, _version in found.uses)))
+
+
+async def _schema_versions(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.get(_by_id(request))
+    return request.page([{"subject": subject, "version": version} for subject, version in found.uses])
+
+
+async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.get(GetSchema(guid=request.names["guid"].lower(), format=_format(request)))
+    if found.schema is None:
+        raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+    return {**_string_document(found.schema), "guid": found.schema.guid}
+
+
+async def _guid_ids(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.get(GetSchema(guid=request.names["guid"].lower()))
+    return [{"context": context, "id": number} for context, number in found.ids]
+
+
+async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
+    asked = LookupSchema(**_sent(request), deleted=request.flag("deleted"), format=_format(request))
+    return _version_document(await client.lookup(asked))
+
+
+async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
+    body: _Schema = request.decode(_Schema)
+    number = body.id if body.id is not None and body.id > 0 else None
+    version = body.version if body.version is not None and body.version > 0 else None
+    made = await client.register(RegisterSchema(**_sent(request), id=number, version=version))
+    return {"id": made.id, "version": made.version, "guid": made.guid}
+
+
+async def _versions(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.subject(
+        GetSubject(subject=request.subject, deleted=request.flag("deleted"), deleted_only=request.flag("deletedOnly"))
+    )
+    return request.page(found.versions)
+
+
+async def _find_version(client: SchemaClient, request: RegistryRequest, *, deleted: bool) -> Any:
+    version = request.names["version"]
+    return await client.subject(
+        GetSubject(subject=request.subject, version=version, deleted=deleted, format=_format(request))
+    )
+
+
+async def _version(client: SchemaClient, request: RegistryRequest) -> Any:
+    return _version_document((await _find_version(client, request, deleted=request.flag("deleted"))).schema)
+
+
+async def _version_only(client: SchemaClient, request: RegistryRequest) -> Any:
+    return PlainText((await _find_version(client, request, deleted=request.flag("deleted"))).schema.schema)
+
+
+async def _referenced_by(client: SchemaClient, request: RegistryRequest) -> Any:
+    return request.page((await _find_version(client, request, deleted=True)).referrers)
+
+
+async def _with_metadata(client: SchemaClient, request: RegistryRequest) -> Any:
+    keys, values = request.query.get("key", ()), request.query.get("value", ())
+    asked = GetSubject(
+        subject=request.subject,
+        metadata=dict(zip(keys, values, strict=False)),
+        deleted=request.flag("deleted"),
+        format=_format(request),
+    )
+    found = (await client.subject(asked)).schema
+    if found is None:
+        raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
+    return _version_document(found)
+
+
+async def _delete_subject(client: SchemaClient, request: RegistryRequest) -> Any:
+    return await client.delete(DeleteSubject(subject=request.subject, permanent=request.flag("permanent")))
+
+
+async def _delete_version(client: SchemaClient, request: RegistryRequest) -> Any:
+    asked = DeleteSubject(
+        subject=request.subject, version=request.names["version"], permanent=request.flag("permanent")
+    )
+    return (await client.delete(asked))[0]
+
+
+async def _check(client: SchemaClient, request: RegistryRequest) -> Any:
+    version = request.names.get("version")
+    try:
+        reasons = await client.check(CheckSchema(**_sent(request), version=version))
+    except SchemaRegistryError as error:
+        # A subject without versions is compatible with everything, unless one of them is named.
+        is_open = version in (None, "latest")
+        if not is_open or error.code not in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.VERSION_NOT_FOUND):
+            raise
+        reasons = []
+    document: dict[str, Any] = {"is_compatible": not reasons}
+    if request.flag("verbose"):
+        document["messages"] = reasons
+    return document
+
+
+async def _config(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
+    if found.config is None:
+        raise SchemaRegistryError(
+            f"Subject '{request.subject}' does not have subject-level compatibility configured",
+            code=RegistryCode.CONFIG_NOT_FOUND,
+        )
+    return found.config
+
+
+async def _set_config(client: SchemaClient, request: RegistryRequest) -> Any:
+    body: dict[str, Any] = request.decode(dict[str, Any])
+    level = body.get("compatibility", body.get("compatibilityLevel"))
+    config = {key: value for key, value in body.items() if key not in ("compatibility", "compatibilityLevel")}
+    if level is not None or not config:
+        config["compatibilityLevel"] = str(level).upper()
+    await client.configure(Configure(subject=request.subject, config=config))
+    return body
+
+
+async def _reset_config(client: SchemaClient, request: RegistryRequest) -> Any:
+    before = await client.configure(Configure(subject=request.subject, reset_config=True))
+    if before.config is None and request.names.get("subject"):
+        raise SchemaRegistryError(f"Subject '{request.subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
+    return before.config or {}
+
+
+async def _mode(client: SchemaClient, request: RegistryRequest) -> Any:
+    found = await client.settings(request.subject, default_to_global=request.flag("defaultToGlobal"))
+    if found.mode is None:
+        raise SchemaRegistryError(
+            f"Subject '{request.subject}' does not have subject-level mode configured",
+            code=RegistryCode.MODE_NOT_FOUND,
+        )
+    return {"mode": found.mode}
+
+
+async def _set_mode(client: SchemaClient, request: RegistryRequest) -> Any:
+    body: _Mode = request.decode(_Mode)
+    mode = body.mode.upper()
+    await client.configure(Configure(subject=request.subject, mode=mode, force=request.flag("force")))
+    return {"mode": mode}
+
+
+async def _reset_mode(client: SchemaClient, request: RegistryRequest) -> Any:
+    before = await client.configure(Configure(subject=request.subject, reset_mode=True))
+    if before.mode is None and request.names.get("subject"):
+        raise SchemaRegistryError(f"Subject '{request.subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
+    return {"mode": before.mode or "READWRITE"}
+
+
+ROUTES: Final = (
+    RegistryRoute("GET", "/", _root),
+    RegistryRoute("GET", "/v1/metadata/id", _server_id),
+    RegistryRoute("GET", "/v1/metadata/version", _server_version),
+    RegistryRoute("GET", "/contexts", _contexts),
+    RegistryRoute("GET", "/schemas", _schemas),
+    RegistryRoute("GET", "/schemas/types", _types),
+    RegistryRoute("GET", "/schemas/ids/{id}", _schema),
+    RegistryRoute("GET", "/schemas/ids/{id}/schema", _schema_only),
+    RegistryRoute("GET", "/schemas/ids/{id}/subjects", _schema_subjects),
+    RegistryRoute("GET", "/schemas/ids/{id}/versions", _schema_versions),
+    RegistryRoute("GET", "/schemas/guids/{guid}", _by_guid),
+    RegistryRoute("GET", "/schemas/guids/{guid}/ids", _guid_ids),
+    RegistryRoute("GET", "/subjects", _subjects),
+    RegistryRoute("POST", "/subjects/{subject}", _lookup),
+    RegistryRoute("DELETE", "/subjects/{subject}", _delete_subject),
+    RegistryRoute("GET", "/subjects/{subject}/metadata", _with_metadata),
+    RegistryRoute("GET", "/subjects/{subject}/versions", _versions),
+    RegistryRoute("POST", "/subjects/{subject}/versions", _register),
+    RegistryRoute("GET", "/subjects/{subject}/versions/{version}", _version),
+    RegistryRoute("DELETE", "/subjects/{subject}/versions/{version}", _delete_version),
+    RegistryRoute("GET", "/subjects/{subject}/versions/{version}/schema", _version_only),
+    RegistryRoute("GET", "/subjects/{subject}/versions/{version}/referencedby", _referenced_by),
+    RegistryRoute("POST", "/compatibility/subjects/{subject}/versions", _check),
+    RegistryRoute("POST", "/compatibility/subjects/{subject}/versions/{version}", _check),
+    RegistryRoute("GET", "/config", _config),
+    RegistryRoute("PUT", "/config", _set_config),
+    RegistryRoute("DELETE", "/config", _reset_config),
+    RegistryRoute("GET", "/config/{subject}", _config),
+    RegistryRoute("PUT", "/config/{subject}", _set_config),
+    RegistryRoute("DELETE", "/config/{subject}", _reset_config),
+    RegistryRoute("GET", "/mode", _mode),
+    RegistryRoute("PUT", "/mode", _set_mode),
+    RegistryRoute("DELETE", "/mode", _reset_mode),
+    RegistryRoute("GET", "/mode/{subject}", _mode),
+    RegistryRoute("PUT", "/mode/{subject}", _set_mode),
+    RegistryRoute("DELETE", "/mode/{subject}", _reset_mode),
+)
+
 
 _logger = logging.getLogger(__name__)
 
