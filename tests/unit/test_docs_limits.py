@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millstream.broker.security import gate, sasl, state
-from millstream.gateway import callers, pressure, protocol, request_memory
+from millstream.gateway import callers, pressure, protocol
 from millstream.gateway.api import record_reader
 from millstream.gateway.push import pusher, sender
 
@@ -30,7 +30,7 @@ KIB, MIB = 1024, 1024 * 1024
         f"open connections | {protocol.CONNECTIONS_MAX:,} | one that has been idle or stalled for "
         f"{protocol.STALLED_S:g} s",
         f"| {protocol.HEAD_BYTES_MAX // KIB} KiB, {protocol.HEAD_S_MAX:g} s | 431",
-        f"| {request_memory.BODY_BYTES_MAX // MIB} MiB, {request_memory.BODY_S_MAX:g} s | 413",
+        f"| {pressure.BODY_BYTES_MAX // MIB} MiB, {pressure.BODY_S_MAX:g} s | 413",
         f"as JSON | {record_reader.MESSAGE_BYTES_MAX // MIB} MiB |",
         f"| {protocol.WRITE_BYTES_MIN // KIB} KiB in {protocol.WRITE_S_MAX:g} s |",
         f"their bytes | {pusher.IN_FLIGHT_BYTES_MAX // MIB} MiB",

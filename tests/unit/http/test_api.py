@@ -19,8 +19,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.app import build_app
 from millstream.gateway.origin_check import OriginCheck
-from millstream.gateway.pressure import Pressure
-from millstream.gateway.request_memory import RequestMemory
+from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream_testing.producer_ledger import ProducerLedger
 
 

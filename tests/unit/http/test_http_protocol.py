@@ -12,14 +12,13 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from millstream.gateway import pressure as bodies
 from millstream.gateway import protocol as bounds
-from millstream.gateway import request_memory as bodies
 from millstream.gateway.api.dispatch import PIECE_BYTES, _send
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
-from millstream.gateway.pressure import Pressure
+from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream.gateway.protocol import Protocol
-from millstream.gateway.request_memory import RequestMemory
 
 WAIT_S = 60.0
 LARGE = 32 * 1024 * 1024

@@ -16,8 +16,7 @@ from millstream.gateway.api.route import Lane, Request
 from millstream.gateway.api.routes import publishing
 from millstream.gateway.api.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
 from millstream.gateway.api.services import Services
-from millstream.gateway.pressure import Pressure
-from millstream.gateway.request_memory import RequestMemory
+from millstream.gateway.pressure import Pressure, RequestMemory
 from millstream.protocol.private.publish_once import Placed
 from millstream.protocol.records.record import NewRecord
 

@@ -31,7 +31,7 @@ from millstream.gateway.api.route import JSON, PREFIX, Lane, NoFields, Request, 
 from millstream.gateway.api.services import Services
 from millstream.gateway.callers import Callers
 from millstream.gateway.origin_check import OriginCheck
-from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
+from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
 
 S = TypeVar("S")
 

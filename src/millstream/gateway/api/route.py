@@ -17,7 +17,7 @@ from millstream.gateway.api.problem import invalid
 
 if TYPE_CHECKING:
     from millstream.gateway.api.services import Services
-    from millstream.gateway.request_memory import RequestMemory
+    from millstream.gateway.pressure import RequestMemory
 
 
 _KINDS: Final = ("string", "number", "boolean")

@@ -40,7 +40,7 @@ from millstream.gateway.console.visit import (
     refuse_read_only,
 )
 from millstream.gateway.origin_check import OriginCheck
-from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
+from millstream.gateway.pressure import ClientDisconnected, Receive, RequestMemory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import Lane
 from millstream.gateway.api.services import Services
-from millstream.gateway.request_memory import RequestMemory
+from millstream.gateway.pressure import RequestMemory
 from millstream.protocol.private.browse_messages import NoteReadingRequest
 from millstream.protocol.wire.client import Client
 

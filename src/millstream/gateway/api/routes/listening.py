@@ -25,7 +25,7 @@ from millstream.gateway.api.record_reader import Slice
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
 from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
 from millstream.gateway.api.services import Services
-from millstream.gateway.request_memory import RequestMemory
+from millstream.gateway.pressure import RequestMemory
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
