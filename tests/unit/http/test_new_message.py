@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.ids import NodeId, Offset
-from millstream.gateway.api.cloud_event import from_headers, from_members, structured_decoder
 from millstream.gateway.api.message import in_one_line, received
-from millstream.gateway.api.new_message import NewMessage, from_batch, from_request
+from millstream.gateway.api.new_message import (
+    NewMessage,
+    from_batch,
+    from_headers,
+    from_members,
+    from_request,
+    structured_decoder,
+)
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.routes.pulling import read_token, token_of
 from millstream.protocol.private.subscriptions import LeasedMessage

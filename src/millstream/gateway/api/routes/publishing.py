@@ -17,25 +17,23 @@ from millstream.client.receipt import Receipt
 from millstream.client.schemas import codecs_of
 from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
 from millstream.core.topic import SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name
-from millstream.gateway.api.cloud_event import (
+from millstream.gateway.api.dispatch import read_json
+from millstream.gateway.api.new_message import (
     BATCHED,
+    CONTENT_TYPE,
     SPEC_HEADER,
     STRUCTURED,
     CloudEvent,
     CloudEvents,
-    batch_decoder,
-    from_headers,
-    from_members,
-    structured_decoder,
-)
-from millstream.gateway.api.dispatch import read_json
-from millstream.gateway.api.new_message import (
-    CONTENT_TYPE,
     MessageBatch,
     MessageHeaders,
     Placed,
+    batch_decoder,
     from_batch,
+    from_headers,
+    from_members,
     from_request,
+    structured_decoder,
     with_request,
 )
 from millstream.gateway.api.problem import Refused, invalid, retry_after, status_of
