@@ -360,7 +360,7 @@ def adopt(
     Groups, transactions, subscriptions and pipelines continue where they were. It can be repeated after any
     interruption; until it is complete, the machine cannot be started.
     """
-    from millstream.cli.cluster_adopt import adopt as adopt_machine
+    from millstream.broker.cluster.adoption import adopt as adopt_machine
     from millstream.core.config import Config
 
     if not data.is_dir():

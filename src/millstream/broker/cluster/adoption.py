@@ -20,6 +20,8 @@ from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
 from millstream.broker.catalog.database import with_flush
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.broker.cluster.last_run import FolderOwner, change_owner
 from millstream.broker.cluster.machine_folder import ADOPTING_NAME, MARK_NAME, Layout, open_coordination
 from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED
@@ -28,8 +30,9 @@ from millstream.broker.cluster.store_values import topic_from_json, topic_to_jso
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import LOCK_NAME
 from millstream.broker.log.state import read_whole, replace_file
-from millstream.core.clock import Clock
-from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid, InvalidSetting
 from millstream.core.ids import Epoch
 from millstream.core.partition_state import NO_LEADER, PartitionState
 
@@ -281,3 +284,24 @@ class Adoption:
                 f"the catalog is that of another cluster ({self._catalog.cluster_id}), and not empty; give an empty "
                 "database with --catalog"
             )
+
+
+async def adopt(config: Config, data: Path, *, dry_run: bool, undo: bool) -> Adopted | None:
+    """Adopt a machine, or undo it; returns what was moved."""
+    if not config.etcd or not config.catalog:
+        raise InvalidSetting("name the etcd and catalog of the cluster with --etcd and --catalog, or --config FILE")
+    clock = SystemClock()
+    store = EtcdStore(EtcdAddress.of(config), config.cluster, clock)
+    catalog = Catalog.of_cluster(config)
+    try:
+        catalog.prepare()
+        # What topics without a setting were promised on a standalone machine.
+        flush = config.replace(etcd="").topic_flush
+        adoption = Adoption(str(data), config.cluster, store, catalog, clock, flush=flush)
+        if undo:
+            await adoption.undo()
+            return None
+        return await adoption.run(is_checked_only=dry_run)
+    finally:
+        catalog.close()
+        await store.close()
