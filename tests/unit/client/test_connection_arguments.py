@@ -10,7 +10,7 @@ import pytest
 
 import millstream
 from millstream.cli.local_process import ReservedPort
-from millstream.client.declaration import wanted_settings
+from millstream.client.connection import wanted_settings
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,

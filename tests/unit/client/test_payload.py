@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.client.declaration import Wanted, wanted_settings
+from millstream.client.connection import Wanted, wanted_settings
 from millstream.client.lease import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
