@@ -23,7 +23,7 @@ from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log import append as append_module
-from millstream.broker.log.batch_checks import check_records
+from millstream.broker.log.append import check_records
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Promise, Stream

@@ -36,7 +36,7 @@ from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code, log_fenced
 from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log.batch_checks import check_records, is_expensive_to_check
+from millstream.broker.log.append import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
 from millstream.broker.net.connection import Answer
