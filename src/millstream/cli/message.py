@@ -189,7 +189,7 @@ def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> di
 
 def _print_message(topic: TopicMetadata, partition: int, stored: StoredMessage) -> None:
     from millstream.cli.message_text import local_time, readable, readable_value
-    from millstream.core.message_id import message_id
+    from millstream.core.ids import message_id
 
     record = stored.record
     print_line(f"{topic.name}/{partition}@{record.offset}")

@@ -12,7 +12,7 @@ import msgspec
 from millstream.client.arguments import check_text
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.core.errors import InvalidRecordState, InvalidRequest, SchemaMismatch
-from millstream.core.message_id import message_id
+from millstream.core.ids import message_id
 from millstream.core.verb import Verb
 from millstream.protocol.records.record import Headers, decode_headers
 

@@ -1,7 +1,21 @@
 """The system's small numbers, each with its own type so that mypy keeps them apart."""
 
+from __future__ import annotations
+
 import hashlib
+from collections.abc import Iterable
 from typing import Final, NamedTuple, NewType
+
+MESSAGE_ID_HEADER = "message-id"
+
+
+def message_id(topic_id: object, partition: int, offset: int, headers: Iterable[tuple[str, bytes | None]]) -> str:
+    """Return the `message-id` header if the publisher set one, otherwise `topic-id/partition/offset`."""
+    for name, value in headers:
+        if name == MESSAGE_ID_HEADER and value:
+            return value.decode(errors="replace")
+    return f"{topic_id}/{partition}/{offset}"
+
 
 Offset = NewType("Offset", int)
 """The position of a record in its partition."""

@@ -6,8 +6,7 @@ import pytest
 
 from millstream.cli.message_text import as_text
 from millstream.client.admin.messages import as_document
-from millstream.core.ids import Offset
-from millstream.core.message_id import message_id
+from millstream.core.ids import Offset, message_id
 from millstream.protocol.records.record import Headers, Record
 
 TOPIC_ID = UUID(int=1)

@@ -15,7 +15,7 @@ from millstream.client.connection import Wanted, wanted_settings
 from millstream.client.lease import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
-from millstream.core.message_id import message_id
+from millstream.core.ids import message_id
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.record import NewRecord, encode_batch
 

@@ -13,7 +13,7 @@ from millstream.client.admin.position import LATEST_TIMESTAMP
 from millstream.client.admin.position import parse_position as position_of
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import InvalidRequest, NotFound, TopicNotAuthorized, UnknownTopic
-from millstream.core.message_id import message_id
+from millstream.core.ids import message_id
 from millstream.protocol.private.subscriptions import message_trace
 from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers
 from millstream.protocol.records.record import decode_batch

@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millstream.core.errors import CorruptBatch, MillstreamError, NotFound, OffsetOutOfRange, UnknownTopic
-from millstream.core.ids import OffsetRange
-from millstream.core.message_id import message_id
+from millstream.core.ids import OffsetRange, message_id
 from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
 from millstream.protocol.wire.client import Client

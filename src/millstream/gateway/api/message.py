@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from millstream.client.admin.messages import decode_record, utc
-from millstream.core.message_id import message_id
+from millstream.core.ids import message_id
 from millstream.protocol.records.record import Headers, Record
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from millstream.client.admin.tailer import Tailer
 from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError
-from millstream.core.ids import OffsetRange
-from millstream.core.message_id import message_id
+from millstream.core.ids import OffsetRange, message_id
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.message import held_bytes, received
 from millstream.gateway.api.new_message import NewMessage, from_batch
