@@ -145,7 +145,7 @@ def protocol_reference() -> None:
 
 def protocol_page() -> str:
     """Return the whole page."""
-    from millstream.broker.kafka.feature import features_of
+    from millstream.broker.kafka.apis.api_versions import features_of
     from millstream.core.quota import MISSING
 
     entries = sorted(api_entries())

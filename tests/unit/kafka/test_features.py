@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
+from millstream.broker.kafka.apis.api_versions import (
+    CONSUMER_GROUP_HEARTBEAT_KEY,
+    END_TXN_KEY,
+    ApiVersions,
+    ServedApi,
+    epoch_of,
+    features_of,
+)
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
-from millstream.broker.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, END_TXN_KEY, epoch_of, features_of
 from millstream.protocol.messages import codec
 from millstream_testing.asking import ask, ask_frame
 

@@ -1,7 +1,7 @@
 """UpdateFeatures (key 57), versions 0 to 2: requests feature levels, which are fixed by the release.
 
 Requesting the current level succeeds; any other is INVALID_UPDATE_VERSION, with an error that names the available
-levels. `broker/kafka/feature.py` describes the features.
+levels. `broker/kafka/apis/api_versions.py` describes the features.
 
 Version notes: 0 has `allow_downgrade` instead of the kind of upgrade, 1 adds `validate_only`. All or nothing: an error
 applies to the whole request. 0 and 1 also have a list of features, which is then empty, as in Kafka.
@@ -18,9 +18,8 @@ from kio.schema.update_features.v2.request import FeatureUpdateKey, UpdateFeatur
 from kio.schema.update_features.v2.response import UpdateFeaturesResponse
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.apis.api_versions import ServedApi
+from millstream.broker.kafka.apis.api_versions import Feature, ServedApi, features_of
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.feature import Feature, features_of
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape
