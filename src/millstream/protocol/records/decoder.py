@@ -80,11 +80,11 @@ def find_batches(buffer: Buffer) -> Batches:
     data = read_only(np.frombuffer(buffer, np.uint8))
     count, fault = parse.count_batches(data)
     if fault:
-        raise CorruptBatch(f"record batch {count} of a fetch answer is corrupt: {parse.FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {count} of a fetch answer is corrupt: {parse.SCAN_FAULTS[fault]}")
     table = np.empty(count, BATCHES)
     row, fault = parse.scan_batches(data, table)
     if fault:
-        raise CorruptBatch(f"record batch {row} of a fetch answer is corrupt: {parse.FAULTS[fault]}")
+        raise CorruptBatch(f"record batch {row} of a fetch answer is corrupt: {parse.SCAN_FAULTS[fault]}")
     if np.any(table["attributes"] & COMPRESSION_MASK > COMPRESSION_ZSTD):
         raise UnsupportedCompression("a record batch names a compression codec that is unknown")
     return Batches(data, table)
