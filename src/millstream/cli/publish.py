@@ -267,10 +267,8 @@ async def _publish_lines(
                     break
                 done += await publish_group(group.lines, done + 1)
             except (MillstreamError, CommandFailed) as error:
-                are = "is" if done <= 1 else "are"
-                known = f"the first {counted(done, 'message')}" if done else "nothing"
-                said = f"{error} ({known} of the input {are} stored for certain)"
-                raise CommandFailed(said, exit_code_of(error)) from error
+                stored = f"at least the first {counted(done, 'message')} of the input" if done else "possibly nothing"
+                raise CommandFailed(f"{error} (stored: {stored})", exit_code_of(error)) from error
             progress.advance(group.size_bytes, counted(done, "message"))
     return done
 

@@ -136,9 +136,11 @@ class Join:
         return True
 
     def _refuse_full(self, group: Group, request: JoinRequest) -> JoinOutcome:
-        """Refuse a member that does not fit into the group; if it was a member, the others need not wait for it."""
+        """Refuse a member because the group is full; remove it if it was a member, so that the others do not wait."""
         later: Deferred[Joined] = Deferred()
-        later.refuse(GroupFull(f"group {group.group_id!r} has as many members as it may have"))
+        later.refuse(
+            GroupFull(f"group {group.group_id!r} has reached its maximum size of {self._limits.members_max} members")
+        )
         if request.member_id not in group.members:
             return [], later
         self._rebalance.remove(group, request.member_id, UnknownMember("the group has reached its maximum size"))
@@ -156,10 +158,10 @@ class Join:
             return self._add(group, new_id, request)
         new_id = f"{request.client_id}-{self._new_suffix()}"
         if request.knows_member_id_required:
-            # The id is assigned before the member counts, so that a client that gives up leaves no ghost behind.
+            # The id is assigned before the member joins, so that a client that gives up leaves no member behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
             later: Deferred[Joined] = Deferred()
-            later.refuse(MemberIdRequired("join again with the member id given", member_id=new_id))
+            later.refuse(MemberIdRequired("join again with the assigned member id", member_id=new_id))
             return [], later
         return self._add(group, new_id, request)
 

@@ -1,7 +1,7 @@
 """Authenticates the clients of a listener before their requests reach the APIs.
 
-Until a client has authenticated, it may send a few small requests, only those that authenticate it, and has a deadline.
-From then on its requests go straight to the APIs, and the end of its session closes the connection.
+Until a client has authenticated, it may send only the requests of authentication, few and small, before a deadline.
+Afterwards its requests go directly to the APIs, and the connection is closed when its session expires.
 """
 
 from __future__ import annotations

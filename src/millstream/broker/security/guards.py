@@ -1,9 +1,9 @@
-"""What each Kafka API needs, and how it answers a client that lacks it: one guard per API key.
+"""Authorizes the requests of Kafka's APIs: one guard per API key.
 
-A guard removes from a request what its client may not do, lets the API answer the rest, and adds the error that Kafka
-gives for each removed part; what the client may not know of is left out of the answer. An API without a guard is
-refused, and a test fails for it. APIs that read their own frames (`AUTHORIZE_THEMSELVES`) and Millstream's private
-requests (`needs`) authorize themselves.
+A guard removes the parts of a request that its client is not allowed, passes the rest to the API, and adds Kafka's
+error for each removed part to the response; resources that the client may not describe are omitted. An API without a
+guard is refused, and a test fails for it. APIs that parse their own frames (`AUTHORIZE_THEMSELVES`) and Millstream's
+private requests (`needs`) authorize themselves.
 """
 
 from __future__ import annotations

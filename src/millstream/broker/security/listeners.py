@@ -74,9 +74,10 @@ class Listeners:
         assertion_seed: str = "",
         machine: Collection[NodeId] = (),
     ) -> None:
-        """`secret` is what the nodes of a machine know each other by; without one, this node has none beside it.
+        """Prepare the listeners; `check` and `bind` follow.
 
-        The nodes of a `machine` sign assertions with one key, made from a seed that only they know.
+        The nodes of a machine authenticate to each other with `secret`; a node that runs alone generates one. They sign
+        assertions with a common key, which is derived from `assertion_seed`.
         """
         self._config = config
         self._bound: list[_Bound] = []

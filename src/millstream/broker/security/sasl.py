@@ -1,8 +1,8 @@
-"""Who shows what: passwords, API tokens and bearer tokens, the server's side of SASL, and what failed attempts cost.
+"""Verifies passwords, API tokens and bearer tokens: the server side of SASL, and the delay after failed attempts.
 
-`Authenticator.verify` verifies everything that a client hands over, at whichever door it does. A password is checked
-beside the event loop, since that takes milliseconds on purpose, and what was verified is remembered. An unknown user
-goes through the same steps as a known one, so that responses do not reveal which users exist.
+`Authenticator.verify` verifies the credentials of every endpoint. Passwords are checked outside of the event loop,
+since that takes milliseconds by design, and results are cached. An unknown user goes through the same steps as a known
+one, so that responses do not reveal which users exist.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Tailer:
         self.lost.append(offsets)
         reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
         at = header.next_offset
-        self._note(f"{offsets}; continuing at {at}. To do: move a group past it with: {reset} --to {at}.")
+        self._note(f"{offsets}; continuing at {at}. Move a group past it with: {reset} --to {at}.")
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Send a request; retry for a while if the broker is unreachable, for example during a restart."""
@@ -236,7 +236,7 @@ class Tailer:
         passed = await step_over_damage(self._client, self._topic, self._positions)
         for one in passed:
             self.lost.append(str(one))
-            self._note(f"{one}; continuing at {one.next_offset}. To do: {one.advice}.")
+            self._note(f"{one}; continuing at {one.next_offset}. Advice: {one.advice}.")
         return bool(passed)
 
     async def _start_over(self) -> None:

@@ -52,21 +52,21 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line from the process."""
 
     started: bool = False
-    """Whether Spark is up and the code begins."""
+    """Whether Spark has started and the code is about to run."""
     progress: dict[str, Any] | None = None
     pin: dict[str, Any] | None = None
-    """What the run takes; it waits until that is stored."""
+    """The input that the run will process; the process waits until it is stored."""
     report: PipelineReport | None = None
-    """How a transform goes."""
+    """The state of a transform."""
     succeeded: bool = False
     failed: str = ""
     fault: str = ""
     parked: bool = False
-    """Whether another attempt would be in vain."""
+    """Whether another attempt would fail in the same way."""
 
 
 class JobReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A line to the process: what it takes is stored."""
+    """A line to the process: the input of its run is stored."""
 
     pinned: bool
 

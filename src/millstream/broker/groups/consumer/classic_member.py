@@ -292,7 +292,7 @@ class ClassicMembers:
         member_id = request.member_id or f"{request.instance_id or request.client_id}-{self._context.new_suffix()}"
         if not request.member_id and request.instance_id is None and request.knows_member_id_required:
             later: Deferred[Joined] = Deferred()
-            later.refuse(MemberIdRequired("join again with the member id given", member_id=member_id))
+            later.refuse(MemberIdRequired("join again with the assigned member id", member_id=member_id))
             return [], later
         parsed = _parse_metadata(request)
         records: list[StateRecord] = []

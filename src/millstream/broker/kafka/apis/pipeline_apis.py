@@ -409,7 +409,7 @@ class PipelineCancelRun(_JobRequest[JobName, CancelRunResponse]):
 
 
 def _without_long_texts(described: dict[str, Any]) -> dict[str, Any]:
-    """Leave out code, which a list of many would be too long with."""
+    """Omit code and other long texts, which would make a list of pipelines too long."""
     shortened = {
         part: {name: text for name, text in described[part].items() if name not in LONG_TEXTS}
         for part in ("settings", "overrides")
