@@ -72,12 +72,13 @@ class ListRightsResponse(Response, frozen=True, kw_only=True):
 
 
 class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Records in the audit log that messages of a topic are shown to a person."""
+    """Says that the client shows a person messages of a topic."""
 
     topic: str
     how: str
     """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter`, the trial of a filter, or `dry-run`."""
     """`browse`, `message`, `search`, `tail`, `download`, `letters`, or `filter` for testing a filter."""
+    """`browse`, `message`, `search`, `tail`, `download`, `letters` or `filter`, the trial of a filter."""
     partition: int = -1
     offset: int = -1
     """The message, if it is a single one."""
@@ -85,7 +86,7 @@ class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoteReadingResponse(Response, frozen=True, kw_only=True):
-    """Confirms that the event is recorded."""
+    """It is recorded."""
 
 
 class NodeSumsResponse(Response, frozen=True, kw_only=True):
