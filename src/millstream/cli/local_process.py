@@ -1,4 +1,4 @@
-"""A server process on this machine that never outlives this one."""
+"""A server process on this machine that never outlives this one, and a port reserved for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop in its own thread, for programs that have none."""
+"""An event loop in its own thread, for programs that have none, and closing in order at exit."""
 
 from __future__ import annotations
 

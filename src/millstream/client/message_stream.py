@@ -1,4 +1,4 @@
-"""Messages of a subscription as an asynchronous iterator; the caller settles them."""
+"""Messages of a subscription or a topic as an asynchronous iterator; the caller settles them."""
 
 from __future__ import annotations
 

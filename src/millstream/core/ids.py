@@ -1,4 +1,4 @@
-"""The system's small numbers, each with its own type so that mypy keeps them apart."""
+"""The system's small numbers, each with its own type so that mypy keeps them apart, and message ids."""
 
 from __future__ import annotations
 

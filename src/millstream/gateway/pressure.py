@@ -1,4 +1,4 @@
-"""The gateway's limits: requests beyond them are answered with 429 instead of being queued."""
+"""The gateway's limits on requests and on their memory; beyond them it answers 429 instead of queueing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica leads a partition: pure functions from one agreed state to the next.
+"""Decisions of the controller: which replica leads a partition, how reassignments proceed, and its fenced writes.
 
 Only a replica that has everything that was acknowledged may lead: one that is in sync or, if none of these is alive,
 one that is still eligible. All functions return None if the state is right as it is.

@@ -1,4 +1,4 @@
-"""The other nodes of the cluster, as coordinators call them: one connection to each, opened when needed."""
+"""The other nodes of the cluster: one connection to each, opened when needed, and appends to partitions they lead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between the runtime and a state machine: records, operations and deferred responses."""
+"""The interface between the runtime and a state machine: records, operations, deferred responses and timers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed offsets of one shard's groups."""
+"""The groups of one shard by id, and their committed offsets."""
 
 from __future__ import annotations
 

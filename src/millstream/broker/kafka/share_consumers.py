@@ -1,4 +1,4 @@
-"""What ShareFetch and ShareAcknowledge have in common: sessions, the queues behind partitions, and acknowledgements."""
+"""What the APIs of share groups have in common: sessions, the queues behind partitions, acknowledgements, offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What opening or recovering the folder of a log found."""
+"""What opening or recovering the folder of a log found, and the producers that its batches describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scanning a segment file batch by batch: what is valid, what is not, and where it becomes valid again.
+"""Scanning a segment file batch by batch: what is valid, and where it becomes valid again; indexes are rebuilt from it.
 
 Used wherever bytes are not trusted: after a crash, when a read found damage, and when a file whose sync failed is
 copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against the batches

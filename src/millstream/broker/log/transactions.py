@@ -1,4 +1,4 @@
-"""The transactions of a partition: which are open, how the others ended, and which are about to begin.
+"""The producers of a partition and their transactions: which are open, how others ended, which are about to begin.
 
 A transaction begins with the first transactional batch of its producer and ends with the producer's next marker. Until
 the marker is acknowledged its outcome is not certain, because the log may still be truncated before it. The last

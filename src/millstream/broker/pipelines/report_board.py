@@ -1,4 +1,4 @@
-"""The reports of this node's pipeline driver: state and counts of each pipeline that it runs."""
+"""The reports of this node's pipeline driver: state and counts of each pipeline, what has landed, and advice."""
 
 from __future__ import annotations
 

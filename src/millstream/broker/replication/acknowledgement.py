@@ -1,4 +1,4 @@
-"""Waiting for an append to be acknowledged, in the order of the log."""
+"""Waiting for an append to be acknowledged, in the order of the log; checks before appends of transactions."""
 
 from __future__ import annotations
 

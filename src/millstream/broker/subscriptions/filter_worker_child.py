@@ -1,4 +1,4 @@
-"""The child process that evaluates filters: requests on standard input, answers on standard output.
+"""The child process that evaluates filters: its messages, on standard input and standard output.
 
 It exits when its input closes, so it never outlives the broker.
 """

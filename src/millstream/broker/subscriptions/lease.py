@@ -1,4 +1,4 @@
-"""Values that a queue exchanges with its callers: leases, settlements, rejected and revived messages."""
+"""The values of a queue: its deltas, and the leases, settlements and rejections that it exchanges with callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages of a queue ended, as their publishers can ask.
+"""How messages of a queue ended, for their publishers and for traces.
 
 Before the end a message is `waiting` for a worker (also if it is not scanned yet), `blocked` behind an earlier message
 of its key, `delayed` until a time (as published, or for a retry), `leased` to a worker until a time, or `rejected` and

@@ -1,7 +1,7 @@
 """The records of `__transaction_state`, in Kafka's own format, so that tools which read that topic understand it.
 
     key 0      (transactional id)   value: the producer of that id and its transaction
-    key 7300   (query)              value: its last committed batch, and when; not Kafka's, see `batch.py`.
+    key 7300   (query)              value: its last committed batch, and when; not Kafka's, see `transaction.py`.
                                     Tag 0: the last run that was aborted
 
 Keys and values begin with a 16-bit number: the kind of record in a key, the version in a value. Transactions are

@@ -1,4 +1,4 @@
-"""The state of one transactional id: a value that is replaced as a whole, never changed.
+"""The state of one transactional id, a value that is replaced and never changed; requests, and batch commits.
 
     Empty ─▶ Ongoing ─▶ PrepareCommit ─▶ CompleteCommit ─▶ Ongoing …
                 │  └──▶ PrepareAbort  ─▶ CompleteAbort

@@ -1,4 +1,4 @@
-"""The clients of a cluster, by a private request; Kafka has no such request."""
+"""The clients of a cluster, by a private request since Kafka has none, and their quotas, over Kafka's requests."""
 
 from __future__ import annotations
 

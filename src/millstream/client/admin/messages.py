@@ -1,4 +1,4 @@
-"""Stored messages: how to find one, and how programs see it as JSON."""
+"""Stored messages: finding one, decoding it by its schema, and presenting it as JSON."""
 
 from __future__ import annotations
 

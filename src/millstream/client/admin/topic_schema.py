@@ -1,4 +1,4 @@
-"""The schemas of a topic: which subjects its rule names, their versions, and whether stored messages fit a new one."""
+"""The schemas of a topic, whether stored messages conform to a new one, and import and export through `_schemas`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as they arrive over HTTP: a request body with headers, or one element of a JSON batch."""
+"""Messages as they arrive over HTTP: a body with headers, an element of a JSON batch, or a CloudEvent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Confluent Schema Registry's REST API, under `/registry` and on its own port.
 
-May import `client`, `protocol`, `core` and the rest of `gateway`. Start reading at `app.py`; `routes.py` has the paths.
+May import `client`, `protocol`, `core` and the rest of `gateway`. Start reading at `app.py`.
 """

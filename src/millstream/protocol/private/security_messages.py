@@ -1,4 +1,4 @@
-"""Private requests about API tokens."""
+"""Private requests about API tokens, secrets in the catalog, and the callers of a gateway."""
 
 from __future__ import annotations
 

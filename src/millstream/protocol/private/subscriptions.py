@@ -1,4 +1,4 @@
-"""A client of subscriptions: declare, receive and settle, over Millstream's private requests."""
+"""A client of subscriptions over private requests: declare, receive, settle, and trace what became of messages."""
 
 from __future__ import annotations
 

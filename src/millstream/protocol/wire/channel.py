@@ -1,4 +1,4 @@
-"""One client connection to a broker.
+"""One client connection to a broker, and the pool of connections to an address.
 
 Requests are pipelined: each gets a correlation id, by which responses are matched. Nothing here runs as a task:
 responses arrive as callbacks of the transport and complete the callers' futures. A request that is not answered in time

@@ -8,7 +8,7 @@ one connection are appended in the order they were sent, and the reply is a prom
 is acknowledged as `acks` and the topic's `flush` require.
 
 A batch that starts a transaction on a partition is appended once the coordinator of the transaction knows of it
-(`transaction_opening`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
+(`Opening`); the connection waits meanwhile. Later batches of the transaction are appended like any other.
 
 Clients may not write to internal topics, nor send batches of a transaction that the request does not name.
 

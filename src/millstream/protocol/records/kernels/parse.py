@@ -1,4 +1,7 @@
-"""Finding the fields of records. Everything is checked here, so that what comes after can copy without asking."""
+"""Finding batches and the fields of their records, and copying them into columns.
+
+Fields are checked when they are found, so that copying needs no checks.
+"""
 
 from __future__ import annotations
 
