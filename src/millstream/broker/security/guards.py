@@ -9,8 +9,9 @@ private requests (`needs`) authorize themselves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
@@ -81,6 +82,7 @@ _MESSAGES: Final = {
     _GROUP_DENIED: "not authorized for this group",
     _CLUSTER_DENIED: "not authorized for the cluster",
 }
+_TEXT: Final = _MESSAGES[_CLUSTER_DENIED]
 _NOT_ASKED: Final = i32(-(2**31))
 _CONFIG_TOPIC, _CONFIG_GROUP = 2, 32
 _GROUP_KEY, _TRANSACTION_KEY = 0, 1
@@ -143,16 +145,33 @@ def _extend(response: Any, field: str, refused: Iterable[Any]) -> Any:
     return dataclasses.replace(response, **{field: (*getattr(response, field), *refused)})
 
 
-def _refuse_partitions(
-    result: Callable[..., Any],
-    partitions: Iterable[Any],
-    code: ErrorCode,
+def _refusing(
+    topic_type: Callable[..., Any],
+    partition_type: Callable[..., Any],
+    code: ErrorCode = _TOPIC_DENIED,
     *,
+    name: str = "name",
+    asked: str = "partitions",
+    answered: str = "partitions",
     index: str = "partition_index",
+    of_topic: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
-) -> tuple[Any, ...]:
-    """Return an error for each partition, which a request names by a number or by an object with its index."""
-    return tuple(result(**{index: getattr(one, index, one)}, error_code=code, **more) for one in partitions)
+) -> Callable[[Any], Any]:
+    """Return a function that answers for a topic of a request with an error for each of its partitions.
+
+    `name`, `answered` and `index` are fields of the response. A request names a partition by a number, or by an object
+    that has its `index`.
+    """
+
+    def refuse(topic: Any) -> Any:
+        partitions = tuple(
+            partition_type(**{index: getattr(one, index, one)}, error_code=code, **more)
+            for one in getattr(topic, asked)
+        )
+        named = next(getattr(topic, field) for field in ("name", "topic", "topic_name") if hasattr(topic, field))
+        return topic_type(**{name: named, answered: partitions}, **of_topic)
+
+    return refuse
 
 
 def _each(
@@ -217,70 +236,57 @@ def _on_cluster(
     return guard
 
 
+_refuse_log_dirs_of: Final = _refusing(
+    replica_log_dirs.AlterReplicaLogDirTopicResult,
+    replica_log_dirs.AlterReplicaLogDirPartitionResult,
+    _CLUSTER_DENIED,
+    name="topic_name",
+)
+_refuse_election_of: Final = _refusing(
+    elect_leaders.ReplicaElectionResult,
+    elect_leaders.PartitionResult,
+    _CLUSTER_DENIED,
+    name="topic",
+    answered="partition_result",
+    index="partition_id",
+    error_message=_TEXT,
+)
+_refuse_reassignment_of: Final = _refusing(
+    reassign.ReassignableTopicResponse, reassign.ReassignablePartitionResponse, _CLUSTER_DENIED, error_message=_TEXT
+)
+_refuse_markers_of: Final = _refusing(
+    write_markers.WritableTxnMarkerTopicResult,
+    write_markers.WritableTxnMarkerPartitionResult,
+    _CLUSTER_DENIED,
+    asked="partition_indexes",
+)
+
+
 def _refuse_log_dirs(request: Any) -> Any:
-    refused = replica_log_dirs.AlterReplicaLogDirPartitionResult
-    return _throttled(
-        replica_log_dirs.AlterReplicaLogDirsResponse,
-        results=tuple(
-            replica_log_dirs.AlterReplicaLogDirTopicResult(
-                topic_name=topic.name, partitions=_refuse_partitions(refused, topic.partitions, _CLUSTER_DENIED)
-            )
-            for folder in request.dirs
-            for topic in folder.topics
-        ),
-    )
+    refused = tuple(_refuse_log_dirs_of(topic) for folder in request.dirs for topic in folder.topics)
+    return _throttled(replica_log_dirs.AlterReplicaLogDirsResponse, results=refused)
 
 
 def _refuse_election(request: Any) -> Any:
-    refused, text = elect_leaders.PartitionResult, _MESSAGES[_CLUSTER_DENIED]
-    return _throttled(
-        elect_leaders.ElectLeadersResponse,
-        error_code=_CLUSTER_DENIED,
-        replica_election_results=tuple(
-            elect_leaders.ReplicaElectionResult(
-                topic=topic.topic,
-                partition_result=_refuse_partitions(
-                    refused, topic.partitions, _CLUSTER_DENIED, index="partition_id", error_message=text
-                ),
-            )
-            for topic in request.topic_partitions or ()
-        ),
-    )
+    refused = tuple(map(_refuse_election_of, request.topic_partitions or ()))
+    return _throttled(elect_leaders.ElectLeadersResponse, error_code=_CLUSTER_DENIED, replica_election_results=refused)
 
 
 def _refuse_reassignment(request: Any) -> Any:
-    refused, text = reassign.ReassignablePartitionResponse, _MESSAGES[_CLUSTER_DENIED]
+    refused = tuple(map(_refuse_reassignment_of, request.topics))
     return _throttled(
-        reassign.AlterPartitionReassignmentsResponse,
-        error_code=_CLUSTER_DENIED,
-        error_message=text,
-        responses=tuple(
-            reassign.ReassignableTopicResponse(
-                name=topic.name,
-                partitions=_refuse_partitions(refused, topic.partitions, _CLUSTER_DENIED, error_message=text),
-            )
-            for topic in request.topics
-        ),
+        reassign.AlterPartitionReassignmentsResponse, error_code=_CLUSTER_DENIED, error_message=_TEXT, responses=refused
     )
 
 
 def _refuse_markers(request: Any) -> Any:
-    refused = write_markers.WritableTxnMarkerPartitionResult
-    return write_markers.WriteTxnMarkersResponse(
-        markers=tuple(
-            write_markers.WritableTxnMarkerResult(
-                producer_id=marker.producer_id,
-                topics=tuple(
-                    write_markers.WritableTxnMarkerTopicResult(
-                        name=topic.name,
-                        partitions=_refuse_partitions(refused, topic.partition_indexes, _CLUSTER_DENIED),
-                    )
-                    for topic in marker.topics
-                ),
-            )
-            for marker in request.markers
+    refused = tuple(
+        write_markers.WritableTxnMarkerResult(
+            producer_id=marker.producer_id, topics=tuple(map(_refuse_markers_of, marker.topics))
         )
+        for marker in request.markers
     )
+    return write_markers.WriteTxnMarkersResponse(markers=refused)
 
 
 def _refuse_quotas(request: Any) -> Any:
@@ -289,7 +295,7 @@ def _refuse_quotas(request: Any) -> Any:
         entries=tuple(
             alter_quotas.EntryData(
                 error_code=_CLUSTER_DENIED,
-                error_message=_MESSAGES[_CLUSTER_DENIED],
+                error_message=_TEXT,
                 entity=tuple(
                     alter_quotas.EntityData(entity_type=part.entity_type, entity_name=part.entity_name)
                     for part in entry.entity
@@ -305,7 +311,6 @@ def _refuse_all(response: type, **fields: Any) -> Callable[[Any], Any]:
     return lambda _request: _throttled(response, error_code=_CLUSTER_DENIED, **fields)
 
 
-_TEXT: Final = _MESSAGES[_CLUSTER_DENIED]
 _GUARDS[29] = _on_cluster(DESCRIBE)  # DescribeAcls
 _GUARDS[30] = _GUARDS[31] = _on_cluster(ALTER)  # CreateAcls, DeleteAcls
 _GUARDS[50] = _on_cluster(DESCRIBE)  # DescribeUserScramCredentials
@@ -334,31 +339,22 @@ _GUARDS[74] = _on_cluster(  # ListConfigResources
 # -- topics -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_list_offsets(topic: Any) -> Any:
-    partitions = _refuse_partitions(list_offsets.ListOffsetsPartitionResponse, topic.partitions, _TOPIC_DENIED)
-    return list_offsets.ListOffsetsTopicResponse(name=topic.name, partitions=partitions)
-
-
-def _refuse_leader_epoch(topic: Any) -> Any:
-    partitions = _refuse_partitions(leader_epoch.EpochEndOffset, topic.partitions, _TOPIC_DENIED, index="partition")
-    return leader_epoch.OffsetForLeaderTopicResult(topic=topic.topic, partitions=partitions)
-
-
-def _refuse_delete_records(topic: Any) -> Any:
-    refused = delete_records.DeleteRecordsPartitionResult
-    partitions = _refuse_partitions(refused, topic.partitions, _TOPIC_DENIED, low_watermark=i64(-1))
-    return delete_records.DeleteRecordsTopicResult(name=topic.name, partitions=partitions)
-
-
-def _refuse_producers(topic: Any) -> Any:
-    partitions = _refuse_partitions(
-        describe_producers.PartitionResponse,
-        topic.partition_indexes,
-        _TOPIC_DENIED,
-        error_message=None,
-        active_producers=(),
-    )
-    return describe_producers.TopicResponse(name=topic.name, partitions=partitions)
+_refuse_list_offsets: Final = _refusing(
+    list_offsets.ListOffsetsTopicResponse, list_offsets.ListOffsetsPartitionResponse
+)
+_refuse_leader_epoch: Final = _refusing(
+    leader_epoch.OffsetForLeaderTopicResult, leader_epoch.EpochEndOffset, name="topic", index="partition"
+)
+_refuse_delete_records: Final = _refusing(
+    delete_records.DeleteRecordsTopicResult, delete_records.DeleteRecordsPartitionResult, low_watermark=i64(-1)
+)
+_refuse_producers: Final = _refusing(
+    describe_producers.TopicResponse,
+    describe_producers.PartitionResponse,
+    asked="partition_indexes",
+    error_message=None,
+    active_producers=(),
+)
 
 
 def _refuse_create_partitions(topic: Any) -> Any:
@@ -680,11 +676,9 @@ def _refuse_group_deletion(group: Any) -> Any:
     return delete_groups.DeletableGroupResult(group_id=group, error_code=_GROUP_DENIED)
 
 
-def _refuse_offset_deletion(topic: Any) -> Any:
-    partitions = _refuse_partitions(offset_delete.OffsetDeleteResponsePartition, topic.partitions, _TOPIC_DENIED)
-    return offset_delete.OffsetDeleteResponseTopic(name=topic.name, partitions=partitions)
-
-
+_refuse_offset_deletion: Final = _refusing(
+    offset_delete.OffsetDeleteResponseTopic, offset_delete.OffsetDeleteResponsePartition
+)
 _GUARDS[15] = _describing_groups(_refuse_described_group)  # DescribeGroups
 _GUARDS[69] = _describing_groups(  # ConsumerGroupDescribe
     _refuse_group_as(describe_consumer_groups.DescribedGroup), asked="group_ids"
@@ -811,16 +805,10 @@ async def _txn_offset_commit(api: Any, request: Any, client: Any, rights: Rights
 
 
 def _refuse_txn_offsets(topics: Sequence[Any], code: ErrorCode) -> Any:
-    refused = txn_offset_commit.TxnOffsetCommitResponsePartition
-    return _throttled(
-        txn_offset_commit.TxnOffsetCommitResponse,
-        topics=tuple(
-            txn_offset_commit.TxnOffsetCommitResponseTopic(
-                name=topic.name, partitions=_refuse_partitions(refused, topic.partitions, code)
-            )
-            for topic in topics
-        ),
+    refuse = _refusing(
+        txn_offset_commit.TxnOffsetCommitResponseTopic, txn_offset_commit.TxnOffsetCommitResponsePartition, code
     )
+    return _throttled(txn_offset_commit.TxnOffsetCommitResponse, topics=tuple(map(refuse, topics)))
 
 
 @_guards(65)
@@ -903,17 +891,13 @@ def _refuse_share_acknowledge(partition: Any) -> Any:
     )
 
 
-def _refuse_share_offsets(topic: Any) -> Any:
-    return alter_share_offsets.AlterShareGroupOffsetsResponseTopic(
-        topic_name=topic.topic_name,
-        topic_id=None,
-        partitions=_refuse_partitions(
-            alter_share_offsets.AlterShareGroupOffsetsResponsePartition,
-            topic.partitions,
-            _TOPIC_DENIED,
-            error_message=_MESSAGES[_TOPIC_DENIED],
-        ),
-    )
+_refuse_share_offsets: Final = _refusing(
+    alter_share_offsets.AlterShareGroupOffsetsResponseTopic,
+    alter_share_offsets.AlterShareGroupOffsetsResponsePartition,
+    name="topic_name",
+    of_topic={"topic_id": None},
+    error_message=_MESSAGES[_TOPIC_DENIED],
+)
 
 
 def _refuse_share_deletion(topic: Any) -> Any:
@@ -934,6 +918,17 @@ _GUARDS[91] = _each(  # AlterShareGroupOffsets
 )
 _GUARDS[92] = _each(  # DeleteShareGroupOffsets
     TOPIC, READ, _refuse_share_deletion, answered="responses", name="topic_name", group=DELETE
+)
+
+
+_hide_share_offsets: Final = _refusing(
+    share_offsets.DescribeShareGroupOffsetsResponseTopic,
+    share_offsets.DescribeShareGroupOffsetsResponsePartition,
+    name="topic_name",
+    of_topic={"topic_id": None},
+    start_offset=i64(-1),
+    leader_epoch=i32(0),
+    error_message=_MESSAGES[_TOPIC_DENIED],
 )
 
 
@@ -966,20 +961,3 @@ async def _describe_share_offsets(api: Any, request: Any, client: Any, rights: R
         for group in denied
     )
     return dataclasses.replace(response, groups=(*shown, *refused))
-
-
-def _hide_share_offsets(topic: Any) -> Any:
-    return share_offsets.DescribeShareGroupOffsetsResponseTopic(
-        topic_name=topic.topic_name,
-        topic_id=None,
-        partitions=tuple(
-            share_offsets.DescribeShareGroupOffsetsResponsePartition(
-                partition_index=index,
-                start_offset=i64(-1),
-                leader_epoch=i32(0),
-                error_code=_TOPIC_DENIED,
-                error_message=_MESSAGES[_TOPIC_DENIED],
-            )
-            for index in topic.partitions
-        ),
-    )
