@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -80,6 +83,34 @@ Unset = Annotated[
 IfMissing = Annotated[bool, typer.Option("--if-not-exists", help="Succeed without changes if it exists.")]
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+def spread(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
+    """Let a command take the fields of its dataclass parameters as options, except those named in `without`."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[Parameter] = []
+    spread_over: dict[str, tuple[type, list[str]]] = {}
+    for parameter in signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not (isinstance(kind, type) and is_dataclass(kind)):
+            parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+            continue
+        taken = [field for field in fields(kind) if field.name not in without]
+        annotations = get_type_hints(kind, include_extras=True)
+        parameters += [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotations[field.name])
+            for field in taken
+        ]
+        spread_over[parameter.name] = (kind, [field.name for field in taken])
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, (kind, taken) in spread_over.items():
+            given[name] = kind(**{field: given.pop(field) for field in taken})
+        command(**given)
+
+    vars(run)["__signature__"] = Signature(parameters)
+    return run
 
 
 def ask_person(question: str, *, unless: bool) -> None:

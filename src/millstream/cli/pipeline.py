@@ -24,6 +24,7 @@ from millstream.cli.options import (
     Yes,
     ask_person,
     parse_settings,
+    spread,
 )
 from millstream.cli.output import (
     counted,
@@ -36,7 +37,7 @@ from millstream.cli.output import (
     print_settings,
     print_table,
 )
-from millstream.cli.pipeline_options import Name
+from millstream.cli.pipeline_options import Name, flags_not_for
 from millstream.cli.pipeline_run import ByHand, Folder, Master, Memory, look_up, refuse_without_spark
 from millstream.core.errors import InvalidPipeline
 from millstream.core.job import code_hash
@@ -137,7 +138,7 @@ app = typer.Typer(
 )
 app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
-app.command("run")(pipeline_run.run)
+app.command("run")(spread(pipeline_run.run, without=flags_not_for(None)))
 app.command("backfill")(backfill)
 app.command("requarantine")(requarantine)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import typer
 
@@ -13,45 +15,11 @@ from millstream.cli.options import (
     AsJson,
     Brokers,
     IfMissing,
-    Settings,
     TimeoutSeconds,
+    spread,
 )
 from millstream.cli.output import one_line, print_noted
-from millstream.cli.pipeline_options import (
-    Continuous,
-    CronTimes,
-    Decode,
-    DedupeSeconds,
-    DeleteWhen,
-    EverySeconds,
-    Expects,
-    File,
-    Flags,
-    Format,
-    Functions,
-    Into,
-    Keys,
-    Lake,
-    Maps,
-    Mode,
-    Name,
-    OnViolation,
-    OrderBy,
-    Pace,
-    Parameters,
-    PartitionBy,
-    Pattern,
-    Requirements,
-    Rules,
-    Schemas,
-    Sql,
-    Start,
-    Tables,
-    Timeout,
-    Timezone,
-    Topics,
-    Watermarks,
-)
+from millstream.cli.pipeline_options import Flags, Name, flags_not_for
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import PipelineExists
 from millstream.core.pipeline import PipelineKind, check_pipeline
@@ -65,170 +33,37 @@ app = typer.Typer(
 Stopped = Annotated[bool, typer.Option("--stopped", help="Create it stopped; start it later with pipeline start.")]
 
 
-class _How(NamedTuple):
-    """Options that the commands share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """Options that all kinds share."""
 
-    stopped: bool
-    if_missing: bool
-    as_json: bool
-    brokers: str
-    timeout: float
-
-
-@app.command("land")
-def land(
-    name: Name,
-    topic: Topics = None,
-    pattern: Pattern = None,
-    lake: Lake = None,
-    format_: Format = None,
-    every: EverySeconds = None,
-    decode: Decode = None,
-    schema: Schemas = None,
-    dedupe: DedupeSeconds = None,
-    mode: Mode = None,
-    key: Keys = None,
-    order_by: OrderBy = None,
-    delete_when: DeleteWhen = None,
-    map_: Maps = None,
-    expect: Expects = None,
-    on_violation: OnViolation = None,
-    partition_by: PartitionBy = None,
-    start: Start = None,
-    settings: Settings = None,
-    stopped: Stopped = False,
-    if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Turn topics into tables, and keep them up to date, every message exactly once."""
-    flags = Flags(
-        topic=topic,
-        pattern=pattern,
-        lake=lake,
-        format=format_,
-        every=every,
-        decode=decode,
-        schema=schema,
-        dedupe=dedupe,
-        mode=mode,
-        key=key,
-        order_by=order_by,
-        delete_when=delete_when,
-        map=map_,
-        expect=expect,
-        on_violation=on_violation,
-        partition_by=partition_by,
-        start=start,
-        settings=settings,
-    )
-    _create(name, PipelineKind.LAND, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+    stopped: Stopped = False
+    if_missing: IfMissing = False
+    as_json: AsJson = False
+    brokers: Brokers = DEFAULT_BROKERS
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
 
 
-@app.command("transform")
-def transform(
-    name: Name,
-    sql: Sql = None,
-    into: Into = None,
-    schema: Schemas = None,
-    table: Tables = None,
-    watermark: Watermarks = None,
-    udf: Functions = None,
-    requirements: Requirements = None,
-    decode: Decode = None,
-    start: Start = None,
-    settings: Settings = None,
-    stopped: Stopped = False,
-    if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Write the rows of a SQL statement over topics to a topic, exactly once."""
-    flags = Flags(
-        sql=sql,
-        into=into,
-        schema=schema,
-        table=table,
-        watermark=watermark,
-        udf=udf,
-        requirements=requirements,
-        decode=decode,
-        start=start,
-        settings=settings,
-    )
-    _create(name, PipelineKind.TRANSFORM, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+_KINDS: Final = {
+    PipelineKind.LAND: "Turn topics into tables, and keep them up to date, every message exactly once.",
+    PipelineKind.TRANSFORM: "Write the rows of a SQL statement over topics to a topic, exactly once.",
+    PipelineKind.ROUTE: "Write messages to topics according to rules, exactly once; millstream pipeline rule changes "
+    "the rules.",
+    PipelineKind.JOB: "Run your own PySpark program: once, at an interval, on a schedule, or continuously.",
+    PipelineKind.LEDGER: "Land the events of subscriptions with --ledger in a table, exactly once, and audit them "
+    "every night.",
+}
 
 
-@app.command("route")
-def route(
-    name: Name,
-    rules: Rules = None,
-    decode: Decode = None,
-    start: Start = None,
-    settings: Settings = None,
-    stopped: Stopped = False,
-    if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Write messages to topics according to rules, exactly once; millstream pipeline rule changes the rules."""
-    flags = Flags(rules=rules, decode=decode, start=start, settings=settings)
-    _create(name, PipelineKind.ROUTE, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+def _command(kind: PipelineKind) -> Callable[..., None]:
+    def create(name: Name, flags: Flags, how: _How) -> None:
+        _create(name, kind, flags, how)
+
+    return spread(create, without=flags_not_for(kind))
 
 
-@app.command("job")
-def job(
-    name: Name,
-    file: File = None,
-    requirements: Requirements = None,
-    every: Pace = None,
-    cron: CronTimes = None,
-    timezone: Timezone = None,
-    continuous: Continuous = False,
-    parameters: Parameters = None,
-    run_timeout: Timeout = None,
-    start: Start = None,
-    settings: Settings = None,
-    stopped: Stopped = False,
-    if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Run your own PySpark program: once, at an interval, on a schedule, or continuously."""
-    flags = Flags(
-        file=file,
-        requirements=requirements,
-        pace=every,
-        cron=cron,
-        timezone=timezone,
-        continuous=continuous or None,
-        param=parameters,
-        timeout=run_timeout,
-        start=start,
-        settings=settings,
-    )
-    _create(name, PipelineKind.JOB, flags, _How(stopped, if_missing, as_json, brokers, timeout))
-
-
-@app.command("ledger")
-def ledger(
-    name: Name,
-    lake: Lake = None,
-    every: EverySeconds = None,
-    settings: Settings = None,
-    stopped: Stopped = False,
-    if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Land the events of subscriptions with --ledger in a table, exactly once, and audit them every night."""
-    flags = Flags(lake=lake, every=every, settings=settings)
-    _create(name, PipelineKind.LEDGER, flags, _How(stopped, if_missing, as_json, brokers, timeout))
+for _kind, _text in _KINDS.items():
+    app.command(_kind.value, help=_text)(_command(_kind))
 
 
 def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:

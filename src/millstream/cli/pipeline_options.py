@@ -5,348 +5,229 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import given_text, parse_assignments, parse_settings
+from millstream.cli.options import Settings, given_text, parse_assignments, parse_settings
 from millstream.core.event_time import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
 from millstream.core.schedule import parse_duration_ms
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
-Topics = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--topic",
-        autocompletion=complete_topics,
-        metavar="TOPIC",
-        help="A topic to land; may be repeated.",
-        show_default=False,
-    ),
-]
-Pattern = Annotated[
-    str | None,
-    typer.Option(
-        "--pattern",
-        metavar="REGEX",
-        help="Land every topic whose whole name matches, including topics created later.",
-        show_default=False,
-    ),
-]
+
+
+def _flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(spelled, metavar=metavar, help=text, show_default=False, **more)
+
+
 Lake = Annotated[
     str | None,
-    typer.Option(
+    _flag(
         "--lake",
-        metavar="FOLDER|URL",
-        help="Where the tables are stored, such as s3://bucket/path. Default: the node's pipelines-lake.",
-        show_default=False,
-    ),
-]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        help="The format of the table, delta (the default) or parquet; or debezium, for change events: "
-        "--mode upsert --decode debezium.",
-        show_default=False,
-    ),
-]
-Mode = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="MODE",
-        help="append (the default) has a row for every message, upsert one row for every key.",
-        show_default=False,
-    ),
-]
-Keys = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--key",
-        metavar="FIELD",
-        help="With --mode upsert: the payload field that identifies a row; may be repeated. Default: the message key.",
-        show_default=False,
-    ),
-]
-OrderBy = Annotated[
-    str | None,
-    typer.Option(
-        "--order-by",
-        metavar="FIELD",
-        help="With --mode upsert: the payload field that says which change of a key is newer. Default: the offset.",
-        show_default=False,
-    ),
-]
-DeleteWhen = Annotated[
-    str | None,
-    typer.Option(
-        "--delete-when",
-        metavar="CONDITION",
-        help="With --mode upsert: when a message deletes its key, as in \"op = 'd'\".",
-        show_default=False,
-    ),
-]
-PartitionBy = Annotated[
-    str | None,
-    typer.Option(
-        "--partition-by",
-        metavar="TIME",
-        help="Partition the table by an event time: day(COLUMN) or hour(COLUMN), also of timestamp, the message's own. "
-        "Default: by the hour of landing.",
-        show_default=False,
-    ),
-]
-EverySeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--every",
-        metavar="SECONDS",
-        help="How long messages are collected before they are landed. Default: 60.",
-        show_default=False,
-    ),
-]
-Decode = Annotated[
-    str | None,
-    typer.Option(
-        "--decode",
-        metavar="FORMAT",
-        help="json decodes payloads into columns, schema does so by their registered schemas, none does not.",
-        show_default=False,
-    ),
-]
-Schemas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schema",
-        metavar="[TOPIC=]COLUMNS",
-        help='Columns of payloads, as in "id long, total double"; @FILE reads them. A transform has the topic before '
-        'them, as in "orders=id long", and may have one for each topic. Default: as they are found.',
-        show_default=False,
-    ),
-]
-DedupeSeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--dedupe",
-        metavar="SECONDS",
-        help="Skip messages whose id was landed within this time.",
-        show_default=False,
-    ),
-]
-Maps = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--map",
-        metavar="FIELD",
-        help="A payload field whose objects become a map of text, not a column per field; may be repeated.",
-        show_default=False,
-    ),
-]
-Expects = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--expect",
-        metavar="CONDITION",
-        help='What messages should meet, as in "total >= 0"; may be repeated.',
-        show_default=False,
-    ),
-]
-OnViolation = Annotated[
-    str | None,
-    typer.Option(
-        "--on-violation",
-        metavar="ACTION",
-        help="What happens to messages that do not: quarantine (the default), fail or count.",
-        show_default=False,
-    ),
-]
-Sql = Annotated[
-    str | None,
-    typer.Option(
-        "--sql",
-        metavar="STATEMENT",
-        help='A SELECT with topics as tables, as in "SELECT * FROM orders WHERE total > 100"; @FILE reads it.',
-        show_default=False,
-    ),
-]
-Into = Annotated[
-    str | None, typer.Option("--into", metavar="TOPIC", help="The topic to write the rows to.", show_default=False)
-]
-Tables = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--table",
-        metavar="NAME=FOLDER|URL",
-        help="A lake table that the statement joins with under this name; may be repeated.",
-        show_default=False,
-    ),
-]
-Watermarks = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--watermark",
-        metavar="TOPIC=COLUMN DELAY",
-        help='For windows: how late rows of a topic may arrive, as in "orders=placed_at 10 minutes"; may be repeated.',
-        show_default=False,
-    ),
-]
-Start = Annotated[
-    str | None,
-    typer.Option(
-        "--from", metavar="PLACE", help="Where to start: earliest (the default) or latest.", show_default=False
-    ),
-]
-Rules = Annotated[
-    str | None,
-    typer.Option(
-        "--rules",
-        metavar="FILE",
-        help="Rules as a JSON list, or - for standard input; see millstream pipeline rule.",
-        show_default=False,
+        "FOLDER|URL",
+        "Where the tables are stored, such as s3://bucket/path. Default: the node's pipelines-lake.",
     ),
 ]
 
-File = Annotated[
-    str | None,
-    typer.Option(
-        "--file",
-        metavar="FILE",
-        help="The program of a job: Python that defines run(spark, millstream).",
-        show_default=False,
-    ),
-]
-Requirements = Annotated[
-    str | None,
-    typer.Option(
-        "--requirements",
-        metavar="FILE",
-        help="The packages that the program needs, as in a requirements.txt; wheels only.",
-        show_default=False,
-    ),
-]
-Pace = Annotated[
-    str | None,
-    typer.Option(
-        "--every",
-        metavar="TIME",
-        help="Run at once and then at this interval, as in 90s, 15m or 1h.",
-        show_default=False,
-    ),
-]
-CronTimes = Annotated[
-    str | None,
-    typer.Option(
-        "--cron",
-        metavar="TIMES",
-        help='Run at these times: minute hour day month weekday, as in "0 3 * * *"; in UTC unless --timezone is given.',
-        show_default=False,
-    ),
-]
-Timezone = Annotated[
-    str | None,
-    typer.Option(
-        "--timezone", metavar="NAME", help="The time zone of --cron, as in Europe/Berlin.", show_default=False
-    ),
-]
-Continuous = Annotated[
-    bool, typer.Option("--continuous", help="Run continuously: the program returns streaming queries.")
-]
-Parameters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--param",
-        metavar="NAME=TEXT",
-        help="A text for the program, which finds it in millstream.parameters; may be repeated.",
-        show_default=False,
-    ),
-]
-Timeout = Annotated[
-    str | None,
-    typer.Option(
-        "--run-timeout",
-        metavar="TIME",
-        help="How long an attempt may take, as in 30m. Default: 1d.",
-        show_default=False,
-    ),
-]
-
-Functions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--udf",
-        metavar="MODULE:FUNCTION",
-        help="A Python function that the statement calls: of MODULE.py in this folder, whose code is stored with the "
-        "pipeline, or of a package in --requirements; may be repeated.",
-        show_default=False,
-    ),
-]
-
-_EVERY_KIND: Final = frozenset({"start", "settings"})
 _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.LAND: frozenset(
         {
             *("topic", "pattern", "lake", "format", "every", "decode", "schema", "dedupe"),
             *("mode", "key", "order_by", "delete_when", "map", "expect", "on_violation", "partition_by"),
+            *("start", "settings"),
         }
     ),
-    PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode", "udf", "requirements"}),
-    PipelineKind.ROUTE: frozenset({"rules", "decode"}),
-    PipelineKind.JOB: frozenset({"file", "requirements", "pace", "cron", "timezone", "continuous", "param", "timeout"}),
-    PipelineKind.LEDGER: frozenset({"lake", "every"}),
+    PipelineKind.TRANSFORM: frozenset(
+        {"sql", "into", "schema", "table", "watermark", "decode", "udf", "requirements", "start", "settings"}
+    ),
+    PipelineKind.ROUTE: frozenset({"rules", "decode", "start", "settings"}),
+    PipelineKind.JOB: frozenset(
+        {"file", "requirements", "pace", "cron", "timezone", "continuous", "param", "run_timeout", "start", "settings"}
+    ),
+    PipelineKind.LEDGER: frozenset({"lake", "every", "settings"}),
 }
 """The flags that apply to each kind."""
-_SPELLED: Final = {"start": "--from", "settings": "--set", "pace": "--every", "timeout": "--run-timeout"}
+_OF_NODES: Final = frozenset({"requirements", "pace", "cron", "timezone", "continuous", "run_timeout"})
+"""Flags of pipelines that a node runs; `pipeline run` has none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
     """The flags of a pipeline; None for those not given."""
 
-    topic: Sequence[str] | None = None
-    pattern: str | None = None
-    lake: str | None = None
-    format: str | None = None
-    every: float | None = None
-    decode: str | None = None
-    schema: Sequence[str] | None = None
-    dedupe: float | None = None
-    mode: str | None = None
-    key: Sequence[str] | None = None
-    order_by: str | None = None
-    delete_when: str | None = None
-    map: Sequence[str] | None = None
-    expect: Sequence[str] | None = None
-    on_violation: str | None = None
-    partition_by: str | None = None
-    sql: str | None = None
-    into: str | None = None
-    table: list[str] | None = None
-    watermark: list[str] | None = None
-    udf: list[str] | None = None
-    rules: str | None = None
-    file: str | None = None
-    requirements: str | None = None
-    pace: str | None = None
-    cron: str | None = None
-    timezone: str | None = None
-    continuous: bool | None = None
-    param: list[str] | None = None
-    timeout: str | None = None
-    start: str | None = None
-    settings: list[str] | None = None
+    topic: Annotated[
+        list[str] | None, _flag("--topic", "TOPIC", "A topic to land; may be repeated.", autocompletion=complete_topics)
+    ] = None
+    pattern: Annotated[
+        str | None,
+        _flag("--pattern", "REGEX", "Land every topic whose whole name matches, including topics created later."),
+    ] = None
+    lake: Lake = None
+    format: Annotated[
+        str | None,
+        _flag(
+            "--format",
+            "NAME",
+            "The format of the table, delta (the default) or parquet; or debezium, for change events: "
+            "--mode upsert --decode debezium.",
+        ),
+    ] = None
+    every: Annotated[
+        float | None,
+        _flag("--every", "SECONDS", "How long messages are collected before they are landed. Default: 60."),
+    ] = None
+    sql: Annotated[
+        str | None,
+        _flag(
+            "--sql",
+            "STATEMENT",
+            'A SELECT with topics as tables, as in "SELECT * FROM orders WHERE total > 100"; @FILE reads it.',
+        ),
+    ] = None
+    into: Annotated[str | None, _flag("--into", "TOPIC", "The topic to write the rows to.")] = None
+    rules: Annotated[
+        str | None,
+        _flag("--rules", "FILE", "Rules as a JSON list, or - for standard input; see millstream pipeline rule."),
+    ] = None
+    decode: Annotated[
+        str | None,
+        _flag(
+            "--decode",
+            "FORMAT",
+            "json decodes payloads into columns, schema does so by their registered schemas, none does not.",
+        ),
+    ] = None
+    schema: Annotated[
+        list[str] | None,
+        _flag(
+            "--schema",
+            "[TOPIC=]COLUMNS",
+            'Columns of payloads, as in "id long, total double"; @FILE reads them. A transform has the topic before '
+            'them, as in "orders=id long", and may have one for each topic. Default: as they are found.',
+        ),
+    ] = None
+    dedupe: Annotated[
+        float | None, _flag("--dedupe", "SECONDS", "Skip messages whose id was landed within this time.")
+    ] = None
+    mode: Annotated[
+        str | None,
+        _flag("--mode", "MODE", "append (the default) has a row for every message, upsert one row for every key."),
+    ] = None
+    key: Annotated[
+        list[str] | None,
+        _flag(
+            "--key",
+            "FIELD",
+            "With --mode upsert: the payload field that identifies a row; may be repeated. Default: the message key.",
+        ),
+    ] = None
+    order_by: Annotated[
+        str | None,
+        _flag(
+            "--order-by",
+            "FIELD",
+            "With --mode upsert: the payload field that says which change of a key is newer. Default: the offset.",
+        ),
+    ] = None
+    delete_when: Annotated[
+        str | None,
+        _flag("--delete-when", "CONDITION", "With --mode upsert: when a message deletes its key, as in \"op = 'd'\"."),
+    ] = None
+    map: Annotated[
+        list[str] | None,
+        _flag(
+            "--map",
+            "FIELD",
+            "A payload field whose objects become a map of text, not a column per field; may be repeated.",
+        ),
+    ] = None
+    expect: Annotated[
+        list[str] | None,
+        _flag("--expect", "CONDITION", 'What messages should meet, as in "total >= 0"; may be repeated.'),
+    ] = None
+    on_violation: Annotated[
+        str | None,
+        _flag(
+            "--on-violation", "ACTION", "What happens to messages that do not: quarantine (the default), fail or count."
+        ),
+    ] = None
+    partition_by: Annotated[
+        str | None,
+        _flag(
+            "--partition-by",
+            "TIME",
+            "Partition the table by an event time: day(COLUMN) or hour(COLUMN), also of timestamp, the message's own. "
+            "Default: by the hour of landing.",
+        ),
+    ] = None
+    table: Annotated[
+        list[str] | None,
+        _flag(
+            "--table", "NAME=FOLDER|URL", "A lake table that the statement joins with under this name; may be repeated."
+        ),
+    ] = None
+    watermark: Annotated[
+        list[str] | None,
+        _flag(
+            "--watermark",
+            "TOPIC=COLUMN DELAY",
+            'For windows: how late rows of a topic may arrive, as in "orders=placed_at 10 minutes"; may be repeated.',
+        ),
+    ] = None
+    udf: Annotated[
+        list[str] | None,
+        _flag(
+            "--udf",
+            "MODULE:FUNCTION",
+            "A Python function that the statement calls: of MODULE.py in this folder, whose code is stored with the "
+            "pipeline, or of a package in --requirements; may be repeated.",
+        ),
+    ] = None
+    file: Annotated[
+        str | None, _flag("--file", "FILE", "The program of a job: Python that defines run(spark, millstream).")
+    ] = None
+    requirements: Annotated[
+        str | None,
+        _flag("--requirements", "FILE", "The packages that the program needs, as in a requirements.txt; wheels only."),
+    ] = None
+    pace: Annotated[
+        str | None, _flag("--every", "TIME", "Run at once and then at this interval, as in 90s, 15m or 1h.")
+    ] = None
+    cron: Annotated[
+        str | None,
+        _flag(
+            "--cron",
+            "TIMES",
+            'Run at these times: minute hour day month weekday, as in "0 3 * * *"; in UTC unless --timezone is given.',
+        ),
+    ] = None
+    timezone: Annotated[str | None, _flag("--timezone", "NAME", "The time zone of --cron, as in Europe/Berlin.")] = None
+    continuous: Annotated[
+        bool, typer.Option("--continuous", help="Run continuously: the program returns streaming queries.")
+    ] = False
+    param: Annotated[
+        list[str] | None,
+        _flag(
+            "--param", "NAME=TEXT", "A text for the program, which finds it in millstream.parameters; may be repeated."
+        ),
+    ] = None
+    run_timeout: Annotated[
+        str | None, _flag("--run-timeout", "TIME", "How long an attempt may take, as in 30m. Default: 1d.")
+    ] = None
+    start: Annotated[str | None, _flag("--from", "PLACE", "Where to start: earliest (the default) or latest.")] = None
+    settings: Settings = None
 
     def given(self) -> list[str]:
         """Return the given flags as they are spelled."""
-        return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], ())]
+        return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], (), False)]
 
     def settings_of(self, kind: PipelineKind) -> dict[str, str]:
         """Convert to settings; a flag of another kind of pipeline is rejected."""
-        known = {_spelled(name) for name in _EVERY_KIND | _OF_KIND[kind]}
+        known = {_spelled(name) for name in _OF_KIND[kind]}
         for flag in self.given():
             if flag not in known:
                 raise typer.BadParameter(f"{flag} is not for {kind}; it takes {', '.join(sorted(known))}")
@@ -441,12 +322,23 @@ class Flags:
             "timezone": self.timezone,
             "continuous": "true" if self.continuous else None,
             "parameters": _by_name(self.param, flag="--param"),
-            "timeout.ms": None if self.timeout is None else str(parse_duration_ms(self.timeout, name="--run-timeout")),
+            "timeout.ms": None
+            if self.run_timeout is None
+            else str(parse_duration_ms(self.run_timeout, name="--run-timeout")),
         }
 
 
+@cache
 def _spelled(name: str) -> str:
-    return _SPELLED.get(name, f"--{name.replace('_', '-')}")
+    _, option = get_args(get_type_hints(Flags, include_extras=True)[name])
+    return str(option.default)
+
+
+def flags_not_for(kind: PipelineKind | None) -> frozenset[str]:
+    """Return the fields of `Flags` that a kind does not take; with None, those that `pipeline run` does not take."""
+    if kind is None:
+        return _OF_NODES
+    return frozenset(one.name for one in fields(Flags)) - _OF_KIND[kind]
 
 
 def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:

@@ -13,44 +13,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
 from uuid import NAMESPACE_OID, uuid5
 
 import typer
 
 from millstream.cli.connection import ask, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Settings, TimeoutSeconds
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_note
-from millstream.cli.pipeline_options import (
-    Decode,
-    DedupeSeconds,
-    DeleteWhen,
-    EverySeconds,
-    Expects,
-    File,
-    Flags,
-    Format,
-    Functions,
-    Into,
-    Keys,
-    Lake,
-    Maps,
-    Mode,
-    OnViolation,
-    OrderBy,
-    Parameters,
-    PartitionBy,
-    Pattern,
-    Rules,
-    Schemas,
-    Sql,
-    Start,
-    Tables,
-    Topics,
-    Watermarks,
-)
+from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline
@@ -291,105 +265,44 @@ Folder = Annotated[
 _NAME_MAX: Final = 190
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """Options that do not define the pipeline."""
+
+    master: Master = ""
+    memory: Memory = "1g"
+    folder: Folder = None
+    as_json: AsJson = False
+    brokers: Brokers = DEFAULT_BROKERS
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+
+
 def run(
     kind_or_name: KindOrName,
     topics: TopicNames = None,
     once: Once = False,
     dry: Dry = False,
     name: RunName = None,
-    topic: Topics = None,
-    pattern: Pattern = None,
-    lake: Lake = None,
-    format_: Format = None,
-    every: EverySeconds = None,
-    decode: Decode = None,
-    schema: Schemas = None,
-    dedupe: DedupeSeconds = None,
-    mode: Mode = None,
-    key: Keys = None,
-    order_by: OrderBy = None,
-    delete_when: DeleteWhen = None,
-    map_: Maps = None,
-    expect: Expects = None,
-    on_violation: OnViolation = None,
-    partition_by: PartitionBy = None,
-    sql: Sql = None,
-    into: Into = None,
-    table: Tables = None,
-    watermark: Watermarks = None,
-    udf: Functions = None,
-    rules: Rules = None,
-    file: File = None,
-    parameters: Parameters = None,
-    start: Start = None,
-    settings: Settings = None,
-    master: Master = "",
-    memory: Memory = "1g",
-    folder: Folder = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    *,
+    flags: Flags,
+    how: How,
 ) -> None:
     """Run a pipeline in this process, with progress and a summary. Refused while another process runs it."""
-    lake = lake if lake is None or "://" in lake else os.path.abspath(lake)
-    flags = Flags(
-        topic=[*(topics or ()), *(topic or ())],
-        pattern=pattern,
-        lake=lake,
-        format=format_,
-        every=every,
-        decode=decode,
-        schema=schema,
-        dedupe=dedupe,
-        mode=mode,
-        key=key,
-        order_by=order_by,
-        delete_when=delete_when,
-        map=map_,
-        expect=expect,
-        on_violation=on_violation,
-        partition_by=partition_by,
-        sql=sql,
-        into=into,
-        table=table,
-        watermark=watermark,
-        udf=udf,
-        rules=rules,
-        file=file,
-        param=parameters,
-        start=start,
-        settings=settings,
-    )
-    _run(kind_or_name, flags, name, _How(once, dry, master, memory, folder, as_json, brokers, timeout))
-
-
-class _How(NamedTuple):
-    """Options that do not define the pipeline."""
-
-    once: bool
-    dry: bool
-    master: str
-    memory: str
-    folder: str | None
-    as_json: bool
-    brokers: str
-    timeout: float
-
-
-def _run(kind_or_name: str, flags: Flags, name: str | None, how: _How) -> None:
+    lake = flags.lake if flags.lake is None or "://" in flags.lake else os.path.abspath(flags.lake)
+    flags = replace(flags, topic=[*(topics or ()), *(flags.topic or ())], lake=lake)
     described = _described_by(kind_or_name, flags, name)
     refuse_without_spark()
     is_declared, brokers = described is None, how.brokers
     pipeline, places = ask(brokers, how.timeout, lambda client: look_up(client, kind_or_name, described, brokers))
     by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
-        run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=how.dry, as_json=how.as_json)
-    elif how.dry and pipeline.kind is PipelineKind.LAND:
+        run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=how.as_json)
+    elif dry and pipeline.kind is PipelineKind.LAND:
         show_landing(pipeline, brokers, flags.lake or places.lake, as_json=how.as_json)
-    elif how.dry:
+    elif dry:
         show_dry_run(pipeline, brokers, master=how.master, memory=how.memory, as_json=how.as_json)
     else:
-        by_hand.run(how.master, how.memory, once=how.once, as_json=how.as_json)
+        by_hand.run(how.master, how.memory, once=once, as_json=how.as_json)
 
 
 def run_job(
