@@ -25,7 +25,7 @@ from millstream.core.errors import (
     RequestTimedOut,
     UnknownProducer,
 )
-from millstream.protocol.messages.primitives import Buffer
+from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.record import Headers
 from millstream.protocol.wire.produce import Produced
 
