@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.log.index import Index
+from millstream.broker.log.segment import Index
 
 Entries = list[tuple[int, int, int]]
 """Relative offset, position, and the largest timestamp before it."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from crc32c import crc32c
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
-from millstream.broker.log.segment import Segment
+from millstream.broker.log.segment import RELATIVE_OFFSET_MAX, Index, Segment
 from millstream.broker.log.transactions import Guard, ProducedBatch
 from millstream.broker.log.truncation import begin_restart
 from millstream.core.errors import (

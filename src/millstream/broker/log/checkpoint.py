@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.index import ENTRY_BYTES
 from millstream.broker.log.ledger import Ledger
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import (
+    ENTRY_BYTES,
     INDEX_SUFFIX,
     TIME_INDEX_SUFFIX,
     Segment,

@@ -19,9 +19,8 @@ from crc32c import crc32c
 
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.index import Index
 from millstream.broker.log.scan import Bad, Scan, Window
-from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.broker.log.segment import Index, Segment, cleaned_path
 from millstream.core.errors import BatchRejected, MillstreamError
 from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, TIMESTAMP_TYPE_FLAG, BatchHeader, read_header
 from millstream.protocol.records.record import records_section

@@ -38,10 +38,9 @@ from millstream.broker.log.cleaner_child import (
     write_message,
 )
 from millstream.broker.log.files import DiskFiles, Files
-from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.log import Log
 from millstream.broker.log.retention import awaits_landing
-from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.broker.log.segment import RELATIVE_OFFSET_MAX, Index, Segment, cleaned_path
 from millstream.core.clock import Clock
 from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.metric import Metric, counter, gauge

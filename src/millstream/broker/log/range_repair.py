@@ -14,11 +14,10 @@ from contextlib import suppress
 from millstream.broker.log.damage import LostRange
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.index import Index
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import ProducerReplay
 from millstream.broker.log.scan import Bad, Scan, Window
-from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.broker.log.segment import Index, Segment, cleaned_path
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.rewrite import empty_batch

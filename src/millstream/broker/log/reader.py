@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
-from millstream.broker.log.index import Index
 from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.scan import (
     FRAME_BYTES,
@@ -29,7 +28,7 @@ from millstream.broker.log.scan import (
     read_frame,
     valid_run,
 )
-from millstream.broker.log.segment import Segment
+from millstream.broker.log.segment import Index, Segment
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify, unreadable
 from millstream.core.clock import Clock
 from millstream.core.errors import BatchRejected, CorruptBatch

@@ -17,7 +17,6 @@ from millstream.broker.log.damage import Damage, LostRange
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.folder import DataFolder, folders_above
-from millstream.broker.log.index import Index
 from millstream.broker.log.journal import Entry, read_journal, remove_journal
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log_contents import LogContents, RecoveryReport, replay_batch
@@ -28,6 +27,7 @@ from millstream.broker.log.segment import (
     DELETED_SUFFIX,
     REPAIR_SUFFIX,
     SEGMENT_SUFFIXES,
+    Index,
     Segment,
     base_offset_of,
     complete_swaps,

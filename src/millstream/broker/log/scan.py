@@ -17,8 +17,7 @@ from crc32c import crc32c
 
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
-from millstream.broker.log.index import ENTRY_BYTES, Index
-from millstream.broker.log.segment import INDEX_SUFFIX, TIME_INDEX_SUFFIX, Segment, segment_path
+from millstream.broker.log.segment import ENTRY_BYTES, INDEX_SUFFIX, TIME_INDEX_SUFFIX, Index, Segment, segment_path
 from millstream.broker.log.state import read_whole
 from millstream.core.errors import BatchRejected, CorruptBatch
 from millstream.protocol.records.batch import (
