@@ -27,8 +27,8 @@ from typing import Any, Final, Literal, Self, TypedDict, Unpack
 
 from millstream.client import tracing
 from millstream.client.admin.subscriptions import differences, start_of
-from millstream.client.arguments import check_bool, check_integer, check_number, check_pair, check_text
 from millstream.client.live_receiver import LiveReceiver
+from millstream.client.message import check_bool, check_integer, check_number, check_pair, check_text
 from millstream.client.message_stream import MessageStream, Source
 from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes

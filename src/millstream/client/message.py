@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from millstream.client.arguments import check_text
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.core.errors import InvalidRecordState, InvalidRequest, SchemaMismatch
 from millstream.core.ids import message_id
@@ -18,6 +17,38 @@ from millstream.protocol.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
     from millstream.client.lease import Lease
+
+
+def check_integer(name: str, value: object, least: int = 0, error: type[InvalidRequest] = InvalidRequest) -> None:
+    """Require an integer; neither a string of digits nor True is one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise error(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def check_number(name: str, value: object, least: float = 0.0, error: type[InvalidRequest] = InvalidRequest) -> None:
+    """Require a finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
+        raise error(f"{name} must be a number of at least {least:g}, not {value!r}")
+
+
+def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
+    """Require a minimum and a maximum, in seconds."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
+        raise error(f"{name} must be a number of seconds, or a pair of minimum and maximum, not {value!r}")
+    for number in value:
+        check_number(name, number, error=error)
+
+
+def check_text(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
+    """Require a string."""
+    if not isinstance(value, str):
+        raise error(f"{name} must be a string, not {value!r}")
+
+
+def check_bool(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
+    """Require True or False; a string such as "no" would count as true."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, not {value!r}")
 
 
 SECONDS_MAX: Final = 10 * 365 * 86400

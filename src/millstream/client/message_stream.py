@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, Self
 
-from millstream.client.arguments import check_integer
-from millstream.client.message import Message
+from millstream.client.message import Message, check_integer
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from millstream.client.arguments import check_integer
+from millstream.client.message import check_integer
 from millstream.client.node_sender import ACKS_NONE, NodeSender
 from millstream.client.outgoing_batch import SharedResult
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity

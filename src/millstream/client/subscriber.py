@@ -21,8 +21,7 @@ from time import monotonic
 from typing import Any, Final
 
 from millstream.client import tracing
-from millstream.client.arguments import check_number
-from millstream.client.message import Message, Reject, RetryLater, milliseconds
+from millstream.client.message import Message, Reject, RetryLater, check_number, milliseconds
 from millstream.client.message_stream import Source
 from millstream.core.verb import Verb
 
