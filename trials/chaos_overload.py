@@ -45,8 +45,7 @@ from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.source.link import link_to
-from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
-from millstream.pipelines.source.position import OFFSET_LATEST
+from millstream.pipelines.source.options import BROKERS, OFFSET_LATEST, ReadOptions, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_columns
 from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_SNAPPY, COMPRESSION_ZSTD

@@ -5,8 +5,16 @@ import warnings
 import pytest
 
 from millstream.core.errors import InvalidSetting
-from millstream.pipelines.source.options import read_options, refuse_ending, write_options
-from millstream.pipelines.source.position import EARLIEST, LATEST, ByTime, Named, Timestamps
+from millstream.pipelines.source.options import (
+    EARLIEST,
+    LATEST,
+    ByTime,
+    Named,
+    Timestamps,
+    read_options,
+    refuse_ending,
+    write_options,
+)
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 
 

@@ -44,8 +44,7 @@ from millstream.pipelines.source.batch_commit import (
 )
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
-from millstream.pipelines.source.position import ByTime
+from millstream.pipelines.source.options import BROKERS, ByTime, SourceOffsets, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 

@@ -28,8 +28,7 @@ from millstream.pipelines.source.batch_commit import OFFSETS_TASK, Batch, abort_
 from millstream.pipelines.source.landed_history import landings, read_landed
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver
-from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
-from millstream.pipelines.source.position import ByTime
+from millstream.pipelines.source.options import BROKERS, ByTime, SourceOffsets, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, Table, admitted, ranges_between
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import RowFilter, read_range

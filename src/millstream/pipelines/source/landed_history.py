@@ -22,8 +22,7 @@ from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, nothing_since
-from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.position import ByTime, FromLake, Offsets, Position, Timestamps
+from millstream.pipelines.source.options import ByTime, FromLake, Offsets, Position, ReadOptions, Timestamps
 from millstream.pipelines.source.ranges import Range, Table
 from millstream.pipelines.source.rows import shaped
 from millstream.pipelines.source.shape import Shape

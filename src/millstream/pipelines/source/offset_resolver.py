@@ -11,8 +11,7 @@ from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.position import (
+from millstream.pipelines.source.options import (
     OFFSET_EARLIEST,
     OFFSET_LATEST,
     ByTime,
@@ -21,6 +20,7 @@ from millstream.pipelines.source.position import (
     Named,
     Offsets,
     Position,
+    ReadOptions,
     Timestamps,
 )
 from millstream.protocol.wire.error_codes import error_from_code

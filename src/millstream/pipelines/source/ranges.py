@@ -10,8 +10,7 @@ from math import ceil, floor
 from pyspark.sql.datasource import InputPartition
 
 from millstream.pipelines.source.access import Access, may_read
-from millstream.pipelines.source.options import ReadOptions, sample_size
-from millstream.pipelines.source.position import Offsets
+from millstream.pipelines.source.options import Offsets, ReadOptions, sample_size
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from pyspark.sql.datasource import (
 
 from millstream.core.errors import LostData
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.position import EARLIEST, ByTime, Named, Offsets
+from millstream.pipelines.source.options import EARLIEST, ByTime, Named, Offsets, ReadOptions
 from millstream.pipelines.source.ranges import Range, admit_tasks, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape

@@ -25,8 +25,7 @@ from millstream.client.admin.topics import find_topic
 from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
 from millstream.core.ids import NO_TIMESTAMP_MS
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.position import OFFSET_EARLIEST
+from millstream.pipelines.source.options import OFFSET_EARLIEST, ReadOptions
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
 from millstream.pipelines.source.shape import ERROR, Column, Shape, payload_field

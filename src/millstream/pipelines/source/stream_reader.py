@@ -20,8 +20,7 @@ from millstream.core.errors import LostData, MillstreamError
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.offset_resolver import OffsetResolver
-from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.position import LATEST, Named
+from millstream.pipelines.source.options import LATEST, Named, ReadOptions
 from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ranges_between, split
 from millstream.pipelines.source.reader import check_start, read_task
 from millstream.pipelines.source.shape import Shape

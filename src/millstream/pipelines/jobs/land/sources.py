@@ -13,7 +13,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.position import OFFSET_EARLIEST, OFFSET_LATEST
+from millstream.pipelines.source.options import OFFSET_EARLIEST, OFFSET_LATEST
 from millstream.protocol.records.decoder import find_batches
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata

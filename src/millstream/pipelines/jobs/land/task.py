@@ -28,8 +28,7 @@ from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
 from millstream.pipelines.lake.task_writer import RowWriter
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
-from millstream.pipelines.source.position import OFFSET_EARLIEST
+from millstream.pipelines.source.options import BROKERS, OFFSET_EARLIEST, ReadOptions, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range, task_link
 from millstream.pipelines.source.schema_decoder import SchemaRows

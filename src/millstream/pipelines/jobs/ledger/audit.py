@@ -33,7 +33,7 @@ from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.landed_history import landings
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.position import OFFSET_EARLIEST
+from millstream.pipelines.source.options import OFFSET_EARLIEST
 from millstream.protocol.private.subscriptions import MarkedQueue, mark_ledger
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
