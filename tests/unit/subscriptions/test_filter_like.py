@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millstream.protocol.filter.like_pattern import FLOATING_MAX, InvalidPattern, compile_like
+from millstream.protocol.filter.value import FLOATING_MAX, InvalidPattern, compile_like
 from millstream_testing import filter_model as model
 
 

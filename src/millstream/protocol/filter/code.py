@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from millstream.protocol.filter import operation, value
-from millstream.protocol.filter.like_pattern import compile_like
 from millstream.protocol.filter.node import (
     COALESCE,
     Arithmetic,
@@ -37,7 +36,7 @@ from millstream.protocol.filter.node import (
     kind_of,
 )
 from millstream.protocol.filter.operation import FROM_TEXT, Truth
-from millstream.protocol.filter.value import NUMBERS
+from millstream.protocol.filter.value import NUMBERS, compile_like
 
 
 class Choices:

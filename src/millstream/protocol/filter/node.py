@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from millstream.protocol.filter.like_pattern import ESCAPE
-from millstream.protocol.filter.value import moment_text
+from millstream.protocol.filter.value import ESCAPE, moment_text
 
 
 class Kind(StrEnum):

@@ -15,7 +15,6 @@ from millstream.core.errors import FilterError
 from millstream.core.setting import suggestion
 from millstream.core.sql import locate
 from millstream.protocol.filter import value
-from millstream.protocol.filter.like_pattern import ESCAPE, InvalidPattern, compile_like
 from millstream.protocol.filter.node import (
     CASTS,
     COALESCE,
@@ -46,6 +45,7 @@ from millstream.protocol.filter.node import (
     common_kind,
     kind_of,
 )
+from millstream.protocol.filter.value import ESCAPE, InvalidPattern, compile_like
 
 
 def refusal(text: str, start: int, end: int, reason: str) -> FilterError:
