@@ -32,8 +32,7 @@ from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.code import Source
-from millstream.protocol.filter.evaluation import used_by
-from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.filter.filter import Filter, compile_filter, used_by
 from millstream.protocol.filter.node import Column, Header, Kind, Payload, Uses
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import decode_columns

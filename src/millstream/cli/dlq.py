@@ -271,7 +271,7 @@ def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: st
 
     async def question(client: Client) -> None:
         from millstream.client.admin.dead_letter import DeadLetterDesk, find_topic
-        from millstream.protocol.filter.evaluation import matcher
+        from millstream.protocol.filter.filter import matcher
 
         wanted = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name, patience_s=timeout)

@@ -14,8 +14,7 @@ from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilte
 from millstream.broker.subscriptions.filter_worker import FilterWorker
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.filter.evaluation import Evaluation, Messages
-from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.filter.filter import Evaluation, Filter, Messages, compile_filter
 from millstream.protocol.records.batch import COMPRESSION_ZSTD, iterate_whole_headers
 from millstream.protocol.records.record import NewRecord, encode_batch
 

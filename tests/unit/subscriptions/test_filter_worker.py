@@ -20,8 +20,7 @@ from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLI
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.filter.evaluation import OFFSET_MAX, Messages, evaluate
-from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.filter.filter import OFFSET_MAX, Messages, compile_filter, evaluate
 from millstream.protocol.records.batch import COMPRESSION_ZSTD, read_header
 from millstream.protocol.records.record import NewRecord, encode_batch, records_section
 from millstream.protocol.records.rewrite import raw_records, rebuild_batch

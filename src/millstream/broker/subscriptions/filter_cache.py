@@ -21,8 +21,7 @@ from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.core.errors import BatchRejected
 from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
-from millstream.protocol.filter.evaluation import Messages
-from millstream.protocol.filter.filter import Filter
+from millstream.protocol.filter.filter import Filter, Messages
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
 CACHED_BYTES_MAX: Final = 16 * 1024 * 1024

@@ -32,8 +32,7 @@ from millstream.broker.subscriptions.filter_worker_child import (
 from millstream.core.backoff import delay_after
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.core.tasks import within
-from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate_few
-from millstream.protocol.filter.filter import Filter
+from millstream.protocol.filter.filter import Evaluation, Filter, Messages, evaluate_few
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
 _logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ import msgspec
 from millstream.broker.subscriptions.batch_scan import BatchScan, scan_batch
 from millstream.core.errors import BatchRejected
 from millstream.core.heap import freeze_heap
-from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate
-from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.filter.filter import Evaluation, Messages, compile_filter, evaluate
 from millstream.protocol.records.batch import read_header
 
 LENGTH_BYTES = 4

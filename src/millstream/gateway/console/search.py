@@ -22,8 +22,7 @@ from millstream.core.topic import TopicPartition
 from millstream.gateway.api.message import message_bytes
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
-from millstream.protocol.filter.evaluation import Messages
-from millstream.protocol.filter.filter import Filter
+from millstream.protocol.filter.filter import Filter, Messages
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record

@@ -8,17 +8,24 @@ docs/filters.md has the language.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
-from millstream.protocol.filter.batch import DecodedBatch
+from millstream.protocol.filter.batch import ColumnBatch, DecodedBatch, RecordBatch
 from millstream.protocol.filter.code import Program
 from millstream.protocol.filter.node import Uses, canonical_text
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.batch import Buffer
+from millstream.protocol.records.record import decode_records
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
 
 VERSION_LENGTH = 16
 
@@ -64,3 +71,96 @@ def compile_filter(text: str, *, bare_fields: bool = False) -> Filter:
     node = translate(text, bare_fields=bare_fields)
     program = Program(node)
     return Filter(text, canonical_text(node), Uses.of((*program.columns, *program.of_batch)), program)
+
+
+def matcher(text: str) -> Callable[[LeasedMessage], bool]:
+    """Compile a filter into a predicate on single messages."""
+    from millstream.protocol.filter.batch import RecordBatch
+
+    condition = compile_filter(text)
+
+    def matches(message: LeasedMessage) -> bool:
+        batch: Any = RecordBatch(
+            [message.record], topic=message.topic, partition=message.partition, uses=condition.uses
+        )
+        return bool(condition.matches(batch)[0])
+
+    return matches
+
+
+OFFSET_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Messages to evaluate: stored record batches, and where they come from."""
+
+    topic: str
+    partition: int
+    batches: Buffer
+    start_offset: int = 0
+    end_offset: int = OFFSET_MAX
+    """Messages from this offset on are left out."""
+    aborted: Collection[tuple[int, int]] = ()
+    """Aborted transactions, each as producer id and first offset, whose messages are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The offsets of the messages, and for every filter whether each of them matches."""
+
+    offsets: npt.NDArray[np.int64]
+    matches: tuple[npt.NDArray[np.bool_], ...]
+
+
+def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
+    """Evaluate with the compiled codec, a few thousand messages at a time; raises `CorruptBatch`."""
+    # Loading the codec takes a while, and does not pay for a few batches.
+    from millstream.protocol.records.decoder import decode_columns
+
+    uses = used_by(filters)
+    parts = decode_columns(
+        messages.batches,
+        fields=uses.fields,
+        start_offset=messages.start_offset,
+        end_offset=messages.end_offset,
+        aborted=messages.aborted,
+        verify_crc=False,
+    )
+    batches = (
+        (columns.offsets, ColumnBatch(columns, topic=messages.topic, partition=messages.partition, uses=uses))
+        for columns in parts
+    )
+    return _joined(batches, filters)
+
+
+def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_bytes_max: int) -> Evaluation:
+    """Evaluate in plain Python, for a handful of messages; raises `CorruptBatch` for what decompresses to more."""
+    import numpy as np
+
+    decoded = decode_records(
+        messages.batches,
+        aborted=messages.aborted,
+        verify_crc=False,
+        decompressed_bytes_max=decompressed_bytes_max,
+    )
+    records = [record for record in decoded if messages.start_offset <= record.offset < messages.end_offset]
+    batch = RecordBatch(records, topic=messages.topic, partition=messages.partition, uses=used_by(filters))
+    return _joined([(np.array([record.offset for record in records], np.int64), batch)], filters)
+
+
+def used_by(filters: Sequence[Filter]) -> Uses:
+    """Return what all filters read together."""
+    return reduce(or_, (each.uses for each in filters), Uses())
+
+
+def _joined(parts: Iterable[tuple[npt.NDArray[np.int64], DecodedBatch]], filters: Sequence[Filter]) -> Evaluation:
+    import numpy as np
+
+    offsets = [np.empty(0, np.int64)]
+    matches: list[list[npt.NDArray[np.bool_]]] = [[np.empty(0, np.bool_)] for _ in filters]
+    for found, batch in parts:
+        offsets.append(found)
+        for each, column in zip(filters, matches, strict=True):
+            column.append(each.matches(batch))
+    return Evaluation(np.concatenate(offsets), tuple(np.concatenate(column) for column in matches))
