@@ -14,9 +14,8 @@ from uuid import UUID
 
 from millstream.core.ids import NodeId
 from millstream.protocol.private.subscription_messages import LeasedRange
-from millstream.protocol.records.aborted_batches import Aborted, AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
-from millstream.protocol.records.record import append_time_ms, records_section, walk_records
+from millstream.protocol.records.record import Aborted, AbortedBatches, append_time_ms, records_section, walk_records
 
 if TYPE_CHECKING:
     from millstream.client.message import Message

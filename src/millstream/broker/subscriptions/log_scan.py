@@ -19,8 +19,8 @@ from millstream.broker.subscriptions.frame import PUBLISHED
 from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
-from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers, read_header
+from millstream.protocol.records.record import AbortedBatches
 
 SCANNED_BYTES_MAX: Final = 2 * 1024 * 1024
 """How much is scanned on the loop at once: a few milliseconds' worth."""

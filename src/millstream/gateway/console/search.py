@@ -23,9 +23,8 @@ from millstream.gateway.api.message import message_bytes
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.protocol.filter.filter import Filter, Messages
-from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
-from millstream.protocol.records.record import Record
+from millstream.protocol.records.record import AbortedBatches, Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
 

@@ -17,7 +17,6 @@ from crc32c import crc32c
 
 from millstream.core.errors import BatchRejected, CorruptBatch, UnsupportedCompression
 from millstream.core.ids import Offset
-from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import (
     COMPRESSION_MASK,
     COMPRESSION_NONE,
@@ -31,6 +30,7 @@ from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderCol
 from millstream.protocol.records.compression import decompress
 from millstream.protocol.records.kernels import parse
 from millstream.protocol.records.layout import BATCHES, HEADERS, PARSING, RECORDS, Bytes, Int32s, Table, read_only
+from millstream.protocol.records.record import AbortedBatches
 
 KEY, VALUE, HEADER = "key", "value", "headers"
 FIELDS = frozenset({KEY, VALUE, HEADER})

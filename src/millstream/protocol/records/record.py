@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 
 from millstream.core.errors import BatchRejected, CorruptBatch, InvalidBatch
 from millstream.core.ids import NO_TIMESTAMP_MS, Offset, OffsetRange
-from millstream.protocol.records.aborted_batches import Aborted, AbortedBatches
 from millstream.protocol.records.batch import (
     COMPRESSION_NONE,
     CONTROL_FLAG,
@@ -35,6 +34,33 @@ from millstream.protocol.records.batch import (
     seal_batch,
 )
 from millstream.protocol.records.compression import compress, decompress
+
+Aborted = Iterable[tuple[int, int]]
+"""Aborted transactions, each as producer id and first offset."""
+
+
+class AbortedBatches:
+    """Given every batch of a response in order, knows which to skip.
+
+    A producer's batches are skipped from the first offset of its aborted transaction up to its next marker, which ended
+    it: a producer has one transaction at a time. The list applies to one response only.
+    """
+
+    __slots__ = ("_ahead", "_now")
+
+    def __init__(self, aborted: Aborted) -> None:
+        self._ahead = sorted(((first, producer_id) for producer_id, first in aborted), reverse=True)
+        self._now: set[int] = set()
+
+    def holds(self, last_offset: int, attributes: int, producer_id: int) -> bool:
+        """Return whether a batch belongs to an aborted transaction; its marker does not."""
+        while self._ahead and self._ahead[-1][0] <= last_offset:
+            self._now.add(self._ahead.pop()[1])
+        if attributes & CONTROL_FLAG:
+            self._now.discard(producer_id)
+            return False
+        return bool(attributes & TRANSACTIONAL_FLAG) and producer_id in self._now
+
 
 CREATE_TIME, LOG_APPEND_TIME = range(2)
 """The types of timestamp: given by the producer, or by the broker when it appended the batch."""

@@ -27,9 +27,8 @@ from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_un
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import RequestMemory
 from millstream.protocol.private.subscription_messages import Receive
-from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
-from millstream.protocol.records.record import Record
+from millstream.protocol.records.record import AbortedBatches, Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED
 

@@ -35,9 +35,8 @@ from millstream.pipelines.source.landed_history import landings
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import OFFSET_EARLIEST
 from millstream.protocol.private.subscriptions import MarkedQueue, mark_ledger
-from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
-from millstream.protocol.records.record import decode_batch
+from millstream.protocol.records.record import AbortedBatches, decode_batch
 from millstream.protocol.wire import fetch
 from millstream.protocol.wire.client import Client
 
