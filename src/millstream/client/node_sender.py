@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from millstream.client.outgoing_batch import OutgoingBatch
-from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
+from millstream.client.partition_queue import IN_FLIGHT_MAX, OutgoingBatch, PartitionQueue
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.primitives import Buffer

@@ -19,8 +19,7 @@ from typing import Any, Final
 
 from millstream.client.message import check_integer
 from millstream.client.node_sender import ACKS_NONE, NodeSender
-from millstream.client.outgoing_batch import SharedResult
-from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
+from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity, SharedResult
 from millstream.client.receipt import Receipt
 from millstream.core.backoff import FIRST_S, Backoff, delay_after
 from millstream.core.errors import (

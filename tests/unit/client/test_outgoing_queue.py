@@ -11,8 +11,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.client.node_sender import NodeSender
-from millstream.client.outgoing_batch import OutgoingBatch
-from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
+from millstream.client.partition_queue import NOT_IDEMPOTENT, OutgoingBatch, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
 from millstream.core.errors import (
     BatchTooLarge,
