@@ -77,6 +77,9 @@ class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No parameters, or no body."""
 
 
+_NO_FIELDS: Final[Any] = NoFields
+
+
 class Lane(IntEnum):
     """Requests that share a limit, so that one kind cannot crowd out the others."""
 
@@ -132,8 +135,8 @@ class Route(Generic[Q, B]):
     """The type of the answer; None if it has no body."""
     other_answer: type | None = None
     """The type of the answer to bodies in another form."""
-    query: type[Q]
-    body: type[B]
+    query: type[Q] = _NO_FIELDS
+    body: type[B] = _NO_FIELDS
     """`bytes` passes the body on unparsed; `forms` lists what it may be."""
     forms: Mapping[str, type] = field(default_factory=dict)
     """Content types other than JSON, with the types they hold."""

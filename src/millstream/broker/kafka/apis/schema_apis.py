@@ -149,8 +149,6 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
 
     key = REGISTER_KEY
     changes = single_change("schema", CREATE, name="subject")
-    request_type = RegisterSchema
-    response_type = SchemaResponse
 
     async def needs(self, request: RegisterSchema) -> Sequence[Need]:
         """WRITE on the subject's topic: a producer registers the schemas that it writes with."""
@@ -175,8 +173,6 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
 
     key = LOOKUP_KEY
     changes = None
-    request_type = LookupSchema
-    response_type = SchemaResponse
 
     async def needs(self, request: LookupSchema) -> Sequence[Need]:
         """DESCRIBE on the subject's topic."""
@@ -201,8 +197,6 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
 
     key = CHECK_KEY
     changes = None
-    request_type = CheckSchema
-    response_type = CheckResponse
 
     async def needs(self, request: CheckSchema) -> Sequence[Need]:
         """DESCRIBE on the subject's topic."""
@@ -233,8 +227,6 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
 
     key = GET_KEY
     changes = None
-    request_type = GetSchema
-    response_type = SchemaResponse
 
     async def needs(self, request: GetSchema) -> Sequence[Need]:
         """Nothing: the schema is only returned to clients that may describe one of the topics it is for."""
@@ -279,8 +271,6 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
 
     key = LIST_KEY
     changes = None
-    request_type = ListSubjects
-    response_type = SubjectsResponse
 
     async def needs(self, request: ListSubjects) -> Sequence[Need]:
         """Nothing: the list contains the subjects whose topic the client may describe."""
@@ -350,8 +340,6 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
 
     key = SUBJECT_KEY
     changes = None
-    request_type = GetSubject
-    response_type = SubjectResponse
 
     async def needs(self, request: GetSubject) -> Sequence[Need]:
         """DESCRIBE on the subject's topic."""
@@ -395,8 +383,6 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
 
     key = DELETE_KEY
     changes = single_change("schema", DELETE, name="subject")
-    request_type = DeleteSubject
-    response_type = DeletedResponse
 
     async def needs(self, request: DeleteSubject) -> Sequence[Need]:
         """DELETE on the subject's topic."""
@@ -424,8 +410,6 @@ class SchemaSettings(RegistryApi[GetSettings, SettingsResponse]):
 
     key = SETTINGS_KEY
     changes = None
-    request_type = GetSettings
-    response_type = SettingsResponse
 
     async def needs(self, request: GetSettings) -> Sequence[Need]:
         """DESCRIBE_CONFIGS on the subject's topic, or on the cluster for a context."""
@@ -452,8 +436,6 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
 
     key = CONFIGURE_KEY
     changes = single_change("schema settings", UPDATE, name="subject")
-    request_type = Configure
-    response_type = SettingsResponse
 
     async def needs(self, request: Configure) -> Sequence[Need]:
         """ALTER_CONFIGS on the subject's topic, or on the cluster for a context."""

@@ -141,7 +141,6 @@ ROUTES: Final = (
         summary="Show one message and its record batch",
         handle=show,
         query=Show,
-        body=NoFields,
         answer=StoredDocument,
     ),
     Route(
@@ -150,8 +149,6 @@ ROUTES: Final = (
         tag="messages",
         summary="Show what became of a message in every subscription",
         handle=trace,
-        query=NoFields,
-        body=NoFields,
         answer=TraceDocument,
     ),
 )
