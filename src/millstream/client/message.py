@@ -51,14 +51,14 @@ def check_bool(name: str, value: object, error: type[InvalidRequest] = InvalidRe
         raise error(f"{name} must be True or False, not {value!r}")
 
 
-SECONDS_MAX: Final = 10 * 365 * 86400
+DELAY_SECONDS_MAX: Final = 10 * 365 * 86400
 """No delay is longer."""
 
 
 def milliseconds(seconds: float) -> int:
     """Convert a delay to milliseconds; a negative one is 0."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not math.isfinite(seconds) or seconds > SECONDS_MAX:
+    if not is_number or not math.isfinite(seconds) or seconds > DELAY_SECONDS_MAX:
         raise InvalidRequest(f"{seconds!r} is not a number of seconds up to ten years")
     return max(0, int(seconds * 1000))
 

@@ -28,7 +28,7 @@ from millstream.protocol.private.security_messages import (
     AUTHENTICATE_KEY,
     BASIC,
     BEARER,
-    NOTHING,
+    NO_CREDENTIAL,
     AuthenticateRequest,
     AuthenticateResponse,
 )
@@ -182,7 +182,7 @@ class Callers:
         if not given:
             if self._requires:
                 raise unauthorized("authentication is required; send a user and a password (Basic) or a token (Bearer)")
-            return Shown(NOTHING, "", "", host)
+            return Shown(NO_CREDENTIAL, "", "", host)
         return _parse(given[0], host)
 
     def _mark(self, shown: Shown) -> bytes:

@@ -88,16 +88,16 @@ def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.Monk
 def test_names_of_topics_long_gone_are_forgotten(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
     assert expressions.matches("short-.*") == frozenset()
-    for number in range(3 * module.KEPT_MAX):
+    for number in range(3 * module.EXPRESSIONS_KEPT_MAX):
         topics.add(f"short-{number}")
         assert expressions.matches("short-.*") == {f"short-{number}"}
         topics.remove(f"short-{number}")
-    assert len(expressions._names) < 2 * module.KEPT_MAX
+    assert len(expressions._names) < 2 * module.EXPRESSIONS_KEPT_MAX
 
 
 def test_only_so_many_are_remembered(topics: MemoryTopics) -> None:
     expressions = Expressions(topics)
-    for number in range(module.KEPT_MAX + 10):
+    for number in range(module.EXPRESSIONS_KEPT_MAX + 10):
         expressions.check(f"x{number}")
-    assert len(expressions._known) == module.KEPT_MAX
+    assert len(expressions._known) == module.EXPRESSIONS_KEPT_MAX
     assert expressions.matches("x0|orders") == {"orders"}

@@ -278,7 +278,7 @@ async def test_refusals_are_reported_as_the_version_understands(
 async def test_a_coordinator_that_does_not_answer_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(produce, "TIMEOUT_S", 0.02)
+    monkeypatch.setattr(produce, "OPENING_TIMEOUT_S", 0.02)
     async with broker_in(tmp_path) as broker:
         broker.gate.silent = True
         assert await broker.produce({0: batch(0)}) == {0: ErrorCode.not_enough_replicas}

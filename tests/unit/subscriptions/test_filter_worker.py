@@ -20,7 +20,7 @@ from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLI
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.filter.filter import OFFSET_MAX, Messages, compile_filter, evaluate
+from millstream.protocol.filter.filter import SCAN_OFFSET_MAX, Messages, compile_filter, evaluate
 from millstream.protocol.records.batch import COMPRESSION_ZSTD, read_header
 from millstream.protocol.records.record import NewRecord, encode_batch, records_section
 from millstream.protocol.records.rewrite import raw_records, rebuild_batch
@@ -56,7 +56,7 @@ def batch(count: int, *, base_offset: int = 10, compression: int = 0) -> bytes:
     return bytes(encode_batch(records, base_offset=base_offset, compression=compression))
 
 
-def messages(batches: bytes, start_offset: int = 0, end_offset: int = OFFSET_MAX) -> Messages:
+def messages(batches: bytes, start_offset: int = 0, end_offset: int = SCAN_OFFSET_MAX) -> Messages:
     return Messages(topic="orders", partition=1, batches=batches, start_offset=start_offset, end_offset=end_offset)
 
 

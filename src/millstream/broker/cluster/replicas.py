@@ -55,10 +55,10 @@ from millstream.protocol.wire.replica_fetch import (
     ReplicaPosition,
 )
 
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 60.0
-ASK_BYTES = 4 * 1024 * 1024
-PART_BYTES = 16 * 1024 * 1024
+REPAIR_RETRY_FIRST_S = 0.5
+REPAIR_RETRY_MAX_S = 60.0
+REPAIR_ASK_BYTES = 4 * 1024 * 1024
+REPAIR_PART_BYTES = 16 * 1024 * 1024
 """A larger range is repaired in parts."""
 
 
@@ -118,7 +118,9 @@ class DamageRepair:
     def _try_later(self, partition: Partition) -> None:
         backoff = self._backoffs.get(partition)
         if backoff is None:
-            backoff = self._backoffs[partition] = Backoff(self._random, first_s=RETRY_FIRST_S, max_s=RETRY_MAX_S)
+            backoff = self._backoffs[partition] = Backoff(
+                self._random, first_s=REPAIR_RETRY_FIRST_S, max_s=REPAIR_RETRY_MAX_S
+            )
         self._retries[partition] = asyncio.get_running_loop().call_later(backoff.take_s(), self.look_at, partition)
 
     async def _repair(self, partition: Partition) -> None:
@@ -181,7 +183,7 @@ class DamageRepair:
         link = self._links.open(node)
         found, offset = bytearray(), lost.first
         try:
-            while offset < lost.next_offset and len(found) < PART_BYTES:
+            while offset < lost.next_offset and len(found) < REPAIR_PART_BYTES:
                 try:
                     answer = await self._ask(link, partition, offset, epoch)
                 except (DamagedRange, CorruptBatch, OffsetOutOfRange):
@@ -201,9 +203,9 @@ class DamageRepair:
 
     async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaAnswer:
         key: PartitionKey = (partition.topic.topic_id, partition.index)
-        position = ReplicaPosition(Offset(offset), epoch, NO_EPOCH, partition.log_start, ASK_BYTES)
+        position = ReplicaPosition(Offset(offset), epoch, NO_EPOCH, partition.log_start, REPAIR_ASK_BYTES)
         fetch = ReplicaFetch(
-            self._me, self._registration(), 0, ASK_BYTES, {key: position}, session_epoch=CLOSED_SESSION_EPOCH
+            self._me, self._registration(), 0, REPAIR_ASK_BYTES, {key: position}, session_epoch=CLOSED_SESSION_EPOCH
         )
         answers = await link.fetch(fetch)
         answer = answers.partitions.get(key)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from millstream.broker.log.log import Log
 
 
-MODULE = "millstream.broker.log.cleaner_child"
+CLEANER_MODULE = "millstream.broker.log.cleaner_child"
 
 
 class Worker(Protocol):
@@ -107,7 +107,7 @@ class ChildWorker:
     def map_keys(self) -> MapResult:
         """Start the child and let it collect the last offset of each key."""
         self._child = subprocess.Popen(
-            [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True
+            [sys.executable, "-m", CLEANER_MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True
         )
         if self._cancelled:
             self._child.kill()

@@ -359,7 +359,7 @@ class Scan:
         return not one_batch and found.base_offset - self.expected <= found.position - self.position
 
 
-BUDGET_BYTES = 64 * 1024 * 1024
+INDEX_BUDGET_BYTES = 64 * 1024 * 1024
 
 
 def load_index(files: Files, segment: Segment) -> Index | None:
@@ -397,7 +397,7 @@ class LoadedIndexes:
     When the budget is used up, the one that was loaded first is dropped. Active segments do not count.
     """
 
-    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, budget_bytes: int = INDEX_BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
         self._bytes = 0
         self._loaded: OrderedDict[int, tuple[Segment, int]] = OrderedDict()

@@ -50,14 +50,14 @@ from millstream.core.schema import (
 )
 from millstream.protocol.schemas.formats import COMPILED, ParsedTexts, SchemaText
 
-MODULE: Final = "millstream.broker.schemas.worker"
+WORKER_MODULE: Final = "millstream.broker.schemas.worker"
 
 
 class SchemaExaminer:
     """Parses and compares schemas of all formats."""
 
     def __init__(self, *, examine_s: float = ANSWER_S_MAX, idle_s: float = IDLE_S) -> None:
-        self._children = ChildPool(MODULE, noun="schemas", answer_s=examine_s, idle_s=idle_s)
+        self._children = ChildPool(WORKER_MODULE, noun="schemas", answer_s=examine_s, idle_s=idle_s)
 
     async def parse(self, schema: SchemaText) -> ParsedTexts:
         """Return the canonical and the normalized text of a schema; raise `SchemaRegistryError` if it is invalid."""

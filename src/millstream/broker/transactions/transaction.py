@@ -91,7 +91,7 @@ class TransactionLimits:
     tombstones_max: int = 1000
 
 
-PREFIX: Final = "spark/"
+BATCH_PREFIX: Final = "spark/"
 NO_BATCH: Final = -1
 _PARTS: Final = 4
 _BATCH_MAX: Final = 2**63 - 1
@@ -130,9 +130,9 @@ class Member(NamedTuple):
 
 def attempt_of(transactional_id: str) -> Attempt | None:
     """Parse a transactional id of this form; return None for all others. The query may contain slashes."""
-    if not transactional_id.startswith(PREFIX):
+    if not transactional_id.startswith(BATCH_PREFIX):
         return None
-    parts = transactional_id[len(PREFIX) :].rsplit("/", _PARTS - 1)
+    parts = transactional_id[len(BATCH_PREFIX) :].rsplit("/", _PARTS - 1)
     if len(parts) != _PARTS or not all(parts) or not (parts[1].isascii() and parts[1].isdigit()):
         return None
     batch = int(parts[1])

@@ -18,11 +18,11 @@ from millstream.core.credential import (
 from millstream.core.errors import NotFound
 from millstream.protocol.private.message import Nothing, Response, decode_response, encode
 from millstream.protocol.private.security_messages import (
-    CREATE_KEY,
-    LASTS_MS,
-    LIST_KEY,
-    REVOKE_KEY,
+    CREATE_TOKEN_KEY,
+    LIST_TOKENS_KEY,
+    REVOKE_TOKEN_KEY,
     SECRETS_KEY,
+    TOKEN_LASTS_MS,
     CreateTokenResponse,
     ListTokensResponse,
     NewToken,
@@ -106,21 +106,21 @@ async def super_users_setting(client: Client) -> str | None:
 
 
 async def create_token(
-    client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lasts_ms: int = LASTS_MS
+    client: Client, scope: Iterable[Acl] = (), *, owner: str = "", lasts_ms: int = TOKEN_LASTS_MS
 ) -> CreateTokenResponse:
     """Create an API token; this is the only time that its secret is shown."""
     request = NewToken(owner=owner, lasts_ms=lasts_ms, scope=[ScopeRule.of(acl) for acl in scope])
-    return await _ask(client, CREATE_KEY, request, CreateTokenResponse)
+    return await _ask(client, CREATE_TOKEN_KEY, request, CreateTokenResponse)
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
     """The API tokens that the client may know of."""
-    return (await _ask(client, LIST_KEY, Nothing(), ListTokensResponse)).tokens
+    return (await _ask(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
 
 
 async def revoke_token(client: Client, token_id: str) -> None:
     """Revoke an API token and those that were created with it."""
-    await _ask(client, REVOKE_KEY, RevokeTokenRequest(token_id=token_id), Response)
+    await _ask(client, REVOKE_TOKEN_KEY, RevokeTokenRequest(token_id=token_id), Response)
 
 
 async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -> _Answer:

@@ -235,7 +235,7 @@ def _time_ms(text: str) -> int:
 STRUCTURED: Final = "application/cloudevents+json"
 BATCHED: Final = "application/cloudevents-batch+json"
 SPEC_HEADER: Final = b"ce-specversion"
-VERSION: Final = "1.0"
+SPEC_VERSION: Final = "1.0"
 _ATTRIBUTE_PREFIX: Final = b"ce-"
 _STORED_PREFIX: Final = "ce_"
 _REQUIRED: Final = ("specversion", "id", "source", "type")
@@ -284,8 +284,8 @@ def from_headers(headers: Mapping[bytes, bytes], placed: Placed) -> Placed:
     for name in _REQUIRED:
         if not attributes.get(name):
             raise invalid(f"the header ce-{name} is missing; an event needs it")
-    if attributes["specversion"] != VERSION.encode():
-        raise invalid(f"CloudEvents {VERSION} is supported, not {attributes['specversion'].decode('latin-1')!r}")
+    if attributes["specversion"] != SPEC_VERSION.encode():
+        raise invalid(f"CloudEvents {SPEC_VERSION} is supported, not {attributes['specversion'].decode('latin-1')!r}")
     return _with_attributes(placed, attributes)
 
 

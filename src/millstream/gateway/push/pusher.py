@@ -34,7 +34,7 @@ from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
 
-RETRY_S: Final = 5.0
+SETTLE_RETRY_S: Final = 5.0
 SETTLE_S: Final = 10.0
 """How long settling is retried at new leaders, and how long it may take in all; after that, the lease expires."""
 
@@ -58,7 +58,7 @@ class Settler:
             message.partition,
             node=message.node,
             received=monotonic(),
-            lease_s=RETRY_S,
+            lease_s=SETTLE_RETRY_S,
             attempt=message.attempt,
         )
         try:

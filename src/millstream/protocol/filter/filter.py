@@ -88,7 +88,7 @@ def matcher(text: str) -> Callable[[LeasedMessage], bool]:
     return matches
 
 
-OFFSET_MAX = 2**63 - 1
+SCAN_OFFSET_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Messages:
     partition: int
     batches: Buffer
     start_offset: int = 0
-    end_offset: int = OFFSET_MAX
+    end_offset: int = SCAN_OFFSET_MAX
     """Messages from this offset on are left out."""
     aborted: Collection[tuple[int, int]] = ()
     """Aborted transactions, each as producer id and first offset, whose messages are left out."""

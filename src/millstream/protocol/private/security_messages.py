@@ -16,7 +16,7 @@ AUTHENTICATE_KEY: Final = 32060
 BASIC: Final = "basic"
 BEARER: Final = "bearer"
 SESSION: Final = "session"
-NOTHING: Final = ""
+NO_CREDENTIAL: Final = ""
 
 
 class AuthenticateRequest(msgspec.Struct, frozen=True):
@@ -79,12 +79,12 @@ class SecretsResponse(Response, frozen=True, kw_only=True):
     secrets: Sequence[ListedSecret] = ()
 
 
-CREATE_KEY: Final = 32080
-LIST_KEY: Final = 32081
-REVOKE_KEY: Final = 32082
+CREATE_TOKEN_KEY: Final = 32080
+LIST_TOKENS_KEY: Final = 32081
+REVOKE_TOKEN_KEY: Final = 32082
 
-LASTS_MS: Final = 30 * 86_400_000
-LASTS_MS_MAX: Final = 366 * 86_400_000
+TOKEN_LASTS_MS: Final = 30 * 86_400_000
+TOKEN_LASTS_MS_MAX: Final = 366 * 86_400_000
 
 
 class ScopeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +121,7 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
     owner: str = ""
     """The principal that it acts for; empty for the client's own."""
-    lasts_ms: int = LASTS_MS
+    lasts_ms: int = TOKEN_LASTS_MS
     scope: list[ScopeRule] = []
 
 

@@ -376,7 +376,7 @@ def _reason(error: OSError) -> str:
 
 
 BORROWED_MAX: Final = 16
-MEMBERS_MAX: Final = 256
+POOL_MEMBERS_MAX: Final = 256
 """Members of one group wait for each other in JoinGroup, so more of these run concurrently."""
 
 MUTED_S_MAX: Final = 300.0
@@ -412,7 +412,7 @@ class Pool:
         self._free: list[Channel] = []
         self._lent: set[Channel] = set()
         self._slots = asyncio.Semaphore(borrowed_max)
-        self._member_slots = asyncio.Semaphore(MEMBERS_MAX)
+        self._member_slots = asyncio.Semaphore(POOL_MEMBERS_MAX)
         self._closed = False
         self.muted_until = 0.0
         """Until when the broker throttles the client; 0 if it does not."""

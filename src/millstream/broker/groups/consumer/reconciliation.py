@@ -59,7 +59,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRegex, UnreleasedInstance
 from millstream.core.regex import compile_regex
 
-KEPT_MAX: Final = 256
+EXPRESSIONS_KEPT_MAX: Final = 256
 """The number of expressions whose matches are cached."""
 
 
@@ -106,7 +106,7 @@ class Expressions:
         known = self._known.get(expression)
         if known is None:
             known = self._known[expression] = _Known(compile_regex(expression))
-            if len(self._known) > KEPT_MAX:
+            if len(self._known) > EXPRESSIONS_KEPT_MAX:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(expression)
@@ -118,7 +118,7 @@ class Expressions:
             return
         self._version = self._topics.version
         present = [topic.name for topic in self._topics.all() if not topic.is_internal]
-        if len(self._names) > 2 * len(present) + KEPT_MAX:
+        if len(self._names) > 2 * len(present) + EXPRESSIONS_KEPT_MAX:
             self._names.clear()
             self._seen.clear()
             for known in self._known.values():

@@ -86,11 +86,11 @@ FIRST_WITH_ABORTABLE: Final = 11
 FIRST_THAT_ADDS: Final = 12
 """From this version of Produce on, writing to a partition adds it to the transaction (KIP-890)."""
 
-TIMEOUT_S = 30.0
+OPENING_TIMEOUT_S = 30.0
 """How long the coordinator may take; the timeout of the request only covers acknowledgements."""
 
-RETRY_S: Final = 0.02
-RETRIES_MAX: Final = 5
+OPENING_RETRY_S: Final = 0.02
+OPENING_RETRIES_MAX: Final = 5
 """While the transaction before it is still being ended, a new one waits a moment; sending it all again costs more."""
 
 _PRODUCER: Final = struct.Struct(">qh")
@@ -204,23 +204,23 @@ class Opening:
             self.guards[beginning.portion] = guard
 
     async def _answers(self, gate: TransactionGate) -> _Answers:
-        for attempt in range(RETRIES_MAX + 1):
+        for attempt in range(OPENING_RETRIES_MAX + 1):
             answers = await self._ask_once(gate)
             is_busy = any(isinstance(error, ConcurrentTransactions) for error in answers.values())
-            if not is_busy or self._version < FIRST_THAT_ADDS or attempt == RETRIES_MAX:
+            if not is_busy or self._version < FIRST_THAT_ADDS or attempt == OPENING_RETRIES_MAX:
                 break
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(OPENING_RETRY_S)
         return answers
 
     async def _ask_once(self, gate: TransactionGate) -> _Answers:
         partitions = [beginning.partition.log.partition for beginning in self._beginnings]
         add = self._version >= FIRST_THAT_ADDS
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(OPENING_TIMEOUT_S):
                 named = self._request.transactional_id or ""
                 return dict(await gate.admit(named, *self._producer, partitions, add=add))
         except TimeoutError:
-            return dict.fromkeys(partitions, RequestTimedOut(f"no answer within {TIMEOUT_S:g} s"))
+            return dict.fromkeys(partitions, RequestTimedOut(f"no answer within {OPENING_TIMEOUT_S:g} s"))
         except MillstreamError as error:
             return dict.fromkeys(partitions, error)
 

@@ -16,10 +16,10 @@ from millstream.core.credential import new_token
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.protocol.private.message import Nothing, Response
 from millstream.protocol.private.security_messages import (
-    CREATE_KEY,
-    LASTS_MS_MAX,
-    LIST_KEY,
-    REVOKE_KEY,
+    CREATE_TOKEN_KEY,
+    LIST_TOKENS_KEY,
+    REVOKE_TOKEN_KEY,
+    TOKEN_LASTS_MS_MAX,
     CreateTokenResponse,
     ListTokensResponse,
     NewToken,
@@ -43,7 +43,7 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
     The token itself is in this answer only.
     """
 
-    key = CREATE_KEY
+    key = CREATE_TOKEN_KEY
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
@@ -65,8 +65,10 @@ class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
         scope = frozenset(rule.acl() for rule in request.scope)
         if len(scope) > SCOPE_RULES_MAX:
             raise InvalidRequest(f"the scope of a token has {SCOPE_RULES_MAX} rules at most")
-        if not 0 < request.lasts_ms <= LASTS_MS_MAX:
-            raise InvalidRequest(f"the lifetime of a token must be from 1 ms to {LASTS_MS_MAX // 86_400_000} days")
+        if not 0 < request.lasts_ms <= TOKEN_LASTS_MS_MAX:
+            raise InvalidRequest(
+                f"the lifetime of a token must be from 1 ms to {TOKEN_LASTS_MS_MAX // 86_400_000} days"
+            )
         now_ms = time.time_ns() // 1_000_000
         expires_ms = min([now_ms + request.lasts_ms, *(token.expires_ms for token in rights.tokens)])
         parent = rights.tokens[0].token_id if rights.tokens else ""
@@ -101,7 +103,7 @@ class TokenList(PrivateApi[Nothing, ListTokensResponse]):
     listed.
     """
 
-    key = LIST_KEY
+    key = LIST_TOKENS_KEY
     changes = None
 
     def __init__(self, state: SecurityState) -> None:
@@ -135,7 +137,7 @@ class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
     another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
     """
 
-    key = REVOKE_KEY
+    key = REVOKE_TOKEN_KEY
 
     def __init__(self, state: SecurityState) -> None:
         self._state = state
