@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from asyncio import Future
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, TypeVar
@@ -121,7 +121,7 @@ class StreamResponse:
     pieces: AsyncGenerator[bytes, None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Route(Generic[Q, B]):
     """One method of one path."""
 
@@ -129,10 +129,11 @@ class Route(Generic[Q, B]):
     path: str
     """As in OpenAPI, with names in braces; relative to `/v1`."""
     summary: str
-    tag: str
     handle: Callable[[Services, Request[Q, B]], Awaitable[Any]]
     answer: type | None
     """The type of the answer; None if it has no body."""
+    _: KW_ONLY
+    tag: str
     other_answer: type | None = None
     """The type of the answer to bodies in another form."""
     query: type[Q] = _NO_FIELDS

@@ -229,23 +229,27 @@ async def _described(services: Services, name: str) -> MirrorDescription:
 _ONE: Final = "/mirrors/{mirror}"
 
 
-def _route(method: str, path: str, summary: str, handle: Any, answer: Any, **more: Any) -> Route[Any, Any]:
-    """Make a route without query or body, as most are."""
-    shared: dict[str, Any] = {"tag": "mirrors", "query": NoFields, "body": NoFields}
-    return Route(method=method, path=path, summary=summary, handle=handle, answer=answer, **{**shared, **more})
+_SHARED: Final[dict[str, Any]] = {"tag": "mirrors"}
 
 
 ROUTES: Final = (
-    _route("GET", "/mirrors", "List mirrors and their lag", list_mirrors, MirrorList),
-    _route(
-        "POST", "/mirrors", "Declare a mirror", create, MirrorDescription, body=NewMirror, status=HTTPStatus.CREATED
+    Route("GET", "/mirrors", "List mirrors and their lag", list_mirrors, MirrorList, **_SHARED),
+    Route(
+        "POST",
+        "/mirrors",
+        "Declare a mirror",
+        create,
+        MirrorDescription,
+        body=NewMirror,
+        status=HTTPStatus.CREATED,
+        **_SHARED,
     ),
-    _route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
-    _route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
-    _route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT),
-    _route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription),
-    _route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription),
-    _route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
-    _route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal),
-    _route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal),
+    Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription, **_SHARED),
+    Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges, **_SHARED),
+    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT, **_SHARED),
+    Route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription, **_SHARED),
+    Route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription, **_SHARED),
+    Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover, **_SHARED),
+    Route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal, **_SHARED),
+    Route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal, **_SHARED),
 )

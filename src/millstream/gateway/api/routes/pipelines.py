@@ -339,33 +339,38 @@ def _rule(described: RoutingRule) -> Rule:
 _ONE: Final = "/pipelines/{pipeline}"
 
 
-def _route(method: str, path: str, summary: str, handle: Any, answer: Any, **more: Any) -> Route[Any, Any]:
-    """Make a route without query or body, as most are."""
-    shared: dict[str, Any] = {"tag": "pipelines", "query": NoFields, "body": NoFields}
-    return Route(method=method, path=path, summary=summary, handle=handle, answer=answer, **{**shared, **more})
+_SHARED: Final[dict[str, Any]] = {"tag": "pipelines"}
 
 
 ROUTES: Final = (
-    _route("GET", "/pipelines", "List pipelines and their progress", list_pipelines, PipelineList),
-    _route(
-        "POST", "/pipelines", "Declare a pipeline", create, PipelineCreated, body=NewPipeline, status=HTTPStatus.CREATED
+    Route("GET", "/pipelines", "List pipelines and their progress", list_pipelines, PipelineList, **_SHARED),
+    Route(
+        "POST",
+        "/pipelines",
+        "Declare a pipeline",
+        create,
+        PipelineCreated,
+        body=NewPipeline,
+        status=HTTPStatus.CREATED,
+        **_SHARED,
     ),
-    _route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
-    _route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
-    _route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
-    _route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
-    _route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
-    _route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
-    _route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog),
-    _route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),
-    _route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled),
-    _route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
-    _route(
+    Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription, **_SHARED),
+    Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges, **_SHARED),
+    Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT, **_SHARED),
+    Route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted, **_SHARED),
+    Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted, **_SHARED),
+    Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery, **_SHARED),
+    Route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog, **_SHARED),
+    Route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED, **_SHARED),
+    Route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled, **_SHARED),
+    Route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList, **_SHARED),
+    Route(
         "PATCH",
         f"{_ONE}/rules",
         "Add, replace and delete rules atomically",
         change_rules,
         RulesChanged,
         body=RuleChanges,
+        **_SHARED,
     ),
 )

@@ -279,16 +279,16 @@ _EVENT_FORMATS: Final = (b"application/cloudevents+", b"application/cloudevents-
 
 ROUTES: Final = (
     Route(
-        method="POST",
-        path="/topics/{topic}/messages",
+        "POST",
+        "/topics/{topic}/messages",
+        "Publish one message or many",
+        publish,
+        Published,
         tag="messages",
-        summary="Publish one message or many",
-        handle=publish,
         query=PublishQuery,
         body=bytes,
         forms={MESSAGES: MessageBatch, STRUCTURED: CloudEvent, BATCHED: CloudEvents, "*/*": bytes},
         headers=MessageHeaders,
-        answer=Published,
         other_answer=PublishedBatch,
         status=HTTPStatus.CREATED,
         more={HTTPStatus.OK: "All messages had been stored before."},

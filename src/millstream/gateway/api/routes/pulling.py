@@ -278,22 +278,22 @@ async def settle_leases(services: Services, request: Request[NoFields, Settle]) 
 
 ROUTES: Final = (
     Route(
-        method="POST",
-        path="/subscriptions/{subscription}/messages:pull",
+        "POST",
+        "/subscriptions/{subscription}/messages:pull",
+        "Lease messages, and wait for some",
+        pull,
+        PulledMessages,
         tag="messages",
-        summary="Lease messages, and wait for some",
-        handle=pull,
         body=Pull,
-        answer=PulledMessages,
         lane=Lane.WAIT,
     ),
     Route(
-        method="POST",
-        path="/subscriptions/{subscription}/messages:settle",
+        "POST",
+        "/subscriptions/{subscription}/messages:settle",
+        "Accept, release, reject or extend what was leased",
+        settle_leases,
+        SettledLeases,
         tag="messages",
-        summary="Accept, release, reject or extend what was leased",
-        handle=settle_leases,
         body=Settle,
-        answer=SettledLeases,
     ),
 )

@@ -141,46 +141,19 @@ def _hanging(one: OpenTransaction) -> HangingTransaction:
 _SHARED: Final[dict[str, Any]] = {"tag": "transactions"}
 
 ROUTES: Final = (
+    Route("GET", "/transactions", "List transactional ids", list_all, TransactionList, query=Transactions, **_SHARED),
     Route(
-        method="GET",
-        path="/transactions",
-        summary="List transactional ids",
-        handle=list_all,
-        query=Transactions,
-        answer=TransactionList,
-        **_SHARED,
+        "GET", "/transactions/{transaction}", "Describe a transactional id", describe, TransactionDescription, **_SHARED
     ),
+    Route("POST", "/transactions/{transaction}/abort", "Abort a transaction", abort, Aborted, **_SHARED),
+    Route("GET", "/hanging-transactions", "List hanging transactions", list_hanging, HangingList, **_SHARED),
     Route(
-        method="GET",
-        path="/transactions/{transaction}",
-        summary="Describe a transactional id",
-        handle=describe,
-        answer=TransactionDescription,
-        **_SHARED,
-    ),
-    Route(
-        method="POST",
-        path="/transactions/{transaction}/abort",
-        summary="Abort a transaction",
-        handle=abort,
-        answer=Aborted,
-        **_SHARED,
-    ),
-    Route(
-        method="GET",
-        path="/hanging-transactions",
-        summary="List hanging transactions",
-        handle=list_hanging,
-        answer=HangingList,
-        **_SHARED,
-    ),
-    Route(
-        method="POST",
-        path="/hanging-transactions",
-        summary="Abort a hanging transaction",
-        handle=abort_hanging,
+        "POST",
+        "/hanging-transactions",
+        "Abort a hanging transaction",
+        abort_hanging,
+        HangingTransaction,
         body=AbortHanging,
-        answer=HangingTransaction,
         **_SHARED,
     ),
 )
