@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 from millstream.broker.catalog.catalog import CATALOG_NAME
+from millstream.broker.cluster import adoption
 from millstream.broker.cluster.adoption import Adoption
 from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
-from millstream.cli import cluster_adopt
 from millstream.cli.main import run
 
 MODULE = "millstream_testing.killed_adopt"
@@ -35,7 +35,7 @@ def main() -> None:
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named, on_step=die_after)
 
-    vars(cluster_adopt)["Adoption"] = KilledAdoption
+    vars(adoption)["Adoption"] = KilledAdoption
     run()
 
 

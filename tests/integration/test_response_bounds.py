@@ -25,8 +25,7 @@ from millstream.client.admin.browse import topics_page
 from millstream.gateway.api.table import ROUTES
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
 from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
-from millstream.protocol.private.delivery_state import delivery_state
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient, delivery_state
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server

@@ -28,8 +28,7 @@ import msgspec
 
 from millstream.client.receipt import Receipt
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
-from millstream.core.ids import OffsetRange
-from millstream.core.message_id import message_id
+from millstream.core.ids import OffsetRange, message_id
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code

@@ -15,8 +15,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
-from millstream.broker.schemas.examiner import SchemaExaminer
-from millstream.broker.schemas.registry import SchemaRegistry
+from millstream.broker.schemas.registry import SchemaExaminer, SchemaRegistry
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
 from millstream.core.clock import SystemClock

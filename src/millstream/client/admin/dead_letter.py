@@ -619,7 +619,7 @@ async def letters_wanted(condition: str | None) -> Wanted | None:
 
 def _matcher(condition: str) -> Wanted:
     # Imported here, in a thread: the filter compiler takes long to load.
-    from millstream.protocol.filter.evaluation import matcher
+    from millstream.protocol.filter.filter import matcher
 
     return matcher(condition)
 

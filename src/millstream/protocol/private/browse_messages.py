@@ -77,8 +77,6 @@ class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
     topic: str
     how: str
     """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter`, the trial of a filter, or `dry-run`."""
-    """`browse`, `message`, `search`, `tail`, `download`, `letters`, or `filter` for testing a filter."""
-    """`browse`, `message`, `search`, `tail`, `download`, `letters` or `filter`, the trial of a filter."""
     partition: int = -1
     offset: int = -1
     """The message, if it is a single one."""
