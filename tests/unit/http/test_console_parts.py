@@ -15,7 +15,7 @@ from millstream.gateway.console.app import _Exchange, _unless_gone
 from millstream.gateway.console.history import COST_MAX, RECENT_S, RECENT_S_MAX, Counters, Recent, Series
 from millstream.gateway.console.render import age, chart
 from millstream.gateway.console.visit import ConsoleSettings, PageRoute, Visit, command
-from millstream.gateway.request_memory import ClientDisconnected
+from millstream.gateway.pressure import ClientDisconnected
 
 
 class Clock:
