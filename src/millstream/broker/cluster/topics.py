@@ -15,17 +15,10 @@ from functools import partial
 from itertools import islice
 from uuid import UUID
 
-from millstream.broker.cluster import keys
+from millstream.broker.cluster import election, keys
 from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.election import (
-    Reassignment,
-    begin_changes,
-    elect,
-    elect_preferred,
-    end_changes,
-    narrowed,
-)
+from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.reconciliation import Declared, count_domains
 from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
@@ -357,12 +350,12 @@ class Topics:
             if target is None:
                 if move is None:
                     raise NoReassignment("the partition is not being moved")
-                back = narrowed(state, move.before, self._view.live)
+                back = election.narrowed(state, move.before, self._view.live)
                 if back is None:
                     raise InvalidAssignment("none of the replicas before the move can lead now")
-                return end_changes(key, state, back)
+                return election.end_changes(key, state, back)
             before = move.before if move is not None else state.replicas
-            return begin_changes(
+            return election.begin_changes(
                 key, state, Reassignment(target=target, before=before), self._view.removed.get(key, ())
             )
 
