@@ -245,12 +245,10 @@ _NAME_LENGTH_MAX: Final = 64
 Attribute = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
+# Attributes become headers `ce_…`, the data is the message's value, `partitionkey` its key, and the event's id is the
+# message id: events from several sources in one topic need ids that differ.
 class CloudEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event in JSON. Other attributes are extensions: strings, numbers or booleans.
-
-    Attributes become headers `ce_…`, the data is the message's value, `partitionkey` its key, and the event's id is the
-    message id: events from several sources in one topic need ids that differ.
-    """
+    """An event in JSON. Other attributes are extensions: strings, numbers or booleans."""
 
     specversion: Annotated[str, Meta(pattern="^1\\.0$")]
     id: Id

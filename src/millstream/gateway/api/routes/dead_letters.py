@@ -163,13 +163,6 @@ async def _desk(services: Services, name: str, condition: str | None) -> tuple[D
     return DeadLetterDesk(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
 
 
-def _matcher(condition: str) -> Wanted:
-    # Imported here, in a thread: the filter compiler takes long to load.
-    from millstream.protocol.filter.filter import matcher
-
-    return matcher(condition)
-
-
 def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
     return WorkedOn(
         topic,
