@@ -88,6 +88,7 @@ class HttpChild(SupervisedChild):
             tls=config.http_tls,
             console={
                 "read_only": config.console_read_only,
+                "runs_pipelines": config.pipelines_enabled,
                 "session_s": config.console_session_ms // 1000,
                 "oidc_client_id": config.console_oidc_client_id,
                 "oidc_client_secret_file": config.console_oidc_secret_file,

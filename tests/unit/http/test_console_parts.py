@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -11,8 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millstream.core.config import Config
+from millstream.core.setting import HIDDEN
+from millstream.gateway.child import HttpChild
 from millstream.gateway.console.app import _Exchange, _unless_gone
 from millstream.gateway.console.history import COST_MAX, RECENT_S, RECENT_S_MAX, Counters, Recent, Series
+from millstream.gateway.console.pages.pipelines import dry_run_refusal
 from millstream.gateway.console.render import age, chart
 from millstream.gateway.console.visit import ConsoleSettings, PageRoute, Visit, command
 from millstream.gateway.pressure import ClientDisconnected
@@ -29,7 +34,7 @@ class Clock:
 def test_browsers_share_an_answer_for_a_hundred_times_its_cost() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock), 0
+        recent, asked = Recent(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -54,7 +59,7 @@ def test_browsers_share_an_answer_for_a_hundred_times_its_cost() -> None:
 def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock), 0
+        recent, asked = Recent(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -83,7 +88,7 @@ def test_all_sessions_together_take_a_hundredth_of_the_time() -> None:
 def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all() -> None:
     async def run() -> None:
         clock = Clock()
-        recent, asked = Recent(clock=clock), 0
+        recent, asked = Recent(clock=clock, used=clock), 0
 
         async def ask() -> int:
             nonlocal asked
@@ -100,6 +105,35 @@ def test_an_answer_is_never_shared_for_more_than_minutes_and_an_error_not_at_all
         assert await recent.get(("", "/"), ask) == 3
 
     asyncio.run(run())
+
+
+async def test_waiting_for_a_node_that_does_not_answer_stops_no_page() -> None:
+    clock = Clock()
+    recent, asked = Recent(clock=clock, used=lambda: 0.0), 0
+
+    async def ask() -> int:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        clock.now += 3.0
+        return asked
+
+    key = ("User:alice", "/console")
+    assert await asyncio.gather(*(recent.get(key, ask) for _ in range(20))) == [1] * 20
+    clock.now += 10.0
+    assert await recent.get(key, ask) == 2
+
+
+def test_a_dry_run_is_refused_where_the_node_runs_no_pipelines_or_a_secret_is_needed() -> None:
+    def settings_of(config: Config) -> ConsoleSettings:
+        with socket.socket() as listening:
+            return ConsoleSettings(**HttpChild.configured(config, listening, "localhost:1")._console)
+
+    enabled, disabled = settings_of(Config()), settings_of(Config(pipelines_enabled=False))
+    plain: dict[str, Any] = {"overrides": {"topics": "orders"}}
+    assert dry_run_refusal(plain, enabled) == ""
+    assert "pipelines-enabled is off" in dry_run_refusal(plain, disabled)
+    assert "lake.options" in dry_run_refusal({"overrides": {"lake.options": HIDDEN}}, enabled)
 
 
 def visit_of(recent: Recent, **fields: Any) -> Visit:
@@ -124,7 +158,7 @@ def visit_of(recent: Recent, **fields: Any) -> Visit:
 
 async def test_refreshing_pages_share_what_their_own_session_was_shown() -> None:
     clock = Clock()
-    recent, asked = Recent(clock=clock), 0
+    recent, asked = Recent(clock=clock, used=clock), 0
 
     async def ask() -> int:
         nonlocal asked
@@ -147,7 +181,7 @@ async def test_refreshing_pages_share_what_their_own_session_was_shown() -> None
 
 async def test_what_nobody_asks_for_is_forgotten() -> None:
     clock = Clock()
-    recent = Recent(clock=clock)
+    recent = Recent(clock=clock, used=clock)
 
     async def ask() -> int:
         clock.now += 0.1

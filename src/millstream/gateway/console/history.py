@@ -1,7 +1,7 @@
 """The last hour in numbers, sampled by the gateway: what the small charts show.
 
 Totals and the busiest topics are sampled every ten seconds, all topics and subscriptions every minute, or less often
-where that would cost the nodes more than a hundredth of their time. Memory is bounded by the number of series.
+where that would cost more than a hundredth of the gateway's processor time. Memory is bounded by the number of series.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ SERIES_MAX: Final = 10_000
 RECENT_MAX: Final = 200
 RECENT_S: Final = 60.0
 """A page that was not refreshed for so long is closed, or hidden."""
+RECENT_S_MIN: Final = 1.0
+"""The shortest time for which an answer is shared, also with those who have waited for it."""
 RECENT_S_MAX: Final = 300.0
 """The longest time for which an answer is shared."""
 COST_MAX: Final = 0.01
-"""The share of time that sampling everything may take, and that refreshing all pages may take together."""
+"""The share of processor time that sampling everything may take, and that refreshing all pages may take together."""
 
 
 class Counters(NamedTuple):
@@ -89,14 +91,17 @@ class Series:
 
 
 class Recent:
-    """What pages that refresh by themselves show, shared by all tabs of a session.
+    """Answers for pages that refresh automatically, shared by all tabs of a session.
 
-    An answer is shown for as long as it takes for all of them together to take no more than a hundredth of the time,
-    however many sessions are open.
+    The more processor time an answer takes and the more pages are open, the longer it is shared, so that all pages
+    together take at most a hundredth of the gateway's time. Waiting for a node that does not answer does not count.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, used: Callable[[], float] = time.thread_time
+    ) -> None:
         self._clock = clock
+        self._used = used
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
 
     async def get(self, key: tuple[str, str], ask: Callable[[], Awaitable[T]]) -> T:
@@ -110,11 +115,11 @@ class Recent:
         while len(self._kept) > RECENT_MAX:
             self._kept.popitem(last=False)
         async with kept.lock:
-            started = self._clock()
-            if kept.until <= started:
+            if kept.until <= self._clock():
+                used = self._used()
                 kept.value = await ask()
-                ended = self._clock()
-                kept.until = ended + min(RECENT_S_MAX, (ended - started) / COST_MAX * len(self._kept))
+                shared_s = (self._used() - used) / COST_MAX * len(self._kept)
+                kept.until = self._clock() + min(RECENT_S_MAX, max(RECENT_S_MIN, shared_s))
             found: T = kept.value
             return found
 
@@ -201,6 +206,7 @@ class History:
             await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
 
     async def _sample(self, now: float) -> None:
+        used = time.thread_time()
         is_full = now - self._full_at >= self._pause_s or self._samples < 2
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
@@ -213,7 +219,7 @@ class History:
         if is_full:
             await self._sample_queues()
             self._full_at = now
-            self._pause_s = max(FULL_S, (self._clock() - now) / COST_MAX)
+            self._pause_s = max(FULL_S, (time.thread_time() - used) / COST_MAX)
 
     def _add(self, listed: Iterable[ListedTopic], now: float, *, is_full: bool) -> None:
         found: dict[str, Counters] = {}

@@ -34,6 +34,8 @@ class ConsoleSettings:
     """How a node serves its console."""
 
     read_only: bool = False
+    runs_pipelines: bool = True
+    """Whether the node may run pipelines, and so try them."""
     session_s: int = 8 * 3600
     oidc_client_id: str = ""
     oidc_client_secret_file: str = ""

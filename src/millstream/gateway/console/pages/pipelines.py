@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,17 @@ from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.services import Services
 from millstream.gateway.console.pages.subscriptions import try_condition
 from millstream.gateway.console.tasks import Measured, Task
-from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
+from millstream.gateway.console.visit import (
+    Answer,
+    ConsoleSettings,
+    Done,
+    Page,
+    PageRoute,
+    Visit,
+    address,
+    change,
+    done,
+)
 from millstream.protocol.wire.credentials import NODE_CREDENTIALS
 
 RULES_SHOWN: Final = 200
@@ -81,6 +92,7 @@ async def show(visit: Visit) -> Answer:
         "tried": {},
         "problem": "",
         "has_dry_run": _has_dry_run(described),
+        "dry_run_refusal": dry_run_refusal(described, visit.settings),
         "statement": described["settings"].get(_STATEMENT, "") if kind == PipelineKind.TRANSFORM else "",
         "settings": [one for one in sorted(described["settings"].items()) if one[0] != "code"],
         "code": described["settings"].get("code", ""),
@@ -166,6 +178,8 @@ async def dry_run(visit: Visit) -> Answer:
         raise invalid(f"{name} has no dry run here; millstream pipeline run {name} --dry-run may know one")
     if not await visit.may_change(Operation.ALTER, ResourceType.CLUSTER):
         raise NotAuthorized("a dry run starts a process on this node, which needs ALTER on the cluster")
+    if refusal := dry_run_refusal(described, visit.settings):
+        raise invalid(refusal)
     statement = visit.text(_STATEMENT, length_max=VALUE_CHARACTERS_MAX).replace("\r\n", "\n")
     if statement and pipeline.kind is PipelineKind.TRANSFORM:
         pipeline = replace(pipeline, overrides={**pipeline.overrides, _STATEMENT: statement})
@@ -191,6 +205,22 @@ async def dry_run(visit: Visit) -> Answer:
 def _has_dry_run(described: dict[str, Any]) -> bool:
     kind = PipelineKind(described["kind"])
     return kind in (PipelineKind.LAND, PipelineKind.TRANSFORM) and not pipeline_of(described).has_own_driver
+
+
+def dry_run_refusal(described: Mapping[str, Any], settings: ConsoleSettings) -> str:
+    """Return why this node cannot try a pipeline that has a dry run; empty if it can."""
+    if not settings.runs_pipelines:
+        return (
+            "this node runs no pipelines, since pipelines-enabled is off; use the console of a node that does, or the "
+            "command line"
+        )
+    secret = sorted(name for name, text in described["overrides"].items() if text == HIDDEN)
+    if secret:
+        return (
+            f"the console is not given {', '.join(secret)}, which is secret; use the command line, with the object "
+            "store's credentials in its environment"
+        )
+    return ""
 
 
 async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, is_guarded: bool) -> dict[str, Any]:
