@@ -142,7 +142,7 @@ chaos: $(DEV_STAMP) ## Kill workers and nodes while subscriptions deliver, and c
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
 	@$(BIN)/python -m trials.chaos_http $(CHAOS_ARGS)
 
-chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under all kinds of load, change its number of cores, and check every message (15 minutes)
+chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under all kinds of load, change its number of cores, and check every message (half an hour)
 	@$(BIN)/python -m trials.chaos_cores $(CHAOS_ARGS)
 
 chaos-grow: $(DEV_STAMP) ## Turn a loaded machine into a cluster, replicate and move everything under kills, and check every message (15 minutes)
