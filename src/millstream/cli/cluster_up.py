@@ -521,6 +521,8 @@ class LocalCluster:
             "advertise": "",
             "cluster": self._plan.name,
             "secrets-key-file": self._key_file,
+            # All nodes share the memory of this machine.
+            "pipelines-spare": "off",
             **(self._lock_flags(number) if self.is_locked else {}),
             **self._plan.settings,
         }

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -532,7 +533,8 @@ class Config:
         "auto",
         "Whether a second driver is kept ready, with Spark started, while pipelines run: when the first one dies, "
         "they resume at once. It takes as much memory as the first one, about 0.7 GB. `auto` keeps one if this node "
-        "has 8 GB of memory or more.",
+        "has 8 GB of memory or more, by the limit of its container or service. Nodes of `millstream cluster up` share "
+        "a machine and keep none.",
         choices=("auto", "on", "off"),
     )
     pipelines_lake: str = setting(
@@ -708,17 +710,20 @@ class Config:
 
 _SPARE_BYTES_MIN: Final = 8_000_000_000
 """The memory from which on a second pipeline driver is kept."""
-_CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
-def memory_bytes() -> int:
-    """Return the memory of this machine, or of the container that the process is in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        text = _CONTAINER_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(text)) if text.isdecimal() else total
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the memory of this machine, or less if the process is in a container or service with a limit."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    group = Path()
+    with suppress(OSError):
+        # Such as "0::/system.slice/millstream.service"; in a container mostly "0::/".
+        group = Path(own.read_text(encoding="utf-8").strip().rpartition("::/")[2])
+    for folder in (group, *group.parents):
+        with suppress(OSError, ValueError):
+            # The text "max", which is no number, means no limit.
+            limits.append(int((groups / folder / "memory.max").read_text(encoding="ascii")))
+    return min(limits)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

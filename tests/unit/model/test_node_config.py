@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.core.config import Config
+from millstream.core.config import Config, memory_bytes
 from millstream.core.errors import InvalidSetting
 
 
@@ -41,3 +41,19 @@ def test_a_misspelled_name_in_the_file_is_refused_with_what_was_meant(tmp_path: 
     (tmp_path / "node.toml").write_text("node-di = 5\n")
     with pytest.raises(InvalidSetting, match="unknown setting 'node-di'; did you mean 'node-id'"):
         Config.load(environment={}, file=tmp_path / "node.toml")
+
+
+def test_the_memory_of_a_node_is_the_smallest_limit_above_it(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/system.slice/millstream.service\n")
+    service = tmp_path / "system.slice" / "millstream.service"
+    service.mkdir(parents=True)
+    machine = memory_bytes(tmp_path, own)
+    (service / "memory.max").write_text("max\n")
+    assert memory_bytes(tmp_path, own) == machine
+    (tmp_path / "system.slice" / "memory.max").write_text("2000\n")
+    assert memory_bytes(tmp_path, own) == 2000
+    (service / "memory.max").write_text("1000\n")
+    assert memory_bytes(tmp_path, own) == 1000
+    (tmp_path / "memory.max").write_text("500\n")
+    assert memory_bytes(tmp_path, own / "missing") == 500

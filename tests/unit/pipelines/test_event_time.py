@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -18,6 +19,7 @@ from millstream.pipelines.jobs.land.event_time import EventTimeRule, event_times
 from millstream.pipelines.jobs.land.task import reason_kind
 
 MOMENT = datetime(2026, 11, 15, 21, 30, 1, 250_000, tzinfo=UTC)
+FIRST_US = -62_135_596_800_000_000
 MILLISECONDS = 1_794_778_201_250
 
 
@@ -32,6 +34,15 @@ MILLISECONDS = 1_794_778_201_250
         ("2026-11-15 21:30:01.250", pa.string(), MOMENT),
         ("2026-11-15T21:30:01.250000999Z", pa.string(), MOMENT),
         ("2026-11-15", pa.string(), datetime(2026, 11, 15, tzinfo=UTC)),
+        ("2024-02-29T12+0100", pa.string(), datetime(2024, 2, 29, 11, tzinfo=UTC)),
+        ("2000-02-29 12:30-01", pa.string(), datetime(2000, 2, 29, 13, 30, tzinfo=UTC)),
+        ("2023-02-29", pa.string(), None),
+        ("1900-02-29", pa.string(), None),
+        ("2026-04-31T00:00:00Z", pa.string(), None),
+        ("2026-11-15T24:00:00", pa.string(), None),
+        ("2026-11-15T21:30:60", pa.string(), None),
+        ("2026-11-15T21:30:00+24:00", pa.string(), None),
+        ("2026-11-15\n", pa.string(), None),
         ("1969-12-31T23:59:59Z", pa.string(), datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC)),
         (MILLISECONDS, pa.int64(), MOMENT),
         (float(MILLISECONDS), pa.float64(), MOMENT),
@@ -65,6 +76,23 @@ Texts = st.one_of(
 def test_a_text_is_read_alike_whatever_is_beside_it(given_texts: list[tuple[str | None, datetime | None]]) -> None:
     found = event_times(pa.array([text for text, _moment in given_texts], pa.string())).to_pylist()
     assert found == [None if moment is None else moment.replace(tzinfo=UTC) for _text, moment in given_texts]
+
+
+_DIGITS = st.one_of(st.integers(0, 32), st.integers(0, 99)).map("{:02}".format)
+_PARTS = st.tuples(st.sampled_from(["0000", "1900", "2000", "2023", "2024"]), *[_DIGITS] * 5)
+
+
+@given(
+    _PARTS, st.sampled_from(["", "Z", "+01", "-23:59", "+24:00", "+0160"]), st.sampled_from(["", ".5", ".", ".123456"])
+)
+def test_a_text_is_a_time_if_arrow_can_parse_it(parts: tuple[str, ...], zone: str, fraction: str) -> None:
+    year, month, day, hour, minute, second = parts
+    text = f"{year}-{month}-{day}T{hour}:{minute}:{second}{fraction}{zone}"
+    expected = None
+    with suppress(pa.ArrowInvalid):
+        expected = pa.array([text]).cast(pa.timestamp("us", tz="UTC" if zone else None))[0].value
+    found = event_times(pa.array([text, "x"]))[0].value
+    assert found == (expected if expected is None or expected >= FIRST_US else None)
 
 
 def test_rows_get_the_partition_of_their_time_or_a_reason() -> None:

@@ -294,7 +294,7 @@ _JOB_PROPERTY: Final = "millstream.batch"
 
 
 class BatchOfJob(msgspec.Struct, array_like=True):
-    """What a job is about, as its tasks are told beside the plan: so one plan serves many batches."""
+    """The batch of a job. Its tasks get it apart from the plan, so that one plan serves many batches."""
 
     query: str
     number: int
@@ -311,11 +311,11 @@ class BatchOfJob(msgspec.Struct, array_like=True):
         return [Range(*one) for one in self.ranges if one[0] == topic]
 
 
-def tell_tasks(spark: SparkSession, plan: Plan) -> None:
-    """Tell the tasks of the next job of this thread which batch it is about."""
-    batch, ranges = plan.batch, [(one.topic, one.partition, one.start, one.end) for one in plan.ranges]
-    told = BatchOfJob(batch.query, batch.number, batch.run, ranges)
-    spark.sparkContext.setLocalProperty(_JOB_PROPERTY, msgspec.json.encode(told).decode())
+def set_job_batch(spark: SparkSession, plan: Plan) -> None:
+    """Set the batch of the next job of this thread, for its tasks."""
+    ranges = [(one.topic, one.partition, one.start, one.end) for one in plan.ranges]
+    batch = BatchOfJob(plan.batch.query, plan.batch.number, plan.batch.run, ranges)
+    spark.sparkContext.setLocalProperty(_JOB_PROPERTY, msgspec.json.encode(batch).decode())
 
 
 def batch_of_job() -> BatchOfJob:
@@ -325,7 +325,7 @@ def batch_of_job() -> BatchOfJob:
     context = TaskContext.get()
     text = None if context is None else context.getLocalProperty(_JOB_PROPERTY)
     if text is None:
-        raise CorruptState("a task was not told which batch it is about")
+        raise CorruptState("a task has no batch")
     return msgspec.json.decode(text, type=BatchOfJob)
 
 

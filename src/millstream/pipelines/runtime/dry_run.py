@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 from typing import Any, Final
 from uuid import UUID
@@ -19,8 +18,6 @@ from millstream.core.errors import InvalidPipeline, MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.source.access import NO_ACCESS, Access, parse_access
 
-KINDS: Final = (PipelineKind.LAND, PipelineKind.TRANSFORM)
-"""The kinds that have a dry run of this form."""
 MEMORY: Final = "1g"
 
 
@@ -94,6 +91,7 @@ def try_order(order: DryRunOrder, scratch: str) -> DryRunAnswer:
 def main() -> None:
     """Read the order, try it, answer."""
     from millstream.pipelines.runtime.driver import exit_now
+    from millstream.pipelines.runtime.spark_session import make_scratch, remove_scratch
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -104,8 +102,10 @@ def main() -> None:
         exit_now()
 
     threading.Thread(target=watch, name="watch the gateway", daemon=True).start()
-    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
-        answer = try_order(order, scratch)
+    try:
+        answer = try_order(order, make_scratch())
+    finally:
+        remove_scratch()
     answers.write(msgspec.json.encode(answer) + b"\n")
     answers.flush()
     exit_now()

@@ -253,10 +253,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
             stdout=PIPE,
             stderr=DEVNULL,
             limit=ANSWER_BYTES_MAX,
-            # The settings of the node may hold passwords.
-            env={
-                name: text for name, text in os.environ.items() if not name.startswith(("MILLSTREAM_", "_MILLSTREAM"))
-            },
+            env=_dry_run_environment(scratch),
             # The leader of its group, so that Java ends with it.
             start_new_session=True,
         )
@@ -283,6 +280,15 @@ async def _revoke(services: Services, token_id: str) -> None:
     # It expires soon anyway.
     with suppress(MillstreamError):
         await revoke_token(services.client, token_id)
+
+
+def _dry_run_environment(scratch: str) -> dict[str, str]:
+    """Return the environment without the settings of the node, which may hold passwords.
+
+    Temporary files go to the scratch folder: the process may be killed, and could then not remove them.
+    """
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("MILLSTREAM_", "_MILLSTREAM"))}
+    return {**kept, "TMPDIR": scratch}
 
 
 async def _end(process: Process) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ SAMPLED: Final = 100
 """The number of messages per partition in the sample."""
 SAMPLED_TOPICS_MAX: Final = 20
 SHOWN: Final = 20
+CHARACTERS_MAX: Final = 1024
+"""The most characters of a value that are shown."""
+ROW_BYTES_MAX: Final = 16 * 1024
+"""The most that is shown of a row: all rows together have to fit into one answer."""
 
 
 class KeptRows:
@@ -91,15 +96,33 @@ def _first(batches: Sequence[pa.RecordBatch], count: int) -> list[dict[str, Any]
 
 
 def shown_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Make a row readable: bytes as text, and what JSON does not know as text too."""
-    return {name: _shown(value) for name, value in row.items()}
+    """Make a row readable: bytes as text, and what JSON does not know as text too; cut what is long."""
+    shown: dict[str, Any] = {}
+    left = ROW_BYTES_MAX
+    for name, value in row.items():
+        part = _shown(value)
+        size = len(name) + len(json.dumps(part))
+        if size > left and isinstance(part, dict | list):
+            part = _cut(json.dumps(part, ensure_ascii=False))
+            size = len(name) + len(json.dumps(part))
+        left -= size
+        if left < 0:
+            shown["…"] = f"{len(row) - len(shown)} more columns"
+            break
+        shown[name] = part
+    return shown
 
 
 def _shown(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
-        return bytes(value).decode("utf-8", "replace")
+        # A character has at most four bytes.
+        return _cut(bytes(value[: 4 * (CHARACTERS_MAX + 1)]).decode("utf-8", "replace"))
     if isinstance(value, dict):
-        return shown_row(value)
+        return {name: _shown(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_shown(one) for one in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+        return [_shown(part) for part in value]
+    return value if value is None or isinstance(value, int | float | bool) else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CHARACTERS_MAX else f"{text[:CHARACTERS_MAX]}…"

@@ -30,7 +30,15 @@ _MILLISECONDS_MIN: Final = 100_000_000_000
 _HOUR_US: Final = 3_600_000_000
 _FINER: Final = r"(\.[0-9]{6})[0-9]+"
 """The digits of a time beyond microseconds."""
-_ZONED: Final = r"(?:Z|z|[+-][0-9]{2}(?::?[0-9]{2})?)$"
+_LEAP_YEAR: Final = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY: Final = (
+    r"(?:[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    rf"|{_LEAP_YEAR}-02-29)"
+)
+_CLOCK: Final = r"(?:[ T](?:[01][0-9]|2[0-3])(?::[0-5][0-9](?::[0-5][0-9](?:\.[0-9]{1,6})?)?)?)"
+_UNZONED: Final = rf"^{_DAY}{_CLOCK}?$"
+_ZONED: Final = rf"^{_DAY}{_CLOCK}(?:Z|[+-](?:[01][0-9]|2[0-3])(?::?[0-5][0-9])?)$"
+"""Exactly the texts that Arrow can parse: one other text would make it refuse all of them."""
 _SHOWN_MAX: Final = 60
 
 
@@ -107,20 +115,13 @@ def _from_milliseconds(values: pa.Array) -> pa.Array:
 
 
 def _from_text(texts: pa.Array) -> pa.Array:
-    """Parse texts together if they are alike, otherwise in halves."""
-    is_zoned = pc.and_(pc.match_substring_regex(texts, _ZONED), pc.match_substring(texts, ":"))
-    zones = {zoned for zoned in pc.unique(is_zoned).to_pylist() if zoned is not None}
-    if not zones:
-        return pa.nulls(len(texts), _UTC)
-    if len(zones) == 1:
-        try:
-            return texts.cast(_UTC if zones == {True} else pa.timestamp("us")).cast(pa.int64()).cast(_UTC)
-        except pa.ArrowInvalid:
-            pass
-    if len(texts) == 1:
-        return pa.nulls(1, _UTC)
-    middle = len(texts) // 2
-    return pa.concat_arrays([_from_text(texts.slice(0, middle)), _from_text(texts.slice(middle))])
+    """Parse texts with and without a zone, whichever each of them has; others become null."""
+    nothing = pa.scalar(None, texts.type)
+    zoned, unzoned = (
+        pc.if_else(pc.match_substring_regex(texts, pattern), texts, nothing).cast(kind).cast(pa.int64())
+        for pattern, kind in ((_ZONED, _UTC), (_UNZONED, pa.timestamp("us")))
+    )
+    return pc.coalesce(zoned, unzoned).cast(_UTC)
 
 
 def _floored(times: pa.Array, unit_us: int) -> pa.Array:

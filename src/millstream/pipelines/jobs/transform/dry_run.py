@@ -67,7 +67,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
         raise InvalidPipeline(f"only transforms have a dry run; {pipeline.name!r} is of kind {pipeline.kind}")
     settings = TransformSettings.from_strings(pipeline.overrides)
     loop = BatchLoop(pipeline, context, settings)
-    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+    with tempfile.TemporaryDirectory(dir=context.folder) as scratch:
         # Findings of a dry run must not decide about the columns of a run.
         prepared = prepare(pipeline, replace(context, folder=scratch), settings, loop)
     if prepared is None:

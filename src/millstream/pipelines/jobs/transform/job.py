@@ -11,7 +11,7 @@ from typing import Final
 
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import Pipeline, TransformSettings
-from millstream.pipelines.jobs.batch_loop import TASK_ROWS_MIN, BatchLoop, Plan, parts_of, tell_tasks
+from millstream.pipelines.jobs.batch_loop import TASK_ROWS_MIN, BatchLoop, Plan, parts_of, set_job_batch
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
@@ -96,7 +96,7 @@ class _Batches:
             # They are one task anyway.
             kept = prepared.result_of_job(plan.batch.query)
             if kept is not None:
-                tell_tasks(prepared.spark, plan)
+                set_job_batch(prepared.spark, plan)
                 return parts_of(kept)
         return parts_of(written(as_messages(prepared.result(plan), prepared.options), prepared.options, plan.batch))
 

@@ -376,7 +376,7 @@ def _is_of_topic(plan: Any) -> bool:
     return plan.nodeName() == _OF_TOPIC or any(_is_of_topic(child) for child in elements(plan.children()))
 
 
-def is_run_again_as_new(frame: DataFrame) -> bool:
+def can_rerun(frame: DataFrame) -> bool:
     """Whether a plan that is run again reads all messages again: Spark keeps what was exchanged between tasks."""
     execution: Any = frame._jdf.queryExecution()
     return not any(
@@ -456,7 +456,7 @@ class PreparedQuery:
                 frame = view.frame_of_job(self.spark, self.loop.options.brokers, self.accumulator, access[topic])
                 frame.createOrReplaceTempView(f"`{topic}`")
             job = written_by_job(as_messages(self.frame(), self.options), writing)
-            self._kept = depends, job if is_run_again_as_new(job) else None
+            self._kept = depends, job if can_rerun(job) else None
         return self._kept[1]
 
     def result(self, plan: Plan) -> DataFrame:
@@ -548,12 +548,12 @@ class PreparedQuery:
         return explain_errors(text, lambda: QueryPlan(self.spark.sql(text)).rows())
 
     def _take(self, larger: PayloadSchemas) -> None:
-        kept = self.schemas, self.whole, self.views, self.needs_state, self.output_mode
+        kept = self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode
         self.schemas = larger
         try:
             self.understand()
         except InvalidSetting:
-            self.schemas, self.whole, self.views, self.needs_state, self.output_mode = kept
+            self.schemas, self.whole, self.views, self.needs_state, self.is_repeatable, self.output_mode = kept
             self.views = {topic: replace(view, evolves=False) for topic, view in self.views.items()}
 
     def _sees_more(self, view: TopicView, plan: QueryPlan) -> bool:

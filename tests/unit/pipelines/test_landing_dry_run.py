@@ -1,0 +1,30 @@
+"""Dry runs of landing: what is shown of rows is bounded."""
+
+from __future__ import annotations
+
+import json
+
+from millstream.pipelines.jobs.land.dry_run import CHARACTERS_MAX, ROW_BYTES_MAX, shown_row
+
+
+def test_a_row_is_shown_as_it_is() -> None:
+    row = {"offset": 7, "value": b'{"a": 1}', "order": {"id": [1, None]}, "is_new": True, "price": 1.5}
+    assert shown_row(row) == {**row, "value": '{"a": 1}'}
+
+
+def test_long_values_are_cut() -> None:
+    shown = shown_row({"value": b"\xc3\xa4" * 500_000, "name": "x" * 2000, "tags": ["y" * 2000]})
+    assert shown["value"] == "ä" * CHARACTERS_MAX + "…"
+    assert shown["name"] == "x" * CHARACTERS_MAX + "…"
+    assert shown["tags"] == ["y" * CHARACTERS_MAX + "…"]
+
+
+def test_the_size_of_a_row_is_bounded() -> None:
+    nested = shown_row({"numbers": list(range(1_000_000)), "id": 1})
+    assert nested["numbers"].startswith("[0, 1, 2")
+    assert nested["id"] == 1
+    wide = shown_row({f"column_{number}": "x" * 500 for number in range(10_000)})
+    assert wide["column_0"] == "x" * 500
+    assert wide["…"] == f"{10_000 - len(wide) + 1} more columns"
+    for shown in (nested, wide):
+        assert len(json.dumps(shown)) < 2 * ROW_BYTES_MAX
