@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator, Sequence
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import deltalake
 import duckdb
 import pandas  # type: ignore[import-untyped]
 import polars
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.core.event_time import HOUR, EventTime
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
+from millstream.pipelines.lake import task_writer
 from millstream.pipelines.lake.columns import APPEND_DAY, EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR, RAW, extended
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.task_writer import EventTimeWriter
+from millstream.pipelines.lake.task_writer import MERGED_BYTES, EventTimeWriter, RowGroup, streamed_group
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, in_this_process, once, rows, write
 
 FIRST = datetime(2026, 11, 10, tzinfo=UTC)
@@ -134,6 +138,58 @@ def test_merged_row_groups_hold_many_rows(tmp_path: Path, monkeypatch: pytest.Mo
     table = opened(tmp_path / "orders")
     commit(table, [events(0, spread(0, 5000, days=7))], 0, 5000, schema_of(BY_DAY))
     assert offsets(table.scan(TOPIC, 0, 0, 5000)) == list(range(5000))
+
+
+def test_few_row_groups_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_writer, "MERGED_ROWS", 64)
+    monkeypatch.setattr(task_writer, "MERGED_MAX", 3)
+    opened_now, most = 0, 0
+
+    def streamed(*given: Any) -> Iterator[pa.RecordBatch]:
+        nonlocal opened_now, most
+        opened_now += 1
+        most = max(most, opened_now)
+        try:
+            yield from read(*given)
+        finally:
+            opened_now -= 1
+
+    read = task_writer.streamed_group
+    monkeypatch.setattr(task_writer, "streamed_group", streamed)
+    table = opened(tmp_path / "orders")
+    commit(table, [events(0, spread(0, 5000, days=17))], 0, 5000, schema_of(BY_DAY))
+    assert offsets(table.scan(TOPIC, 0, 0, 5000)) == list(range(5000))
+    assert most == 3
+
+
+def test_a_row_group_is_read_a_little_at_a_time(tmp_path: Path) -> None:
+    count = 8000
+    texts = [random.Random(number).randbytes(1000) for number in range(count)]
+    table = pa.table({"partition": [0] * count, "offset": range(count), "value": texts})
+    pq.write_table(table, tmp_path / "rows.parquet", use_dictionary=False, compression="none")
+
+    class Source(io.FileIO):
+        taken = 0
+
+        def readinto(self, buffer: Any) -> int:
+            Source.taken += len(buffer)
+            return super().readinto(buffer)
+
+        def read(self, size: int | None = -1) -> bytes:
+            Source.taken += size or 0
+            return super().read(-1 if size is None else size)
+
+    class Files:
+        def open_input_file(self, path: str) -> pa.NativeFile:
+            return pa.PythonFile(Source(tmp_path / path), mode="r")
+
+    group = RowGroup("rows.parquet", 0, (0, 0), (0, count - 1))
+    batches = streamed_group(Files(), group, table.schema)
+    first = next(batches)
+    assert 500 < len(first) < 2000
+    assert first.nbytes < 2 * MERGED_BYTES
+    assert Source.taken < 4 * MERGED_BYTES
+    assert len(first) + sum(map(len, batches)) == count
 
 
 def test_rewritten_files_stay_in_their_folders(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from millstream.core.errors import InvalidSetting
 from millstream.core.event_time import EventTime
 from millstream.core.pipeline import LandSettings
-from millstream.pipelines.jobs.land.event_time import EventTimeRule, event_times
+from millstream.pipelines.jobs.land import event_time
+from millstream.pipelines.jobs.land.event_time import EventFolders, EventTimeRule, event_times
 from millstream.pipelines.jobs.land.task import reason_kind
 
 MOMENT = datetime(2026, 11, 15, 21, 30, 1, 250_000, tzinfo=UTC)
@@ -110,6 +111,27 @@ def test_rows_get_the_partition_of_their_time_or_a_reason() -> None:
         "the payload is not JSON",
     ]
     assert [reason_kind(text) for text in reasons.to_pylist()[2:]] == ["no-time", "no-time", "not-json"]
+
+
+def test_one_task_writes_to_a_limited_number_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_time, "FOLDERS_MAX", 3)
+    rule, folders = EventTimeRule(EventTime("hour", "at")), EventFolders("hour", MOMENT.timestamp)
+
+    def landed(hours: list[int | None]) -> list[bool]:
+        times = [None if hour is None else MOMENT + timedelta(hours=hour) for hour in hours]
+        rows = pa.RecordBatch.from_pydict({"at": pa.array(times, pa.timestamp("us", tz="UTC"))})
+        found, reasons = rule.apply(rows, pa.nulls(len(hours), pa.string()))
+        limited = folders.limit(found, reasons).to_pylist()
+        kinds = [None if text is None else reason_kind(text) for text in limited]
+        assert {kind for kind in kinds if kind} <= {"no-time", "too-many-times"}
+        assert [kind == "no-time" for kind in kinds] == [hour is None for hour in hours]
+        return [kind is None for kind in kinds]
+
+    far = 100_000
+    # Folders around the present do not count.
+    assert landed([0, None, -1, 2, 24, far, far + 1]) == [True, False, True, True, True, True, True]
+    assert landed([far + 2, far + 3, far + 3, far, 5]) == [False, True, True, True, True]
+    assert landed([far + 4, -far, far + 3, far + 1, -100]) == [False, False, True, True, True]
 
 
 def test_a_field_of_an_object_or_none_at_all() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from millstream.pipelines.jobs.land.dry_run import CHARACTERS_MAX, ROW_BYTES_MAX, shown_row
+import pyarrow as pa
+
+from millstream.pipelines.jobs.land.dry_run import CHARACTERS_MAX, ROW_BYTES_MAX, SHOWN, KeptRows, shown_row
 
 
 def test_a_row_is_shown_as_it_is() -> None:
@@ -28,3 +30,11 @@ def test_the_size_of_a_row_is_bounded() -> None:
     assert wide["…"] == f"{10_000 - len(wide) + 1} more columns"
     for shown in (nested, wide):
         assert len(json.dumps(shown)) < 2 * ROW_BYTES_MAX
+
+
+def test_only_the_rows_that_are_shown_are_kept() -> None:
+    kept = KeptRows()
+    for _batch in range(3):
+        kept.write(pa.RecordBatch.from_pydict({"value": [b"x" * 10_000] * 15, "reason": ["late"] * 15}))
+    assert (kept.count, len(kept.shown), kept.reasons) == (45, SHOWN, {"late": 45})
+    assert len(json.dumps(kept.shown)) < 2 * SHOWN * CHARACTERS_MAX

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -36,7 +37,14 @@ _HIGHEST: Final = 2**62
 BATCH_ROWS: Final = 64 * 1024
 
 MERGED_ROWS: Final = 4 * 1024
-"""How many rows of a row group are held while it is merged with others."""
+
+MERGED_BYTES: Final = 1024 * 1024
+"""How many rows, and about how many bytes, of a row group are held while it is merged with others."""
+
+MERGED_MAX: Final = 64
+"""How many row groups are merged at once. If more overlap, some are first merged into a temporary file."""
+
+_BUFFER_BYTES: Final = 64 * 1024
 
 _ORDER: Final = [("partition", "ascending"), ("offset", "ascending")]
 
@@ -100,29 +108,79 @@ def _sorted_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa
 
 
 def _merged(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Merge groups, given by their lower bounds; of those in order only a few rows are held."""
+    """Merge groups, given by their lower bounds; only a few rows of each are held."""
     waiting = deque(groups)
     begun: list[_Cursor] = []
     while waiting or begun:
         if not begun:
-            begun.append(_Cursor(files, waiting.popleft(), schema))
-        reached = min(cursor.last for cursor in begun)
-        while waiting and waiting[0].low <= reached:
-            begun.append(_Cursor(files, waiting.popleft(), schema))
-            reached = min(reached, begun[-1].last)
-        parts = [part for cursor in begun for part in cursor.take(reached)]
-        begun = [cursor for cursor in begun if not cursor.is_over]
-        table = pa.Table.from_batches(parts, schema=schema)
-        if len(parts) > 1:
-            table = table.sort_by(_ORDER).combine_chunks()
-        yield from table.to_batches(max_chunksize=BATCH_ROWS)
+            begun.append(_cursor(files, waiting.popleft(), schema))
+        while waiting and waiting[0].low <= min(cursor.last for cursor in begun):
+            if len(begun) >= MERGED_MAX:
+                begun = _fewer(begun, schema)
+            else:
+                begun.append(_cursor(files, waiting.popleft(), schema))
+        yield from _next_rows(begun, schema)
+
+
+def _cursor(files: Any, group: RowGroup, schema: pa.Schema) -> _Cursor:
+    """Begin with a group; one that has to be sorted is held as a whole only until it is."""
+    if group.is_in_order:
+        return _Cursor(streamed_group(files, group, schema))
+    return _Cursor(_spilled(_sorted_group(files, group, schema), schema))
+
+
+def _next_rows(cursors: list[_Cursor], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of cursors, in order, as far as those of all are known; drop the cursors that are over."""
+    reached = min(cursor.last for cursor in cursors)
+    parts = [part for cursor in cursors for part in cursor.take(reached)]
+    cursors[:] = [cursor for cursor in cursors if not cursor.is_over]
+    table = pa.Table.from_batches(parts, schema=schema)
+    if len(parts) > 1:
+        table = table.sort_by(_ORDER).combine_chunks()
+    yield from table.to_batches(max_chunksize=BATCH_ROWS)
+
+
+def _fewer(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
+    """Merge the rest of those that were merged as often as most, into a temporary file; all if none are alike."""
+    ((passes, count),) = Counter(cursor.passes for cursor in cursors).most_common(1)
+    merged = [cursor for cursor in cursors if count == 1 or cursor.passes == passes]
+    others = [cursor for cursor in cursors if cursor not in merged]
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        while merged:
+            yield from _next_rows(merged, schema)
+
+    return [*others, _Cursor(_spilled(rows(), schema), passes + 1)]
+
+
+def _spilled(rows: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Write rows to a temporary file, at once, and return what yields them from there."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open until its rows were read
+    with pa.ipc.new_stream(file, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
+        for batch in rows:
+            count = _merged_rows(batch.nbytes, len(batch))
+            for start in range(0, len(batch), count):
+                stream.write_batch(batch.slice(start, count))
+    file.seek(0)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with file, pa.ipc.open_stream(file) as stream:
+            yield from stream
+
+    return batches()
+
+
+def _merged_rows(size: int, rows: int) -> int:
+    """Return how many rows to hold, of rows of a size."""
+    return max(1, min(MERGED_ROWS, MERGED_BYTES * rows // max(1, size)))
 
 
 class _Cursor:
-    """The position of a merge in one row group."""
+    """The position of a merge in one row group, or in several that were merged before."""
 
-    def __init__(self, files: Any, group: RowGroup, schema: pa.Schema) -> None:
-        rows = streamed_group(files, group, schema) if group.is_in_order else _sorted_group(files, group, schema)
+    def __init__(self, rows: Iterable[pa.RecordBatch], passes: int = 0) -> None:
+        self.passes = passes
+        """How often its rows were merged before."""
         self._batches = (batch for batch in rows if len(batch))
         self._rest: pa.RecordBatch | None = next(self._batches, None)
 
@@ -177,9 +235,12 @@ def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
 def streamed_group(files: Any, group: RowGroup, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield the rows of one row group, a few at a time; columns added later are null in them."""
     with files.open_input_file(group.path) as source:
-        file = pq.ParquetFile(source)
+        # The defaults would read the whole group before the first row.
+        file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         there = [name for name in schema.names if name in file.schema_arrow.names]
-        for batch in file.iter_batches(MERGED_ROWS, [group.index], there):
+        stored = file.metadata.row_group(group.index)
+        count = _merged_rows(stored.total_byte_size, stored.num_rows)
+        for batch in file.iter_batches(count, [group.index], there):
             yield pa.RecordBatch.from_arrays(_completed(batch, schema), schema=schema)
 
 

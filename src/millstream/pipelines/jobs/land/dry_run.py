@@ -15,6 +15,8 @@ from millstream.pipelines.lake.written_file import Written
 
 SAMPLED: Final = 100
 """The number of messages per partition in the sample."""
+SAMPLED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""About the most bytes of a topic that are sampled; partitions with large messages get fewer of them."""
 SAMPLED_TOPICS_MAX: Final = 20
 SHOWN: Final = 20
 CHARACTERS_MAX: Final = 1024
@@ -24,12 +26,15 @@ ROW_BYTES_MAX: Final = 16 * 1024
 
 
 class KeptRows:
-    """Takes the rows that files would get."""
+    """Counts the rows that files would get, and keeps some of them as they are shown."""
 
     folder: Final = ""
 
     def __init__(self) -> None:
-        self.batches: list[pa.RecordBatch] = []
+        self.count = 0
+        self.shown: list[dict[str, Any]] = []
+        self.reasons: Counter[str] = Counter()
+        """Of rows in quarantine."""
 
     @property
     def storage(self) -> Storage:
@@ -37,9 +42,11 @@ class KeptRows:
         raise NotImplementedError("rows of a dry run are not stored")
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Keep rows."""
-        if len(batch):
-            self.batches.append(batch)
+        """Count rows, and keep the first ones."""
+        self.count += len(batch)
+        self.shown += map(shown_row, batch.slice(0, SHOWN - len(self.shown)).to_pylist())
+        if "reason" in batch.schema.names:
+            self.reasons.update(batch.column("reason").to_pylist())
 
     def close(self) -> list[Written]:
         """Return no files."""
@@ -47,7 +54,9 @@ class KeptRows:
 
     def abort(self) -> None:
         """Drop the rows."""
-        self.batches.clear()
+        self.count = 0
+        self.shown.clear()
+        self.reasons.clear()
 
     def discard(self, written: Iterable[Written]) -> None:
         """Do nothing: there are no files."""
@@ -66,14 +75,13 @@ class LandedSample:
     """The columns that the table would get."""
     sampled: int
     """Messages in the sample."""
-    rows: Sequence[pa.RecordBatch]
-    quarantined: Sequence[pa.RecordBatch]
+    rows: KeptRows
+    quarantined: KeptRows
 
     def as_document(self) -> dict[str, Any]:
         """Return it as JSON."""
         from pyspark.sql.pandas.types import from_arrow_type
 
-        reasons = Counter(reason for batch in self.quarantined for reason in batch.column("reason").to_pylist())
         return {
             "topic": self.topic,
             "table": self.table,
@@ -81,18 +89,11 @@ class LandedSample:
             "columns": {field.name: from_arrow_type(field.type).simpleString() for field in self.columns},
             "added": list(self.added),
             "sampled": self.sampled,
-            "landed": sum(map(len, self.rows)),
-            "rows": [shown_row(row) for row in _first(self.rows, SHOWN)],
-            "quarantined": sum(map(len, self.quarantined)),
-            "reasons": dict(reasons.most_common(SHOWN)),
+            "landed": self.rows.count,
+            "rows": self.rows.shown,
+            "quarantined": self.quarantined.count,
+            "reasons": {_cut(reason): count for reason, count in self.quarantined.reasons.most_common(SHOWN)},
         }
-
-
-def _first(batches: Sequence[pa.RecordBatch], count: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for batch in batches:
-        found += batch.slice(0, count - len(found)).to_pylist()
-    return found
 
 
 def shown_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ UTC. A row without one has no place in the table, and goes to the quarantine.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +22,15 @@ from millstream.pipelines.lake.columns import EVENT_COLUMNS, EVENT_DAY, EVENT_HO
 
 NO_TIME: Final = ", and the table is partitioned by it"
 """How the reason for a row without an event time ends."""
+
+FOLDERS_MAX: Final = 1000
+"""The most days or hours of one task, besides those around the present: each becomes a file that is synced."""
+
+TOO_MANY: Final = ", more than it may write folders for"
+"""How the reason for a row ends whose event time would be one folder too many."""
+
+_PRESENT_HOURS: Final = 7 * 24
+"""Times this close to the present always get a folder, so that no producer can take it from the others."""
 
 _UTC: Final = pa.timestamp("us", tz="UTC")
 _FIRST_US: Final = -62_135_596_800_000_000
@@ -75,6 +86,34 @@ class EventTimeRule:
         for row in np.flatnonzero(lacking.to_numpy(zero_copy_only=False)).tolist():
             texts[row] = f"{self.event_time.column}{_trouble(values[row].as_py())}{NO_TIME}"
         return reasons if lacking.true_count == 0 else pc.coalesce(reasons, pa.array(texts, pa.string()))
+
+
+class EventFolders:
+    """The folders that one task writes to: producers choose the times, so their number is limited."""
+
+    def __init__(self, unit: str, now: Callable[[], float] = time.time) -> None:
+        self._unit = unit
+        self._now = now
+        self._further: set[int] = set()
+        """The hours since 1970 that are not around the present."""
+
+    def limit(self, rows: pa.RecordBatch, reasons: pa.Array) -> pa.Array:
+        """Return the reasons, with those for rows that would need a folder too many; folders of many rows go first."""
+        hours = rows.column(EVENT_DAY).cast(pa.int32()).fill_null(0).to_numpy().astype(np.int64) * 24
+        if EVENT_HOUR in rows.schema.names:
+            hours = hours + rows.column(EVENT_HOUR).to_numpy()
+        is_landed = pc.is_null(reasons).to_numpy(zero_copy_only=False)
+        is_further = is_landed & (np.abs(hours - int(self._now() // 3600)) > _PRESENT_HOURS)
+        found, counts = np.unique(hours[is_further], return_counts=True)
+        wanted = found[np.argsort(-counts, kind="stable")].tolist()
+        new = [hour for hour in wanted if hour not in self._further]
+        room = FOLDERS_MAX - len(self._further)
+        self._further.update(new[:room])
+        if len(new) <= room:
+            return reasons
+        is_refused = is_further & np.isin(hours, new[room:])
+        text = f"the event times of one task are in more than {FOLDERS_MAX:,} {self._unit}s{TOO_MANY}"
+        return pc.if_else(pa.array(is_refused), pa.scalar(text, pa.string()), reasons)
 
 
 def _trouble(value: Any) -> str:

@@ -36,7 +36,13 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed
-from millstream.pipelines.jobs.land.dry_run import SAMPLED, SAMPLED_TOPICS_MAX, KeptRows, LandedSample
+from millstream.pipelines.jobs.land.dry_run import (
+    SAMPLED,
+    SAMPLED_BYTES_MAX,
+    SAMPLED_TOPICS_MAX,
+    KeptRows,
+    LandedSample,
+)
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, payload_fields
@@ -258,8 +264,10 @@ class LandJob:
 
     def _try_topic(self, source: Source) -> LandedSample:
         batch = self._batch(source)
+        size = self._sources.message_bytes(source) or MESSAGE_BYTES
+        each = max(1, min(SAMPLED, int(SAMPLED_BYTES_MAX / size) // max(1, len(source.end))))
         batch.plans = {
-            number: PartitionPlan(None, max(source.first[number], end - SAMPLED), end)
+            number: PartitionPlan(None, max(source.first[number], end - each), end)
             for number, end in source.end.items()
         }
         self._sample(batch)
@@ -269,9 +277,13 @@ class LandJob:
             batch.evolves = batch.evolves and number < ROUNDS_MAX
             rows, refused = KeptRows(), KeptRows()
             landing = Landing(batch.topic, batch.work_into(rows, refused), options)
+            room = SAMPLED_BYTES_MAX
             for one in batch.topic_ranges():
                 for records in read_records(one, options, partial(landing.quarantine, one.partition)):
                     landing.take(records)
+                    room -= records.nbytes
+                if room <= 0:
+                    break
             if batch.take([landing.report()]):
                 break
         known = set() if batch.schema is None else set(batch.schema.names)
@@ -282,8 +294,8 @@ class LandJob:
             columns=batch.table_schema(),
             added=[name for name in batch.table_schema().names if name not in known],
             sampled=batch.rows,
-            rows=rows.batches,
-            quarantined=refused.batches,
+            rows=rows,
+            quarantined=refused,
         )
 
     # -- planning -------------------------------------------------------------------------------------------------

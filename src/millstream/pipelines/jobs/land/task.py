@@ -21,7 +21,7 @@ from millstream.core.errors import ExpectationFailed, LostData
 from millstream.core.pipeline import FAIL
 from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, holds
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
-from millstream.pipelines.jobs.land.event_time import NO_TIME, EventTimeRule
+from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
@@ -277,6 +277,7 @@ class Landing:
         self._files: list[Written] = []
         self._counts: Counter[str] = Counter()
         self._dropped: set[str] = set()
+        self._folders = None if work.event_time is None else EventFolders(work.event_time.event_time.unit)
 
     def take(self, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
@@ -306,6 +307,8 @@ class Landing:
             return
         if self._work.event_time is not None:
             rows, reasons = self._work.event_time.apply(rows, reasons)
+        if self._folders is not None:
+            reasons = self._folders.limit(rows, reasons)
         if reasons.null_count == len(rows):
             self._work.writer.write(rows)
             return
@@ -422,6 +425,8 @@ def reason_kind(reason: str) -> str:
         return "no-order"
     if reason.endswith(NO_TIME):
         return "no-time"
+    if reason.endswith(TOO_MANY):
+        return "too-many-times"
     return next((kind for start, kind in _KINDS if reason.startswith(start)), "type")
 
 
