@@ -537,7 +537,7 @@ def test_members_of_a_share_group_are_shown(console: Console) -> None:
         _reload_until(page, lambda: page.get_by_role("link", name="sharers").count() == 1)
         page.get_by_role("link", name="sharers").click()
         _reload_until(page, lambda: page.get_by_role("cell", name="sharer", exact=True).count() == 1)
-        expect(page.get_by_text("share group")).to_be_visible()
+        expect(page.get_by_text("Share group, assignor simple.")).to_be_visible()
     assert watched.problems == []
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import datetime
 import inspect
 import os
 import re
@@ -45,7 +46,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
 COMMAND_S_MAX = 120.0
 NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipelines-enabled": "false"}
-PLAIN = re.compile(r"""millstream (?:[^|<>$&;"'#]|"[^"$`]*"|'[^']*')*(?:#.*)?""")
+# `pipeline run` handles signals, which only the main thread of a process can.
+PLAIN = re.compile(r"""millstream (?!pipeline run )(?:[^|<>$&;"'#]|"[^"$`]*"|'[^']*')*(?:#.*)?""")
 
 # What a page takes as given.
 BEFORE = {
@@ -328,6 +330,9 @@ def make_lake(lake: Path) -> None:
         assert table.commit(more, {(TOPIC, 0): (18, 20)}, schema=wider)
     customers = pa.table({"customer_id": [1, 2], "name": ["Ada L.", "Grace"]})
     deltalake.write_deltalake(str(lake / "customers"), customers)
+    happened = datetime.datetime(2026, 11, 15, 21, tzinfo=datetime.UTC)
+    visits = pa.table({"offset": [0], "created_at": [happened], "event_day": [happened.date()]})
+    deltalake.write_deltalake(str(lake / "visits"), visits, partition_by=["event_day"])
     quarantine = rows(0, range(3), QUARANTINE, headers=[None, [], [{"key": "h", "value": b"1"}]])
     deltalake.write_deltalake(str(lake / "orders__quarantine"), pa.Table.from_batches([quarantine]))
 

@@ -12,7 +12,7 @@ from trials.chaos_overload import GROWTH_BYTES_MAX, Chaos
 
 from millstream_testing.server import Server
 
-CONNECTIONS, SECONDS, SETTLE_S = 10, 1.0, 0.5
+CONNECTIONS, SECONDS, SETTLE_S = 10, 3.0, 0.5
 KINDS = (PRODUCE, FETCH, METADATA, HEARTBEAT, SHARE_FETCH, HTTP, CONNECT)
 
 
