@@ -36,7 +36,7 @@ GATEWAY: Final = "millstream.gateway.process"
 _REQUEST_BYTES_MAX: Final = 1 << 18
 _FILES_MAX: Final = 16
 _FREE_DESCRIPTOR: Final = 500
-"""Descriptors from here on are used by nobody while a new process sorts its own."""
+"""Descriptors from here on are unused while a new process sorts its own."""
 _REPORT: Final = struct.Struct("=q")
 """What is reported of a process: its id, and later its exit status."""
 _IMPORTED: Final = (

@@ -199,7 +199,7 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
     if len(lines) > SHOWN_MAX:
         print_line(f"… and {len(lines) - SHOWN_MAX:,} more; --json has all of them.")
     total = counted(sum(row["published"] for row in report.rows), "message")
-    verdict = "All add up." if adds_up else "It does not add up."
+    verdict = "All add up." if adds_up else "The counts do not add up."
     if checked:
         wrong = sum(one.is_fault for _, one in receipts)
         print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} not as acknowledged.")

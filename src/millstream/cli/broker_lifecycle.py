@@ -1,7 +1,7 @@
 """The states of one broker process of a machine, and the events that change them.
 
 Nothing here runs a process: `machine.py` applies the events and acts on the state. A process exists only in the states
-of `WITH_PROCESS`, so whoever has waited for another state may work on the broker's folder.
+of `WITH_PROCESS`, so code that has waited for another state may change the broker's folder.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def is_fault(self) -> bool:
-        """Whether something is wrong: nobody asked for the message to go."""
+        """Whether it is a fault: neither retention nor a deletion explains it."""
         return self.kind in (MISSING, CHANGED)
 
     def __str__(self) -> str:

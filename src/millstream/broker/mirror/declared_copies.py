@@ -100,7 +100,7 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
 class Sightings:
     """The schemas or access rules that the source has had, by hash, and in how many checks in a row each was missing.
 
-    The hashes are kept in the catalog, so that another controller continues with them; the counts begin anew there.
+    The hashes are kept in the catalog, so that another controller continues with them; the counts restart at zero.
     """
 
     def __init__(self, seen: Iterable[str], owner: str) -> None:

@@ -118,7 +118,7 @@ class Task:
                     with suppress(asyncio.CancelledError, Exception):
                         await acting
         except asyncio.CancelledError:
-            self._end(STOPPED, "Stopped, because the gateway stops.")
+            self._end(STOPPED, "Stopped, because the gateway is shutting down.")
             raise
         except Refused as error:
             self._end(FAILED, error.detail)
@@ -126,7 +126,7 @@ class Task:
             self._end(FAILED, str(error))
         except Exception:
             _logger.exception("a task of the console failed", extra={"title": self.title})
-            self._end(FAILED, "The gateway failed; see its log for the reason.")
+            self._end(FAILED, "The task failed unexpectedly; see the gateway's log for the reason.")
 
     def _end(self, state: str, text: str) -> None:
         if self.is_running:

@@ -64,7 +64,7 @@ def with_options(schema: StructType, declared: Mapping[str, str]) -> StructType:
     limited = next((one.name for one in schema.fields if isinstance(one.dataType, StringType)), None)
     if limited is None:
         raise InvalidSetting(
-            "a table needs a column of text, by which Spark tells its rows from those of others: add topic to the "
+            "a table needs a column of text, by which Spark recognizes its rows: add topic to the "
             "option columns, or make key or value text, as in 'key, value string'"
         )
     limit = f"varchar({_LIMIT_MIN + crc32(kept.encode()) % _LIMIT_MIN})"

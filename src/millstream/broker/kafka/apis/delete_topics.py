@@ -2,7 +2,7 @@
 
 A topic is given by its name or, from version 6 on, by its id; giving both, neither, or the same topic twice is refused.
 
-Topics that have not been begun within the time of the request are REQUEST_TIMED_OUT and stay.
+Topics whose deletion has not started within the timeout of the request are REQUEST_TIMED_OUT and stay.
 
 A dead letter topic with open letters is POLICY_VIOLATION, because Kafka's clients have no option to force it.
 

@@ -165,7 +165,7 @@ async def _count(visit: Visit, *, is_redrive: bool) -> Answer:
 async def _task(
     visit: Visit, title: str, act: Callable[[DeadLetterDesk, Outcome, Wanted | None], Awaitable[str]], *words: str
 ) -> Answer:
-    """Process the selected letters, also while nobody looks; what is done within a moment is answered at once."""
+    """Process the selected letters in a task; if it ends within a moment, answer with its result."""
     topic = await find_topic(visit.services.client, visit.names["topic"], patience_s=PATIENCE_S)
     condition = visit.text("filter")
     wanted = await letters_wanted(condition or None)

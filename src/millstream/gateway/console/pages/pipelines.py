@@ -267,9 +267,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
         except TimeoutError:
             raise RequestTimedOut(f"the dry run took longer than {DRY_RUN_S:g} s, and was ended") from None
         if not line:
-            raise CoordinatorUnavailable(
-                "the process of the dry run ended without an answer; its memory may not suffice"
-            )
+            raise CoordinatorUnavailable("the dry run process exited without a result; it may have run out of memory")
         answer = msgspec.json.decode(line, type=DryRunAnswer)
         if answer.failed:
             raise InvalidRequest(answer.failed)

@@ -54,7 +54,7 @@ def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
 
 
 def written_by_job(frame: DataFrame, options: WriteOptions) -> DataFrame:
-    """Return the same for the batch that each job tells its tasks; the options are those of tasks."""
+    """Return the same for the batch that each job passes to its tasks; the options are those of tasks."""
     return frame.mapInArrow(Marked(_writing(options, lambda: batch_of_job().batch)), PART_SCHEMA)
 
 

@@ -439,7 +439,7 @@ class PreparedQuery:
     """A job for small batches, and what it depends on."""
 
     def result_of_job(self, query: str) -> DataFrame | None:
-        """Return a job that writes the statement's rows over the batch that it tells its tasks.
+        """Return a job that writes the statement's rows for the batch that it passes to its tasks.
 
         It is planned once for many batches, since planning takes longer than a small batch. None if the statement, such
         as one with the current time, has to be planned for each.

@@ -177,7 +177,7 @@ class TopicView:
     def frame_of_job(
         self, spark: SparkSession, brokers: str, accumulator: FindingsAccumulator, access: Access
     ) -> DataFrame:
-        """Return the rows of the ranges that each job tells its tasks, read by one task."""
+        """Return the rows of the ranges that each job passes to its tasks, read by one task."""
         fetch = fetching(None, brokers, self, accumulator, access)
         return spark.range(0, 1, 1, 1).mapInArrow(Marked(fetch), self.schema)
 
