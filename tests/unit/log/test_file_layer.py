@@ -181,11 +181,11 @@ def test_a_full_disk_takes_what_fits() -> None:
     files.capacity_bytes = 8
     descriptor = files.open("/a", create=True)
     assert files.write_at(descriptor, b"0123456789", 0) == 8
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="No space left"):
         files.write_at(descriptor, b"x", 8)
     assert files.write_at(descriptor, b"yy", 0) == 2
     assert files.free_bytes("/") == 0
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="No space left"):
         files.allocate(descriptor, 9)
 
 

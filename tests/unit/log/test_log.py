@@ -308,7 +308,7 @@ async def test_a_heavy_batch_is_looked_into_beside_the_loop(log: Log, codec: int
 def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: MemoryFiles, store: LogStore) -> None:
     log.append(encode_values(b"a", producer_id=1, sequence=0), leader_epoch=EPOCH)
     files.capacity_bytes = files.capacity_bytes or sum(len(files.content(path)) for path in files.walk()) + 30
-    with pytest.raises(StorageFailure, match=r"orders-0: writing \d+ bytes failed: no space left.*free space"):
+    with pytest.raises(StorageFailure, match=r"orders-0: writing \d+ bytes failed: No space left.*free space"):
         log.append(encode_values(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)
 
     assert log.end_offset == 1

@@ -32,6 +32,9 @@ WORKED_ON_MAX: Final = 1000
 """The most letters that one request redrives or purges, so that no request takes long; repeat it for more."""
 
 Condition = Annotated[str, Meta(max_length=8192, description="A condition in the filter language.")]
+ShortCondition = Annotated[
+    str, Meta(max_length=4096, description="A condition in the filter language, as long as fits into an address.")
+]
 Number = Annotated[int, Meta(ge=1, le=WORKED_ON_MAX)]
 
 
@@ -58,7 +61,7 @@ class DeadLetterList(msgspec.Struct, frozen=True):
 class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which letters to show."""
 
-    filter: Condition | None = None
+    filter: ShortCondition | None = None
     limit: Annotated[int, Meta(ge=1, le=SHOWN_MAX)] = 10
 
 
