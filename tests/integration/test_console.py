@@ -543,13 +543,13 @@ def test_members_of_a_share_group_are_shown(console: Console) -> None:
 
 def test_landing_is_tried_on_recent_messages(console: Console) -> None:
     with console.api() as api:
-        assert api.post("/topics", json={"topic": "parcels"}).is_success
+        assert api.post("/topics", json={"topic": "crates"}).is_success
         for value in ({"to": "Rome", "kilograms": 2}, {"to": "Oslo", "kilograms": 7.5}):
-            assert api.post("/topics/parcels/messages", json=value).is_success
+            assert api.post("/topics/crates/messages", json=value).is_success
         assert api.post(
-            "/topics/parcels/messages", content=b"no json", headers={"content-type": "text/plain"}
+            "/topics/crates/messages", content=b"no json", headers={"content-type": "text/plain"}
         ).is_success
-        settings = {"topics": "parcels", "decode": "json"}
+        settings = {"topics": "crates", "decode": "json"}
         made = api.post("/pipelines", json={"name": "landed", "kind": "land", "settings": settings, "wanted": False})
         assert made.is_success, made.text
     watched = console.page("/pipelines/landed")
@@ -563,7 +563,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
     page.get_by_role("link", name="Back").click()
     expect(page.get_by_role("heading", name="landed", exact=True)).to_be_visible()
     assert watched.problems == []
-    assert not (console.server.data / "lake" / "parcels").exists()
+    assert not (console.server.data / "lake" / "crates").exists()
 
 
 def test_a_quota_is_set_and_removed(console: Console) -> None:
