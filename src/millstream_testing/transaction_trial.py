@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -187,6 +188,7 @@ class TransactionTrial:
         self._wait(self.cluster.lacks, "the start")
         self._create_topics()
         self._wait(self.cluster.lacks, "the start with topics")
+        self._commit_start()
         self._start_clients()
 
     def end_clients(self) -> None:
@@ -323,6 +325,19 @@ class TransactionTrial:
         ]
         for created in admin.create_topics(topics, operation_timeout=SETTLE_S_MAX).values():
             created.result(SETTLE_S_MAX)
+
+    def _commit_start(self) -> None:
+        """Let every group begin at an offset that is committed.
+
+        A consumer without one looks up the start of the partition. If librdkafka gets the answer to that late, after it
+        has lost the partition, it reads from the start, and may hand out what it has read when it is assigned the
+        partition again, whatever was committed meanwhile (docs/transactions.md, "Clients in an outage").
+        """
+        admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
+        start = [TopicPartition(SOURCE, partition, 0) for partition in range(self._plan.partitions)]
+        for group in self._plan.groups:
+            committed = admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, start)])
+            committed[group].result(SETTLE_S_MAX)
 
     def _start_clients(self) -> None:
         address, plan = self.cluster.kafka, self._plan

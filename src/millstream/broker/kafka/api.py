@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args
 from urllib.parse import quote
+from uuid import UUID
 
 import msgspec
 from kio.schema.errors import ErrorCode
@@ -89,6 +90,18 @@ def check_needs(needs: Iterable[Need], rights: Rights) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
+class RefusedBatch:
+    """A batch of an idempotent producer that was refused and is to be sent again."""
+
+    epoch: int
+    sequence: int
+    code: ErrorCode
+    reason: str
+    behind: int = 0
+    """How many batches that were sent behind it have been refused."""
+
+
+@dataclass(slots=True, kw_only=True)
 class ClientInfo:
     """The client of a connection, filled in as requests arrive."""
 
@@ -112,6 +125,8 @@ class ClientInfo:
     """Serves the connection out of the share of those who replicate."""
     presence: Presence = field(default_factory=Presence)
     """Whether the client is there to wait for an answer."""
+    refused_batches: dict[tuple[str | UUID, int, int], RefusedBatch] = field(default_factory=dict)
+    """By topic, partition and producer id."""
     produce_requests: int = 0
     produced_bytes: int = 0
     fetch_requests: int = 0

@@ -16,6 +16,11 @@ A batch is stored as a whole or not at all. If some of its records are invalid, 
 topic with a schema rule are checked first (`SchemaRules`), from any sender; where that needs a child process, the
 connection waits.
 
+A producer sends up to five batches without waiting for responses. If one of them is refused and is to be sent again,
+for example because this node does not lead the partition yet, those behind it on the connection are refused in the same
+way (`RefusedBatch`). Otherwise they would be stored before it, or leave a gap in the sequence, after which librdkafka
+begins a new epoch and sends batches for other partitions again whose responses it has not received.
+
 Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
 adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
 transaction by writing to it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the
@@ -32,7 +37,7 @@ from typing import Final, NamedTuple, cast
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, RefusedBatch
 from millstream.broker.kafka.errors import error_code, log_fenced
 from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
@@ -93,6 +98,13 @@ OPENING_RETRY_S: Final = 0.02
 OPENING_RETRIES_MAX: Final = 5
 """While the transaction before it is still being ended, a new one waits a moment; sending it all again costs more."""
 
+BATCHES_BEHIND_MAX: Final = 4
+"""How many batches a producer can have sent behind one that was refused: it has at most five in flight."""
+
+REFUSED_PRODUCERS_MAX: Final = 1000
+"""How many refused batches are remembered for a connection, each of another producer or partition."""
+
+_SEQUENCE_MASK: Final = 0x7FFFFFFF
 _PRODUCER: Final = struct.Struct(">qh")
 _Answers = dict[TopicPartition, MillstreamError | None]
 
@@ -240,11 +252,15 @@ def producer_error(error: MillstreamError, version: int) -> MillstreamError:
 
 def _transactional(portion: Portion) -> BatchHeader | None:
     """Return the header of a transactional batch; the log rejects malformed ones."""
+    header = _header(portion)
+    return header if header is not None and header.attributes & TRANSACTIONAL_FLAG and header.producer_id >= 0 else None
+
+
+def _header(portion: Portion) -> BatchHeader | None:
     records = portion.records
     if records is None or len(records) < HEADER_BYTES:
         return None
-    header = BatchHeader(0, *BATCH_HEADER.unpack_from(records))
-    return header if header.attributes & TRANSACTIONAL_FLAG and header.producer_id >= 0 else None
+    return BatchHeader(0, *BATCH_HEADER.unpack_from(records))
 
 
 def _refuse(portion: Portion, error: MillstreamError) -> None:
@@ -446,11 +462,15 @@ class Produce:
         version = header.version
         waiting: list[tuple[Partition, Portion]] = []
         for portion in request.portions:
+            if client.refused_batches and _is_behind_refused(portion, client):
+                self.batches_rejected += 1
+                continue
             partition = self._append(portion, request, version, guards)
             if partition is not None:
                 waiting.append((partition, portion))
             elif portion.code is not ErrorCode.none:
                 log_fenced(portion.code, portion.message or "", client, transactional_id=request.transactional_id)
+                _remember_refused(portion, client)
         client.produce_requests += 1
         client.produced_bytes += size
         throttle_ms = self._quota.charge(client, size) if self._quota.is_limiting else 0
@@ -541,6 +561,44 @@ class Produce:
             partition.discard_finished()
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
+
+
+def _remember_refused(portion: Portion, client: ClientInfo) -> None:
+    """Remember a batch that its producer is to send again."""
+    header = _sequenced(portion)
+    if header is None or not portion.code.retriable:
+        return
+    refused = client.refused_batches
+    while len(refused) >= REFUSED_PRODUCERS_MAX:
+        del refused[next(iter(refused))]
+    refused[portion.topic, portion.index, header.producer_id] = RefusedBatch(
+        epoch=header.producer_epoch, sequence=header.base_sequence, code=portion.code, reason=portion.message or ""
+    )
+
+
+def _is_behind_refused(portion: Portion, client: ClientInfo) -> bool:
+    """Refuse a batch that was sent behind a refused one, for the same reason; return whether it is one."""
+    header = _sequenced(portion)
+    if header is None:
+        return False
+    key = (portion.topic, portion.index, header.producer_id)
+    refused = client.refused_batches.get(key)
+    if refused is None:
+        return False
+    distance = (header.base_sequence - refused.sequence) & _SEQUENCE_MASK
+    is_behind = header.producer_epoch == refused.epoch and 0 < distance <= _SEQUENCE_MASK // 2
+    refused.behind += is_behind
+    if not is_behind or refused.behind == BATCHES_BEHIND_MAX:
+        del client.refused_batches[key]
+    if is_behind and portion.code is ErrorCode.none:
+        portion.fail(refused.code, f"a batch before it was refused: {refused.reason}")
+    return is_behind
+
+
+def _sequenced(portion: Portion) -> BatchHeader | None:
+    """Return the header of an idempotent producer's batch; the log rejects malformed ones."""
+    header = _header(portion)
+    return header if header is not None and header.producer_id >= 0 and header.base_sequence >= 0 else None
 
 
 def _flags(records: memoryview | None) -> int:
