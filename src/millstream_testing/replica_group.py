@@ -41,7 +41,7 @@ from millstream.protocol.wire.replica_fetch import (
 from millstream_testing.files import MemoryFiles
 
 TOPIC = Topic(name="orders", topic_id=UUID(int=77), partitions=1, replication=3, overrides={}, created_ms=0)
-LAG_S = 0.4
+LAG_S = 1.0
 
 
 def partition_key(index: int = 0) -> keys.PartitionKey:

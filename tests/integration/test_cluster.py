@@ -476,11 +476,10 @@ def test_health_reports_the_state_of_the_cluster(cluster: ServerGroup, topic: st
     # A node reports metrics of subscriptions after the first request for one.
     assert CommandLine(cluster.kafka)("subscription", "create", f"{topic}-queue", "--topic", topic).code == 0
     assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
-    wait_until(lambda: "millstream_subscription_backlog" in get(cluster, "/metrics"))
+    # On a busy machine a node may have lost its lease for a moment.
+    wanted = ("subscription_backlog", "nodes 3.0", "node_fenced 0.0", "partitions_without_leader 0.0")
+    wait_until(lambda: all(f"millstream_{one}" in get(cluster, "/metrics") for one in wanted))
     metrics = get(cluster, "/metrics")
-    assert "millstream_nodes 3.0" in metrics
-    assert "millstream_node_fenced 0.0" in metrics
-    assert "millstream_partitions_without_leader 0.0" in metrics
     docs = Path(__file__).parents[2] / "docs"
     names = ("operating.md", "cluster.md", "subscriptions.md")
     pages = "".join((docs / name).read_text(encoding="utf-8") for name in names)
@@ -515,9 +514,10 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
             found = shown(node, f"/topics/{topic}/messages?filter=payload.number+%3E%3D+20&from=start")
             assert "10 found in 30 of 30 messages." in found
             assert all_messages(node)
-            assert '<span class="chip good">in sync</span>' in shown(node, f"/topics/{topic}")
+            # On a busy machine a node may have lost its lease for a moment.
+            wait_until(lambda node=node: '<span class="chip good">in sync</span>' in shown(node, f"/topics/{topic}"))  # type: ignore[misc]
             assert re.search(r"Waiting</span><span class=\"value\">30", shown(node, f"/subscriptions/{topic}"))
-            assert shown(node, "/cluster").count(">ready<") == 3
+            wait_until(lambda node=node: shown(node, "/cluster").count(">ready<") == 3)  # type: ignore[misc]
             for path in (
                 "",
                 "/cluster/plan",

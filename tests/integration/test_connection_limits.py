@@ -24,34 +24,42 @@ PER_ADDRESS: Final = 8
 
 
 class Limited(NamedTuple):
-    encrypted: str
-    clear: str
-    ca: Path
+    address: str
+    tls: ssl.SSLContext | None
 
 
 @pytest.fixture(scope="module")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
-    """A broker with TLS and one without."""
-    folder = tmp_path_factory.mktemp("limited")
-    certificates = Certificates(folder / "certs")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certs"))
+
+
+@pytest.fixture
+def limited(request: pytest.FixtureRequest, certificates: Certificates, tmp_path: Path) -> Iterator[Limited]:
+    """A broker with low limits, with TLS if the parameter says so.
+
+    It has not been connected to: one that has, counts each connection until it notices that it was closed.
+    """
+    is_encrypted = request.param == "encrypted"
     limits = {"connections-per-principal-max": PER_PRINCIPAL, "connections-per-address-max": PER_ADDRESS}
-    tls = {"tls-cert": str(certificates.node), "tls-key": str(certificates.node_key)}
-    before = listener.UNKNOWN_PER_ADDRESS_MAX
-    listener.UNKNOWN_PER_ADDRESS_MAX = UNKNOWN_MAX
-    with ExitStack() as stack:
-        stack.callback(setattr, listener, "UNKNOWN_PER_ADDRESS_MAX", before)
-        addresses = []
-        for name, more in (("encrypted", tls), ("clear", {})):
-            declare_security(folder / name, {"alice": "alice-password", "bob": "bob-password"})
-            broker = EmbeddedBroker(folder / name, settings={"auth": "required", **limits, **more})
-            broker.start_and_wait()
-            stack.callback(broker.stop_and_wait)
-            addresses.append(broker.kafka_address)
-        yield Limited(addresses[0], addresses[1], certificates.ca)
+    tls = {"tls-cert": str(certificates.node), "tls-key": str(certificates.node_key)} if is_encrypted else {}
+    context = ssl.create_default_context(cafile=str(certificates.ca)) if is_encrypted else None
+    declare_security(tmp_path / "data", {"alice": "alice-password", "bob": "bob-password"})
+    broker = EmbeddedBroker(tmp_path / "data", settings={"auth": "required", **limits, **tls})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(listener, "UNKNOWN_PER_ADDRESS_MAX", UNKNOWN_MAX)
+        broker.start_and_wait()
+        try:
+            yield Limited(broker.kafka_address, context)
+        finally:
+            broker.stop_and_wait()
 
 
-def connect(address: str) -> socket.socket:
-    host, port = address.rsplit(":", 1)
+both_kinds = pytest.mark.parametrize("limited", ["encrypted", "clear"], indirect=True)
+
+
+def connect(limited: Limited) -> socket.socket:
+    """Connect, without the handshake of TLS."""
+    host, port = limited.address.rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
@@ -82,63 +90,73 @@ def sign_in(connection: socket.socket, user: str, password: str = "") -> bool:
         return False
 
 
-def admitted(address: str, user: str, stack: ExitStack) -> bool:
+def admitted(limited: Limited, user: str, stack: ExitStack) -> bool:
     """Connect and authenticate, and keep the connection if that succeeds."""
-    connection = stack.enter_context(connect(address))
-    if sign_in(connection, user):
-        return True
-    connection.close()
-    return False
+    connection = connect(limited)
+    try:
+        if limited.tls is not None:
+            connection = limited.tls.wrap_socket(connection, server_hostname="localhost")
+        is_admitted = sign_in(connection, user)
+    except OSError:
+        is_admitted = False
+    if is_admitted:
+        stack.enter_context(connection)
+    else:
+        connection.close()
+    return is_admitted
 
 
-def until_admitted(address: str, user: str) -> None:
-    """Wait until the broker has noticed which connections are gone."""
+def until_admitted(limited: Limited, user: str, stack: ExitStack) -> None:
+    """Connect and authenticate once the broker has noticed which connections are gone."""
     deadline = time.monotonic() + WAIT_S
-    while True:
-        with ExitStack() as stack:
-            if admitted(address, user, stack):
-                return
+    while not admitted(limited, user, stack):
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("kind", ["encrypted", "clear"])
-def test_an_address_has_few_connections_that_have_not_authenticated(limited: Limited, kind: str) -> None:
-    address = getattr(limited, kind)
+@both_kinds
+def test_an_address_has_few_connections_that_have_not_authenticated(limited: Limited) -> None:
     with ExitStack() as stack:
         # With TLS these are in the middle of a handshake, which counts.
-        silent = [stack.enter_context(connect(address)) for _ in range(UNKNOWN_MAX)]
+        silent = [stack.enter_context(connect(limited)) for _ in range(UNKNOWN_MAX)]
         deadline = time.monotonic() + WAIT_S
-        while not is_closed(stack.enter_context(connect(address))):
+        while not is_closed(stack.enter_context(connect(limited))):
             assert time.monotonic() < deadline
         assert not any(is_closed(one) for one in silent)
-    until_admitted(limited.clear, "alice")
+    with ExitStack() as stack:
+        until_admitted(limited, "alice", stack)
 
 
-def test_a_handshake_that_is_over_does_not_count_twice(limited: Limited) -> None:
-    context = ssl.create_default_context(cafile=str(limited.ca))
-    for _ in range(2 * UNKNOWN_MAX):
-        with context.wrap_socket(connect(limited.encrypted), server_hostname="localhost") as connection:
-            assert sign_in(connection, "bob")
+@both_kinds
+def test_a_client_that_has_authenticated_counts_once_and_as_known(limited: Limited) -> None:
+    # More than may be without authentication, and counted twice they would be more than an address may have.
+    users = ("alice", "bob") * PER_PRINCIPAL
+    assert len(users) > UNKNOWN_MAX
+    assert 2 * len(users) > PER_ADDRESS
+    with ExitStack() as stack:
+        assert all(admitted(limited, user, stack) for user in users)
+    with ExitStack() as stack:
+        for user in users:
+            until_admitted(limited, user, stack)
 
 
+@pytest.mark.parametrize("limited", ["clear"], indirect=True)
 def test_a_principal_has_only_so_many_connections(limited: Limited) -> None:
-    until_admitted(limited.clear, "alice")
     with ExitStack() as stack:
         for _ in range(PER_PRINCIPAL):
-            until = time.monotonic() + WAIT_S
-            while not admitted(limited.clear, "alice", stack):
-                assert time.monotonic() < until
-        assert not admitted(limited.clear, "alice", stack)
-        assert admitted(limited.clear, "bob", stack)
-    until_admitted(limited.clear, "alice")
+            assert admitted(limited, "alice", stack)
+        assert not admitted(limited, "alice", stack)
+        assert admitted(limited, "bob", stack)
+    with ExitStack() as stack:
+        until_admitted(limited, "alice", stack)
 
 
+@pytest.mark.parametrize("limited", ["clear"], indirect=True)
 def test_an_address_has_only_so_many_connections(limited: Limited) -> None:
     with ExitStack() as stack:
-        count = sum(admitted(limited.clear, user, stack) for user in ("alice", "bob") * PER_PRINCIPAL)
-        assert count <= 2 * PER_PRINCIPAL
+        users = ("alice", "bob") * PER_PRINCIPAL
+        assert all(admitted(limited, user, stack) for user in users)
         # The rest up to the limit may be connected, but not more.
-        others = [stack.enter_context(connect(limited.clear)) for _ in range(PER_ADDRESS)]
+        others = [stack.enter_context(connect(limited)) for _ in range(PER_ADDRESS)]
         deadline = time.monotonic() + WAIT_S
-        while count + sum(not is_closed(one) for one in others) > PER_ADDRESS:
+        while len(users) + sum(not is_closed(one) for one in others) > PER_ADDRESS:
             assert time.monotonic() < deadline

@@ -195,8 +195,8 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Serve
 
 
 async def test_a_slow_endpoint_keeps_its_leases(server: Server) -> None:
-    async with desk(server, "slow", {LEASE: "2000"}) as work:
-        work.hook.answer = lambda _request: Reply(after_s=3.0)
+    async with desk(server, "slow", {LEASE: "4000"}) as work:
+        work.hook.answer = lambda _request: Reply(after_s=5.0)
         await work.publish("once")
         assert await work.ended(1) == ["accepted"]
         assert len(work.hook.requests) == 1

@@ -338,7 +338,7 @@ async def test_a_lease_that_is_shortened_counts_for_what_comes_later(ms: millstr
     assert left(new) <= timedelta(seconds=2) < timedelta(seconds=300) < left(old)
     # It is renewed as often as the new lease asks for.
     first = new.deadline
-    while new.deadline == first:
+    while held["new"].deadline == first:
         await asyncio.sleep(0.01)
     gate.set()
     for receipt in receipts:

@@ -15,7 +15,7 @@ from millstream.core.partition_state import PartitionState
 from millstream.core.topic import TopicSettings
 from millstream.protocol.records.record import decode_records
 from millstream_testing.batches import encode_values
-from millstream_testing.replica_group import ReplicaGroup, content
+from millstream_testing.replica_group import LAG_S, ReplicaGroup, content
 from millstream_testing.waiting import until
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
@@ -119,7 +119,7 @@ class TestInSync:
         leader = await leads(group, 1)
         await leader.append(encode_values(b"a"))
         await until(lambda: not leader.has_lagging)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.5 * LAG_S)
         assert leader.state is not None
         assert leader.state.in_sync == (ONE, TWO, THREE)
 

@@ -214,8 +214,11 @@ async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
         await asyncio.sleep(0)
         return "page"
 
+    preparing = asyncio.Event()
+
     async def prepare_for_long() -> None:
         nonlocal is_cancelled
+        preparing.set()
         try:
             await asyncio.Future()
         except asyncio.CancelledError:
@@ -233,8 +236,9 @@ async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
     assert is_cancelled
     # A gateway that stops leaves neither the page nor the wait for the browser behind.
     is_cancelled = False
+    preparing.clear()
     stopped = asyncio.create_task(_unless_gone(browser(), route_to(prepare_for_long), visit))
-    await asyncio.sleep(0.01)
+    await preparing.wait()
     stopped.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopped

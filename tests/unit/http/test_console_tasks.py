@@ -14,6 +14,7 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.services import Services
 from millstream.gateway.console import tasks as module
 from millstream.gateway.console.tasks import TASKS_PER_PERSON_MAX, Acting, Task, Tasks
+from millstream_testing.waiting import until
 
 
 class Rights:
@@ -82,8 +83,7 @@ async def test_what_takes_longer_continues_and_is_found_by_its_person_only() -> 
     task.stop()
     await ended(task)
     assert task.state == "stopped"
-    await asyncio.sleep(0.01)
-    assert rights.held == 0
+    await until(lambda: rights.held == 0)
 
 
 async def test_a_task_is_asked_to_stop_where_it_can_be() -> None:

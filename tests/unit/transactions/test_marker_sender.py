@@ -34,6 +34,7 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, Pr
 from millstream.core.topic import TRANSACTION_STATE, TopicPartition
 from millstream.protocol.records.control import Marker
 from millstream_testing.state_log import MemoryTopics
+from millstream_testing.waiting import until
 
 ME, OTHER = NodeId(1), NodeId(2)
 PARTITION = TopicPartition("t", PartitionIndex(0))
@@ -259,7 +260,7 @@ async def test_a_shard_that_restarts_ends_what_it_had_decided(node: Node) -> Non
     (partition,) = node.topics.partitions_of(node.topics.get(TRANSACTION_STATE))  # type: ignore[arg-type]
     partition.acknowledges = False
     other = asyncio.ensure_future(node.coordinator.init(InitRequest(transactional_id="b", timeout_ms=1)))
-    await asyncio.sleep(0.01)
+    await until(lambda: partition.end_offset > partition.high_watermark)
     partition.fail(StorageFailure("the disk failed"))
     partition.acknowledges = True
     with pytest.raises(NotCoordinator):
