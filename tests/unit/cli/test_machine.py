@@ -12,6 +12,7 @@ from millstream.cli import machine as machine_module
 from millstream.cli.machine import BrokerProcess, Machine
 from millstream.core.config import Config
 from millstream.core.tasks import within
+from millstream_testing.waiting import until_answered
 
 ANNOUNCED = '{"kafka": "127.0.0.1:1", "listeners": ["127.0.0.1:1"], "internal": "127.0.0.1:2"}'
 ANSWERS = f'echo \'{ANNOUNCED}\'; while read line; do echo \'{{"reasons": [], "warnings": ["well"]}}\'; done'
@@ -50,11 +51,16 @@ async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_
     hung.script = HANGS
     running = [asyncio.create_task(broker.run()) for broker in brokers]
     await asyncio.gather(*(broker.ready for broker in brokers))
-    for _ in range(2):
+
+    async def others_answer() -> bool:
         await within(20, machine._refresh_health())
         health = machine._health()
-        assert health["reasons"] == [f"node {hung.node_id} of this machine does not answer"]
-        assert health["warnings"] == ["well"]
+        assert f"node {hung.node_id} of this machine does not answer" in health["reasons"]
+        # On a busy machine another one may be late, too.
+        return len(health["reasons"]) == 1 and health["warnings"] == ["well"]
+
+    for _ in range(2):
+        await until_answered(others_answer)
     await others[0].pause()
     await within(20, machine._refresh_health())
     assert f"node {others[0].node_id} of this machine is not running" in machine._health()["reasons"]

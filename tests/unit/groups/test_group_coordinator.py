@@ -111,7 +111,7 @@ async def test_two_consumers_share_a_group(groups: GroupCoordinator) -> None:
 
 async def test_sessions_end_by_themselves(groups: GroupCoordinator) -> None:
     with pytest.raises(MemberIdRequired) as required:
-        await groups.join(join_request("g", session_ms=20))
+        await groups.join(join_request("g"))
     member = await groups.join(join_request("g", required.value.member_id, session_ms=20))
     assert member.generation == 1
 

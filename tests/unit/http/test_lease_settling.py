@@ -80,7 +80,7 @@ async def test_settlements_are_kept_while_no_leader_is_known() -> None:
 
 
 async def test_what_could_not_be_settled_in_time_is_reported_beside_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "SETTLE_S", 0.2)
+    monkeypatch.setattr(pulling, "SETTLE_S", 1.0)
     first, second = await settled(Cluster({0: [OK], 1: [NOT_LEADER] * 1000}))
     assert first is None
     assert isinstance(second, RequestTimedOut)

@@ -16,7 +16,7 @@ from millstream.pipelines.runtime import manual_run as by_hand_module
 from millstream.pipelines.runtime.manual_run import ManualRun, ManualRunWatch
 from millstream.pipelines.runtime.runner import Stalled
 from millstream.pipelines.runtime.stall_watch import Activity
-from millstream_testing.pipeline_script import FreeClaim, Script, landing
+from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
 
 def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> ManualRun:
@@ -105,7 +105,8 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
         left.append(reason)
         stopping.set()
 
-    with ManualRunWatch(running, spark, leave, look_s=0.05, cancel_s=0.2), pytest.raises(Stalled) as stalled:
+    cancel_s = HANG_S if reacts else 0.2
+    with ManualRunWatch(running, spark, leave, look_s=0.05, cancel_s=cancel_s), pytest.raises(Stalled) as stalled:
         running.run(once=False)
     assert script.closed == 1
     return [str(stalled.value), *left]
