@@ -18,6 +18,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import IO, Self
 
 from millstream.cli.local_process import ReservedPort, is_free
 from millstream_testing.fork_server import ForkedProcess, fork
+from millstream_testing.waiting import wait_until
 
 READY_S_MAX = 120.0
 STOP_S_MAX = 60.0
@@ -134,6 +137,10 @@ class Server:
             self.kill()
         return self.start()
 
+    def metrics(self) -> str:
+        """Return the page of metrics; a gateway that is busy, or has just started, has to be asked again."""
+        return wait_until(self._find_metrics)
+
     def log_tail(self) -> str:
         """The end of what the process logged."""
         if not self.log.exists():
@@ -145,6 +152,14 @@ class Server:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
+
+    def _find_metrics(self) -> str:
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=READY_S_MAX) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            return ""
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
         """Fork the process where that gives the same one; a loader's variables and other programs need a new start."""

@@ -8,7 +8,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import httpx
 import pytest
 from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest, DeleteRecordsTopic
 from kio.schema.types import TopicName
@@ -133,12 +132,9 @@ def test_many_letters_are_redriven_in_rounds(
 
 
 def test_open_letters_have_metrics_of_their_own(server: Server, millstream: CommandLine, name: str) -> None:
-    def metrics() -> str:
-        return httpx.get(f"http://{server.http}/metrics", timeout=60).text
-
-    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS}.0' in metrics()
+    assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS}.0' in server.metrics()
     assert millstream("dlq", "purge", name, "-n", 5).code == 0
-    reported = metrics()
+    reported = server.metrics()
     assert f'millstream_dead_letters_open{{topic="{name}-dead"}} {LETTERS - 5}.0' in reported
     assert f'millstream_dead_letters_oldest_age_seconds{{topic="{name}-dead"}}' in reported
     assert "__dlq/" not in reported, "letters wait for people, not for workers"

@@ -190,8 +190,7 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     assert http.get("/pipelines/web/rules").json() == {"rules": [other]}
     listed = {one["pipeline"]: one for one in http.get("/pipelines").json()["pipelines"]}
     assert (listed["web"]["state"], listed["web"]["lag"]) == ("stopped", None)
-    metrics = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text
-    assert 'millstream_pipeline_parked{pipeline="web"} 0.0' in metrics
+    assert 'millstream_pipeline_parked{pipeline="web"} 0.0' in server.metrics()
     for refused in (http.patch("/pipelines/web", json={"settings": {}}), http.patch("/pipelines/web/rules", json={})):
         assert (refused.status_code, "nothing to change" in refused.json()["detail"]) == (422, True)
     assert http.post("/pipelines", json={"name": "x", "kind": "land"}).status_code == 422

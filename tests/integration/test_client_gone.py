@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,12 +18,8 @@ FETCH_V4 = struct.Struct(">hhih")
 
 
 def waiting(server: Server) -> int:
-    """How many fetches wait; -1 while the gateway is not up."""
-    try:
-        with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=SOON_S) as page:
-            lines = page.read().decode().splitlines()
-    except urllib.error.HTTPError:
-        return -1
+    """How many fetches wait."""
+    lines = server.metrics().splitlines()
     return next(int(float(line.split()[1])) for line in lines if line.startswith("millstream_fetch_waiting "))
 
 

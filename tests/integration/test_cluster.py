@@ -273,7 +273,7 @@ def test_the_folder_of_a_node_on_its_own_is_not_taken_into_a_cluster(cluster: Se
 
 def get(cluster: ServerGroup, path: str) -> str:
     try:
-        with urllib.request.urlopen(f"http://{cluster[1].http}{path}") as answer:
+        with urllib.request.urlopen(f"http://{cluster[1].http}{path}", timeout=WAIT_S) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         with error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,8 +97,7 @@ def flip(path: Path, batch: int, at: int) -> None:
 
 
 def metric(node: Server, name: str) -> float:
-    text = urllib.request.urlopen(f"http://{node.http}/metrics", timeout=WAIT_S).read().decode()
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
+    return float(next(line.split()[1] for line in node.metrics().splitlines() if line.startswith(f"{name} ")))
 
 
 def is_whole(node: Server) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -81,7 +80,7 @@ def content(server: Server, topic: str) -> Content:
 
 
 def metric(server: Server, name: str) -> float:
-    lines = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text.splitlines()
+    lines = server.metrics().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 
 

@@ -26,7 +26,7 @@ from millstream.protocol.wire.group_offsets import commit_offsets
 from millstream_testing.browser import Watched, chromium, running_browser
 from millstream_testing.server import Server
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 expect.set_options(timeout=WAIT_S * 1000)
 AXE = Path(__file__).parent / "axe-core" / "axe.min.js"
 SCREENSHOTS = os.environ.get("CONSOLE_SCREENSHOTS")
@@ -612,7 +612,11 @@ def test_live_tails_are_bounded_and_end_with_their_browsers(console: Console) ->
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         # The server learns of closed connections in its own time.
-        with httpx.Client(timeout=1.0) as client, ExitStack() as stack, suppress(httpx.ReadTimeout):
+        with (
+            httpx.Client(timeout=httpx.Timeout(WAIT_S, read=1.0)) as client,
+            ExitStack() as stack,
+            suppress(httpx.ReadTimeout),
+        ):
             if any("of one person" in line for line in follow(client, stack)):
                 continue
         return

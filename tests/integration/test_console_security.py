@@ -287,7 +287,7 @@ def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:
         asked = parse_qs(urlsplit(begun.headers["location"]).query)
         assert asked["code_challenge_method"] == ["S256"]
         assert "SameSite=Lax" in begun.headers["set-cookie"]
-        with httpx.Client() as elsewhere:
+        with httpx.Client(timeout=WAIT_S) as elsewhere:
             back = elsewhere.get(begun.headers["location"]).headers["location"]
         with guarded.client() as other:
             assert other.get(back).status_code == 422, "the answer is for another browser"

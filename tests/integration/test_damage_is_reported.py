@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ def test_removed_segments_are_reported_and_the_rest_is_served(start_server: Star
     (partition,) = millstream("topic", "describe", "harmed", "--json").document["partitions"]
     assert partition["damage"] == [{"first": 0, "next": end_of_first}, {"first": start_of_active, "next": 9}]
     assert f"DAMAGED  {lost[0]}" in millstream("topic", "describe", "harmed").out
-    metrics = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read().decode()
-    assert "\nmillstream_log_damaged_ranges 2.0\n" in metrics
+    assert "\nmillstream_log_damaged_ranges 2.0\n" in server.metrics()
 
     millstream("publish", "harmed", "after")
     shown = millstream("tail", "harmed", "--from", "start", "--json")

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,7 +158,7 @@ def test_damage_under_a_running_broker_is_found_reported_and_skipped(tmp_path: P
         assert partition["damage"] == [{"first": one.start, "next": one.stop} for one in lost]
         shown = millstream("tail", TOPIC, "--from", "start", "--json")
         assert [one["offset"] for one in shown.documents] == sorted(got)
-        metrics = metrics_of(server)
+        metrics = server.metrics()
         assert "\nmillstream_log_damaged_ranges 5.0\n" in metrics
         assert f'\nmillstream_subscription_damaged_total{{subscription="plain"}} {float(len(gone))}\n' in metrics
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -224,14 +223,9 @@ def test_the_scrub_finds_what_no_one_reads(tmp_path: Path) -> None:
 
 def wait_for_damage(server: Server, ranges: int) -> None:
     deadline = time.monotonic() + 60
-    while f"\nmillstream_log_damaged_ranges {float(ranges)}\n" not in metrics_of(server):
+    while f"\nmillstream_log_damaged_ranges {float(ranges)}\n" not in server.metrics():
         assert time.monotonic() < deadline, server.log_tail()
         time.sleep(0.1)
-
-
-def metrics_of(server: Server) -> str:
-    answer: bytes = urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60).read()
-    return answer.decode()
 
 
 async def drain(address: str, name: str, settings: dict[str, str], gone: set[int]) -> None:

@@ -318,15 +318,12 @@ def test_a_planted_fault_raises_the_alert(start_server: Callable[..., Server], t
     assert command("subscription", "pull", "billing", "--accept").code == 0
     assert command("pipeline", "create", "ledger", "deliveries", "--set", "audit.every.ms=2000").code == 0
 
-    def metrics() -> str:
-        return httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text
-
     deadline = time.monotonic() + 5 * WAIT_S
-    while 'what="audited_seconds"' not in metrics():
+    while 'what="audited_seconds"' not in server.metrics():
         assert time.monotonic() < deadline
         time.sleep(1)
-    assert _firing(metrics()) == set()
+    assert _firing(server.metrics()) == set()
     _tamper(lake)
-    while ("deliveries", "audit_faults") not in _firing(metrics()):
+    while ("deliveries", "audit_faults") not in _firing(server.metrics()):
         assert time.monotonic() < deadline
         time.sleep(1)

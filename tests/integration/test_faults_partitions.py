@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -37,15 +35,6 @@ def known_partitions(server: Server) -> int:
     return sum(len(topic.partitions) for name, topic in listed.topics.items() if not name.startswith("__"))
 
 
-def metrics(server: Server) -> str:
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=WAIT_S) as answer:
-                return str(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            error.close()  # The first answer has to wait for what the gateway imports.
-
-
 def write_to_some(server: Server, count: int) -> None:
     errors: list[object] = []
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0, "linger.ms": 50})
@@ -73,7 +62,7 @@ def test_thousands_of_partitions(tmp_path: Path, topics: int, settle_s: float) -
             assert known_partitions(server) == count
             assert cpu_s(server) < CPU_S_PER_START_MAX
             write_to_some(server, count)
-        assert "millstream_topics" in metrics(server)
+        assert "millstream_topics" in server.metrics()
         assert resident_bytes(server) < RESIDENT_BYTES_MAX
         assert len(os.listdir(f"/proc/{server.pid}/fd")) < 1000
         if settle_s:

@@ -372,7 +372,7 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         wait_for(lambda: caught_up(berlin, name, topic, paris), what="the new partitions are copied")
         wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0, what="HTTP reports no lag")
         assert name in {one["mirror"] for one in http.get("/v1/mirrors").json()["mirrors"]}
-        metrics = http.get("/metrics").text
+        metrics = sites.berlin.metrics()
         for metric in ("lag", "lag_seconds"):
             labels = f'{{mirror="{name}",partition="2",topic="{topic}"}}'
             assert f"millstream_mirror_{metric}{labels} 0.0" in metrics, metrics

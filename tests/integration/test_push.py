@@ -178,8 +178,7 @@ async def test_an_endpoint_that_is_away_is_waited_for_and_reported(server: Serve
         down = await work.pushed(state="down")
         assert down["concurrency"] == 1
         assert down["last_error"].startswith("the endpoint did not answer")
-        async with httpx.AsyncClient(timeout=WAIT_S) as http:
-            metrics = (await http.get(f"http://{server.http}/metrics")).text
+        metrics = await asyncio.to_thread(server.metrics)
         assert 'millstream_push_endpoint_up{subscription="away"} 0.0' in metrics
         await work.hook.start()
         # None has used up its attempts, and there is no dead letter topic that would take one.
@@ -227,7 +226,7 @@ async def test_the_endpoint_of_the_documentation(server: Server, tmp_path: Path)
             await work.subscriptions.alter(work.name, {URL: url})
             await work.publish("a trusted one", headers=(("message-id", b"m-1"),))
             assert await process.stdout.readline() == b"got m-1 a trusted one\n"
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=WAIT_S) as http:
                 forged = {"webhook-id": "x", "webhook-timestamp": str(int(time.time())), "webhook-signature": "v1,AAAA"}
                 assert (await http.post(url, content=b"x", headers=forged)).status_code == 401
             assert await work.ended(1) == ["accepted"]

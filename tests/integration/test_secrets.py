@@ -103,7 +103,7 @@ async def test_a_secret_is_nowhere_in_clear(tmp_path: Path) -> None:
             str(await desk.run("subscription", "list", "--json")),
             str(await desk.run("secrets", "list", "--json")),
         ]
-        async with httpx.AsyncClient(base_url=f"http://{desk.server.http}") as http:
+        async with httpx.AsyncClient(base_url=f"http://{desk.server.http}", timeout=WAIT_S) as http:
             shown += [(await http.get(path)).text for path in ("/metrics", "/v1/subscriptions/sealed")]
         admin = AdminClient({"bootstrap.servers": desk.server.kafka})
         for resource in (

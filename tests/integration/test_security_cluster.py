@@ -160,7 +160,7 @@ async def test_what_is_declared_at_one_node_holds_at_the_other(locked: Locked) -
 
     async def publishes() -> bool:
         connection = millstream.connect(
-            locked.nodes[1].kafka, tls=locked.ca, user=ALICE[0], password=ALICE[1], connect_timeout=0.1
+            locked.nodes[1].kafka, tls=locked.ca, user=ALICE[0], password=ALICE[1], connect_timeout=2.0
         )
         try:
             async with connection as ms:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from millstream.client.admin.topics import delete_topic, grow_topic
@@ -233,8 +232,7 @@ async def test_dropping_is_asked_for_by_name_counted_listed_and_logged(server: S
         assert next(one["dropped"] for one in listed if one["subscription"] == work.name) == 3
         assert " DROPPED " in (await asyncio.to_thread(command, "subscription", "list")).out
         assert "messages were dropped: they exhausted their attempts" in server.log.read_text()
-        async with httpx.AsyncClient(timeout=WAIT_MS / 1000) as http:
-            metrics = (await http.get(f"http://{server.http}/metrics")).text
+        metrics = await asyncio.to_thread(server.metrics)
         assert f'millstream_subscription_dropped_total{{subscription="{work.name}"}} 3.0' in metrics
         deleted = await asyncio.to_thread(command, "topic", "delete", work.topic, "--yes")
         assert (deleted.code, "every message is delivered" in deleted.err) == (0, False)
@@ -291,21 +289,13 @@ async def test_a_topic_that_is_deleted_and_recreated_is_delivered_from_its_start
         assert values(await work.receive(2)) == ["new 1", "new 2"]
 
 
-async def metrics(server: Server) -> str:
-    async with asyncio.timeout(60), httpx.AsyncClient(timeout=60) as http:
-        # On a busy machine the gateway is there a while after the broker.
-        while (answer := await http.get(f"http://{server.http}/metrics")).status_code != 200:
-            await asyncio.sleep(0.2)
-    return answer.text
-
-
 async def test_the_page_lists_every_metric(server: Server) -> None:
     page = Path(__file__).parents[2] / "docs" / "subscriptions.md"
     documented = set(re.findall(r"`(millstream_subscription_\w+)`", page.read_text(encoding="utf-8")))
     async with desk(server, "metered", {}) as work:
         await work.publish("a")
         await work.settle(await work.receive(1), Verb.ACCEPT)
-    text = await metrics(server)
+    text = await asyncio.to_thread(server.metrics)
     served = {
         name
         for name in re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)
