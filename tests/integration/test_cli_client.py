@@ -66,7 +66,8 @@ def test_producers_and_consumers_are_listed_with_what_they_are(millstream: Comma
 
 def test_millstreams_own_clients_say_their_version(millstream: CommandLine) -> None:
     listed = millstream("client", "list", "--all", "--interval", 0.1, "--json").document
-    (mine,) = of(listed, "millstream-cli")
+    # The one that asks; the broker may not have noticed yet that those before it are gone.
+    mine, *_ = of(listed, "millstream-cli")
     assert (mine["software"], mine["version"]) == ("millstream", __version__)
 
 
