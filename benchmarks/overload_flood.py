@@ -49,6 +49,7 @@ KINDS: Final = (
 RECORDS, RECORD_BYTES = 10, 1024
 SENT_AHEAD_BYTES: Final = 256 * 1024
 RECONNECT_S: Final = 0.05
+UNANSWERED_S_MAX: Final = 60.0
 _ERROR_AT, _NO_ERROR = 13, b"\0\0"
 """Where the error code stands in a frame: behind size, correlation id, tags and throttle time."""
 
@@ -189,10 +190,14 @@ class Flood:
         self.refused = 0
 
     async def run(self, connections: int, seconds: float) -> None:
-        """Send for some seconds."""
+        """Send for some seconds, and again if nothing was answered, which says little on a busy machine."""
         request_of_connection = await prepare(self._kind, self._address, self._topic)
-        until = time.monotonic() + seconds
-        await asyncio.gather(*(self._one(request_of_connection(), until) for _ in range(connections)))
+        give_up = time.monotonic() + seconds + UNANSWERED_S_MAX
+        while True:
+            until = time.monotonic() + seconds
+            await asyncio.gather(*(self._one(request_of_connection(), until) for _ in range(connections)))
+            if self.received_bytes or self._kind == SLOW_READER or time.monotonic() > give_up:
+                return
 
     async def _one(self, request: bytes, until: float) -> None:
         loop = asyncio.get_running_loop()

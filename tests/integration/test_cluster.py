@@ -53,8 +53,10 @@ def running(
 def cluster(running: ServerGroup) -> ServerGroup:
     """The cluster with all its nodes."""
     running.start()
-    admin = AdminClient({"bootstrap.servers": running.kafka, "log_level": 0})
-    wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
+    # Each of them has to know, since tests ask any.
+    for node in running:
+        admin = AdminClient({"bootstrap.servers": node.kafka, "log_level": 0})
+        wait_until(lambda admin=admin: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)  # type: ignore[misc]
     return running
 
 
