@@ -65,12 +65,21 @@ class Writer(threading.Thread):
         number = 0
         while not self._ended.is_set():
             for partition in range(len(BEFORE)):
-                value = b"%d " % number + b"x" * 500
-                self._producer.produce(self._topic, value, partition=partition, on_delivery=self._delivered)
+                self._send(partition, b"%d " % number + b"x" * 500)
             number += 1
             self._producer.poll(0.001)
         if self._producer.flush(WAIT_S):
             self.errors.append("not everything was answered")
+
+    def _send(self, partition: int, value: bytes) -> None:
+        while True:
+            try:
+                self._producer.produce(self._topic, value, partition=partition, on_delivery=self._delivered)
+            except BufferError:
+                # As many wait already as the client keeps; on a busy machine a failover takes that long.
+                self._producer.poll(0.1)
+            else:
+                return
 
     def finish(self) -> None:
         """Wait for everything that is on its way."""
