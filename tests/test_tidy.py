@@ -78,8 +78,24 @@ def forget_trees() -> Iterator[None]:
     parsed.cache_clear()
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements directly within a node, and what has statements of its own; most of a tree is expressions."""
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(node, name, ())
+        # That of a conditional expression is none.
+        yield from inner if isinstance(inner, list) else ()
+
+
+def definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The functions and classes within a node, however deep."""
+    for child in statements(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child
+        yield from definitions(child)
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in definitions(parsed(path)) if not isinstance(node, ast.ClassDef))
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -145,7 +161,7 @@ BLOCKS = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith 
 def nesting(node: ast.AST, depth: int = 0) -> int:
     """How deep blocks are nested in a function, not counting those of functions within it."""
     deepest = depth
-    for child in ast.iter_child_nodes(node):
+    for child in statements(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
@@ -178,7 +194,7 @@ def test_classes_have_few_public_attributes() -> None:
     many = [
         f"{short(path)}:{node.lineno} {node.name} has {count} public attributes"
         for path in python_files(SOURCE)
-        for node in ast.walk(parsed(path))
+        for node in definitions(parsed(path))
         if isinstance(node, ast.ClassDef) and (count := len(public_attributes(node))) > PUBLIC_ATTRIBUTES_MAX
     ]
     assert many == []

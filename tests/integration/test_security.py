@@ -391,7 +391,7 @@ def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: 
     (tmp_path / "word").write_text("not the password")
     tls = ("--tls-ca", locked.certificates.ca)
     wrong = (*tls, "--user", "alice", "--password-file", tmp_path / "word")
-    soon = ("topic", "list", "--timeout", 5)
+    soon = ("topic", "list", "--timeout", 2)
     assert "if it uses TLS, give the authority of its certificate (--tls-ca)" in millstream(*soon).err
     assert "if it requires authentication, give a user" in millstream(*soon, *tls).err
     assert "authentication failed" in millstream("topic", "list", *wrong).err
@@ -423,7 +423,7 @@ def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:
 )
 async def test_who_is_not_known_gets_nothing(locked: Locked, credentials: Callable[[Locked], Credentials]) -> None:
     with pytest.raises(MillstreamError):
-        async with Client.connect(locked.server.kafka, timeout_s=10, credentials=credentials(locked)) as client:
+        async with Client.connect(locked.server.kafka, timeout_s=3, credentials=credentials(locked)) as client:
             await client.metadata()
 
 
