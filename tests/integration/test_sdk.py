@@ -26,7 +26,7 @@ from millstream.core.subscription import LEASE
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream_testing.server import Server
 
-HANG_S = 60
+HANG_S = 150
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import millstream
 from millstream_testing.server import Server
 
-HANG_S = 60
+HANG_S = 150
 COUNT = 4
 
 

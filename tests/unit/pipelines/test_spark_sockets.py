@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,23 @@ def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, mo
     assert other.is_dir()
     spark_session.remove_scratch()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, late = shutil.rmtree, ["first", "second"]
+
+    def remove_while_written_to(folder: str, *, ignore_errors: bool) -> None:
+        remove(folder, ignore_errors=ignore_errors)
+        if late:
+            Path(folder, late.pop()).mkdir(parents=True)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"{spark_session.PREFIX}left").mkdir()
+    monkeypatch.setattr(spark_session.shutil, "rmtree", remove_while_written_to)
+    spark_session.remove_left_behind()
+    assert (late, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

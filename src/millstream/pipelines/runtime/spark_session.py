@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PREFIX: Final = "millstream-scratch-"
+_REMOVE_S_MAX: Final = 5.0
+_REMOVE_AGAIN_S: Final = 0.1
 
 _held: dict[str, int] = {}
 
@@ -65,7 +68,7 @@ def remove_scratch() -> None:
     """Remove the folders of this process."""
     while _held:
         folder, lock = _held.popitem()
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
 
 
@@ -74,8 +77,17 @@ def remove_left_behind() -> None:
     for folder in map(str, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         lock = _locked(folder)
         if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             os.close(lock)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, again while Java and its workers, which outlive a killed process for a moment, write into it."""
+    deadline = time.monotonic() + _REMOVE_S_MAX
+    shutil.rmtree(folder, ignore_errors=True)
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(_REMOVE_AGAIN_S)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(folder: str) -> int | None:
@@ -158,6 +170,7 @@ def close_session(spark: SparkSession) -> None:
         java.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
         java.kill()
+        java.wait()
     remove_scratch()
 
 
