@@ -66,7 +66,7 @@ def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"{spark_session.PREFIX}left").mkdir()
-    monkeypatch.setattr(spark_session.shutil, "rmtree", remove_while_written_to)
+    monkeypatch.setattr(shutil, "rmtree", remove_while_written_to)
     spark_session.remove_left_behind()
     assert (late, list(tmp_path.iterdir())) == ([], [])
 
