@@ -11,6 +11,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.schemas.child_pool import WORKERS_MAX
 from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
 from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
@@ -48,6 +49,15 @@ def new(text: str, schema_type: str = AVRO) -> NewSchema:
 def record(*fields: str, name: str = "R") -> NewSchema:
     described = ",".join(f'{{"name":"{one}","type":"int","default":0}}' for one in fields)
     return new(f'{{"type":"record","name":"{name}","fields":[{described}]}}')
+
+
+# Whether SLOW accepts what BEFORE_SLOW accepts takes a time that is exponential in the length of the name.
+SLOW = new(
+    '{"type":"object","patternProperties":{"^(?=(a+)+$)":{"type":"string"}},"additionalProperties":false}', JSON_SCHEMA
+)
+BEFORE_SLOW = new(
+    f'{{"type":"object","properties":{{"{"a" * 40}b":{{"type":"string"}}}},"additionalProperties":false}}', JSON_SCHEMA
+)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -142,17 +152,35 @@ async def test_a_schema_that_takes_too_long_costs_its_process_only(examiner: Sch
     impatient = SchemaExaminer(examine_s=0.5)
     patient, hasty = (SchemaRegistry(CatalogDeclarations(catalog), examiner=one) for one in (examiner, impatient))
     try:
-        name = "a" * 40 + "b"
-        slow = '{"type":"object","patternProperties":{"^(?=(a+)+$)":{"type":"string"}},"additionalProperties":false}'
-        before = f'{{"type":"object","properties":{{"{name}":{{"type":"string"}}}},"additionalProperties":false}}'
-        await patient.register(ORDERS, new(before, JSON_SCHEMA))
+        await patient.register(ORDERS, BEFORE_SLOW)
         await hasty.load()
         with pytest.raises(SchemaRegistryError, match="could not be examined within") as refused:
-            await hasty.register(ORDERS, new(slow, JSON_SCHEMA))
+            await hasty.register(ORDERS, SLOW)
         assert refused.value.code == RegistryCode.INVALID_SCHEMA
         assert (await patient.register(QualifiedSubject.parse("other"), record("a"))).version == 1
     finally:
         await impatient.close()
+        catalog.close()
+
+
+async def test_schemas_that_take_long_hold_up_only_their_like(examiner: SchemaExaminer, tmp_path: Path) -> None:
+    catalog = Catalog.open_folder(tmp_path)
+    registry = SchemaRegistry(CatalogDeclarations(catalog), examiner=examiner)
+    slow: list[asyncio.Task[SubjectVersion]] = []
+    try:
+        subjects = [QualifiedSubject.parse(f"slow-{number}") for number in range(2 * WORKERS_MAX)]
+        for subject in subjects:
+            await registry.register(subject, BEFORE_SLOW)
+        slow += [asyncio.create_task(registry.register(subject, SLOW)) for subject in subjects]
+        await asyncio.sleep(0)
+        for number in range(5):
+            await registry.register(QualifiedSubject.parse(f"other-{number}"), record("a"))
+        # Each of them takes ten seconds, one after the other: the last ones have not had their turn yet.
+        assert not all(task.done() for task in slow)
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
         catalog.close()
 
 
@@ -161,7 +189,7 @@ async def test_the_child_process_has_none_of_the_brokers_secrets(
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_PASSWORD", "hunter2")
     assert (await examiner.parse(SchemaText(schema_type=AVRO, text='"int"'))).canonical == '"int"'
-    worker = await examiner._children._take()
+    worker, _ = await examiner._children._take()
     try:
         environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
         assert b"PATH=" in environment
@@ -172,7 +200,7 @@ async def test_the_child_process_has_none_of_the_brokers_secrets(
 
 async def test_the_child_process_leaves_nothing_behind_when_the_broker_is_gone(examiner: SchemaExaminer) -> None:
     await examiner.parse(SchemaText(schema_type=AVRO, text='"int"'))
-    worker = await examiner._children._take()
+    worker, _ = await examiner._children._take()
     assert worker.process.stdin is not None
     assert Path(worker.folder).is_dir()
     worker.process.stdin.close()

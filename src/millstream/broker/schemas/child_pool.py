@@ -1,8 +1,9 @@
 """A small pool of child processes that answer requests: what a hostile one can cost is bounded.
 
-Processes are started when they are needed and end after a while without work. Few work at once, few requests wait, and
-a process that takes too long is killed with its request. A message is its length in four bytes and a body; a child ends
-when its input closes.
+Processes are started when they are needed and end after a while without work. Few work at once, and few requests wait.
+A request that takes longer than most is killed with its process and begins again in a queue of its own, so that it
+holds up only its like; there it has more time, and is refused when that is over. A message is its length in four bytes
+and a body; a child says with an empty one that it has started, and ends when its input closes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from millstream.protocol.records.compression import DECOMPRESSED_BYTES_VARIABLE,
 
 LENGTH_BYTES: Final = 4
 WORKERS_MAX: Final = 2
+SLOW_WORKERS_MAX: Final = 1
 WAITING_MAX: Final = 256
+USUAL_S_MAX: Final = 1.0
+"""How long a request may hold up others; one that takes longer waits for a slow worker."""
 ANSWER_S_MAX: Final = 10.0
+START_S_MAX: Final = 60.0
 IDLE_S: Final = 60.0
 """How long a process without work is kept."""
 MEMORY_BYTES_MAX: Final = 1 << 30
@@ -67,6 +72,7 @@ class ChildPool:
         self.answer_s = answer_s
         self._idle_s = idle_s
         self._turns = asyncio.Semaphore(workers)
+        self._slow_turns = asyncio.Semaphore(SLOW_WORKERS_MAX)
         self._waiting = 0
         self._idle: list[tuple[_Worker, asyncio.TimerHandle]] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -78,8 +84,11 @@ class ChildPool:
             raise QuotaExceeded(f"{WAITING_MAX} {self._noun} are being examined already; retry later")
         self._waiting += 1
         try:
-            async with self._turns:
-                return await self._exchange(body)
+            with suppress(ChildTimedOut):
+                async with self._turns:
+                    return await self._exchange(body, min(USUAL_S_MAX, self.answer_s))
+            async with self._slow_turns:
+                return await self._exchange(body, self.answer_s)
         finally:
             self._waiting -= 1
 
@@ -92,11 +101,14 @@ class ChildPool:
             await _end(worker)
         await asyncio.gather(*self._ending)
 
-    async def _exchange(self, body: bytes) -> bytes:
-        worker = await self._take()
+    async def _exchange(self, body: bytes, limit_s: float) -> bytes:
+        worker, is_new = await self._take()
         is_done = False
         try:
-            async with asyncio.timeout(self.answer_s):
+            if is_new:
+                async with asyncio.timeout(START_S_MAX):
+                    await _read_message(worker.process)
+            async with asyncio.timeout(limit_s):
                 response = await _exchange(worker.process, body)
             is_done = True
         except TimeoutError:
@@ -110,12 +122,13 @@ class ChildPool:
                 self._dismiss(worker)
         return response
 
-    async def _take(self) -> _Worker:
+    async def _take(self) -> tuple[_Worker, bool]:
+        """Return a worker, and whether it has yet to say that it has started."""
         while self._idle:
             worker, timer = self._idle.pop()
             timer.cancel()
             if worker.process.returncode is None:
-                return worker
+                return worker, False
             self._dismiss(worker)
         folder = tempfile.mkdtemp(prefix="millstream-schemas-")
         kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -132,7 +145,7 @@ class ChildPool:
             env=kept,
             start_new_session=True,
         )
-        return _Worker(process, folder)
+        return _Worker(process, folder), True
 
     def _keep(self, worker: _Worker) -> None:
         timer = asyncio.get_running_loop().call_later(self._idle_s, self._expire, worker)
@@ -149,11 +162,17 @@ class ChildPool:
 
 
 async def _exchange(process: Process, body: bytes) -> bytes:
-    if process.stdin is None or process.stdout is None:
+    if process.stdin is None:
         raise RuntimeError("the process was started without pipes")
     process.stdin.write(len(body).to_bytes(LENGTH_BYTES, "big"))
     process.stdin.write(body)
     await process.stdin.drain()
+    return await _read_message(process)
+
+
+async def _read_message(process: Process) -> bytes:
+    if process.stdout is None:
+        raise RuntimeError("the process was started without pipes")
     size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
     return await process.stdout.readexactly(size)
 
@@ -176,6 +195,7 @@ def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = ME
     folder = tempfile.tempdir = sys.argv[1]
     requests, responses = sys.stdin.buffer, sys.stdout.buffer
     try:
+        _write(responses, b"")
         while (head := _read(requests, LENGTH_BYTES)) is not None:
             body = _read(requests, int.from_bytes(head, "big"))
             if body is None:
@@ -184,8 +204,7 @@ def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = ME
             signal.setitimer(signal.ITIMER_REAL, _CHILD_ANSWER_S_MAX)
             response = answer(body)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            responses.write(len(response).to_bytes(LENGTH_BYTES, "big") + response)
-            responses.flush()
+            _write(responses, response)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -193,3 +212,8 @@ def serve_parent(answer: Callable[[bytes], bytes], *, memory_bytes_max: int = ME
 def _read(stream: IO[bytes], size: int) -> bytes | None:
     content = stream.read(size)
     return content if len(content) == size else None
+
+
+def _write(stream: IO[bytes], message: bytes) -> None:
+    stream.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+    stream.flush()
