@@ -25,8 +25,8 @@ from millstream.broker.subscriptions.lease import DeltaKind, HeldRange, Lease, O
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
     ScannedRange,
-    batch_ends,
     batches_covering,
+    join_adjacent,
     keys_in_batch,
     read_batches,
     readable_end,
@@ -530,7 +530,8 @@ class Delivery:
         if found is None:
             return NOTHING
         oldest, records = found
-        ends, until = batch_ends(records)
+        headers = list(iterate_whole_headers(records))
+        until = headers[-1].next_offset if headers else Offset(0)
         if until <= oldest:
             return NOTHING
         self._message_bytes = len(records) // (until - oldest) + 1
@@ -539,14 +540,15 @@ class Delivery:
             now_ms=now_ms,
             max_records=demand.max_records,
             until=until,
-            batch_ends=ends if demand.whole_batches else None,
+            batch_ends=[header.last_offset for header in headers] if demand.whole_batches else None,
         )
         if leases:
             self.note_origin(demand.worker, demand.origin)
-        batches = list(batches_covering(records, [(lease.first, lease.last) for lease in leases]))
+        batches = batches_covering(headers, [(lease.first, lease.last) for lease in leases])
         if leases and leases[-1].attempt == 1:
-            self._observe_latency(batches, now_ms)
-        return Received(leases, batches)
+            for batch in batches:
+                self.latency.observe(max(0, now_ms - batch.max_timestamp_ms) / 1000)
+        return Received(leases, join_adjacent(records, batches))
 
     def _read_oldest(self, demand: Demand) -> tuple[Offset, Buffer] | None:
         """Read the log from the oldest available message, skipping what the disk has lost."""
@@ -600,12 +602,6 @@ class Delivery:
             place = {"topic": self.topic, "partition": self.partition.index, "offsets": count}
             place["subscription_id"] = self.key.subscription_id
             _logger.error("messages are skipped: %s", damage, extra=place)
-
-    def _observe_latency(self, batches: list[memoryview], now_ms: int) -> None:
-        """Record how long the batches of a first delivery have waited."""
-        for batch in batches:
-            for header in iterate_whole_headers(batch):
-                self.latency.observe(max(0, now_ms - header.max_timestamp_ms) / 1000)
 
     def _scan_ahead(self, demand: int) -> None:
         """Scan on until enough messages are available, or the log ends."""

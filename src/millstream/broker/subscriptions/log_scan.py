@@ -6,7 +6,7 @@ Batches for which none of this matters are not decoded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -19,7 +19,7 @@ from millstream.broker.subscriptions.frame import PUBLISHED
 from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
-from millstream.protocol.records.batch import Buffer, iterate_whole_headers, read_header
+from millstream.protocol.records.batch import BatchHeader, Buffer, iterate_whole_headers, read_header
 from millstream.protocol.records.record import AbortedBatches
 
 SCANNED_BYTES_MAX: Final = 2 * 1024 * 1024
@@ -212,29 +212,32 @@ async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int,
     return found, Offset(max(header.next_offset, offset + 1))
 
 
-def batches_covering(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the batches that overlap the given ascending ranges, adjacent ones together."""
-    view = memoryview(records)
-    begin = end = 0
+def batches_covering(headers: Iterable[BatchHeader], leased: Iterable[tuple[int, int]]) -> list[BatchHeader]:
+    """Return the batches that overlap the given ascending ranges."""
+    found: list[BatchHeader] = []
     ranges = iter(leased)
     current = next(ranges, None)
-    for header in iterate_whole_headers(records):
+    for header in headers:
         while current is not None and current[1] < header.base_offset:
             current = next(ranges, None)
         if current is None:
             break
-        if current[0] > header.last_offset:
-            continue
+        if current[0] <= header.last_offset:
+            found.append(header)
+    return found
+
+
+def join_adjacent(records: Buffer, batches: Iterable[BatchHeader]) -> list[memoryview]:
+    """Return the content of the given batches, adjacent ones together."""
+    view = memoryview(records)
+    found: list[memoryview] = []
+    begin = end = 0
+    for header in batches:
         if header.position != end:
             if end > begin:
-                yield view[begin:end]
+                found.append(view[begin:end])
             begin = header.position
         end = header.end_position
     if end > begin:
-        yield view[begin:end]
-
-
-def batch_ends(records: Buffer) -> tuple[list[int], Offset]:
-    """Return the last offset of every batch, and the offset after all of them."""
-    ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
-    return ends, Offset(ends[-1] + 1 if ends else -1)
+        found.append(view[begin:end])
+    return found
