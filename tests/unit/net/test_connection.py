@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millstream.broker.net import listener as listener_module
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import BUFFER_BYTES
 from millstream.broker.net.reply import Promise
+from millstream.broker.net.turns import Flow, Turns
 from millstream.core.errors import AddressTaken, ProtocolViolation
 from millstream.core.metric import Histogram
 
@@ -50,10 +53,10 @@ async def listening(
     limits: ConnectionLimits = LIMITS,
     budget: Budget | None = None,
     connections_max: int = 100,
+    turns: Turns | None = None,
 ) -> AsyncIterator[tuple[Listener, int]]:
-    listener = Listener(
-        service, limits=limits, budget=budget or Budget(1 << 30), connections_max=connections_max, idle_s=600
-    )
+    budget = budget or Budget(1 << 30)
+    listener = Listener(service, limits=limits, budget=budget, connections_max=connections_max, idle_s=600, turns=turns)
     sock = bind("127.0.0.1", 0, flag="kafka")
     port = sock.getsockname()[1]
     await listener.start(sock)
@@ -245,6 +248,36 @@ async def test_one_connection_too_many_is_turned_away() -> None:
         async with client(port) as (refused, _):
             assert await refused.read() == b""
         assert listener.traffic.connections_refused == 1
+
+
+class NoTurns(Turns):
+    """Makes every connection wait for a turn that never comes."""
+
+    def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
+        if not flow.is_waiting:
+            self.wait(flow)
+        return True
+
+    def _run_soon(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+async def test_clients_that_left_while_they_waited_for_their_turn_make_room(
+    is_reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "LOOK_FOR_GONE_MIN", 2)
+    monkeypatch.setattr(listener_module, "CROWD_MAX", 1 if is_reset else 0)
+    async with listening(Echo(), turns=NoTurns()) as (listener, port):
+        for _ in range(10):
+            async with client(port) as (reader, writer):
+                writer.write(framed(b"in"))
+                assert await read_frame(reader) == b"in"
+                if is_reset:
+                    writer.get_extra_info("socket").setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
+        assert len(listener.connections) <= 5
 
 
 async def test_a_half_sent_frame_that_stalls_is_ended() -> None:

@@ -639,6 +639,13 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_blocked:
             self._await_turn()
 
+    @property
+    def waiting_socket(self) -> int | None:
+        """The descriptor of the socket, if it is not read because the connection waits for its turn."""
+        if self._transport is None or self._transport.is_closing() or not self._awaits_turn:
+            return None
+        return int(self._transport.get_extra_info("socket").fileno())
+
     def _take_turn(self) -> None:
         """Continue after others had their turn, unless the client has left meanwhile."""
         # While nothing is read, the transport does not notice.

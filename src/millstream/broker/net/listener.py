@@ -14,7 +14,7 @@ from typing import Final
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
-from millstream.broker.net.presence import Hangups
+from millstream.broker.net.presence import Hangups, find_gone
 from millstream.broker.net.turns import Turns
 from millstream.core.errors import AddressTaken
 from millstream.core.heap import trim_after
@@ -25,6 +25,12 @@ _logger = logging.getLogger(__name__)
 SWEEP_S = 5.0
 BACKLOG = 1024
 TRIMMED_CONNECTIONS_MIN = 64
+LOOK_FOR_GONE_MIN: Final = 256
+"""After how many new connections, at least, those that wait for their turn are examined: one whose client has reset it
+would learn that with its turn only, and would count until then."""
+CROWD_MAX: Final = 1024
+"""How many wait for their turn before those are closed whose clients have ended their side: these are most likely gone,
+and would keep new connections from being accepted."""
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
 node would keep new clients waiting behind those who connect and hang up all the time."""
@@ -103,6 +109,7 @@ class Listener:
         self._turns = turns or Turns()
         self._connections_peak = 0
         """The most that were open since memory was last returned to the system."""
+        self._look_for_gone_at = LOOK_FOR_GONE_MIN
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self.connections: set[Connection] = set()
@@ -236,8 +243,20 @@ class Listener:
 
     def _opened(self, connection: Connection) -> None:
         self.connections.add(connection)
+        if len(self.connections) >= self._look_for_gone_at:
+            self._close_gone()
         self._connections_peak = max(self._connections_peak, len(self.connections))
         self._all_closed.clear()
+
+    def _close_gone(self) -> None:
+        """Close connections whose clients have left while they waited for their turn."""
+        waiting = {found: one for one in self.connections if (found := one.waiting_socket) is not None}
+        gone = find_gone(waiting, or_ended=len(waiting) > CROWD_MAX)
+        for descriptor in gone:
+            waiting[descriptor].abort()
+        left = len(self.connections) - len(gone)
+        # So rarely that examining all of them costs each new one little.
+        self._look_for_gone_at = left + max(LOOK_FOR_GONE_MIN, left // 4)
 
     def _known(self, connection: Connection) -> None:
         connection.known = None

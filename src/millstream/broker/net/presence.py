@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -135,6 +135,14 @@ class End(Enum):
 
 _RDHUP = getattr(select, "POLLRDHUP", 0)
 _poll = select.poll()
+
+
+def find_gone(descriptors: Iterable[int], *, or_ended: bool) -> list[int]:
+    """Find out at once which sockets their clients have reset, or on which they have ended their side."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, _RDHUP if or_ended else 0)
+    return [descriptor for descriptor, _ in poll.poll(0)]
 
 
 def find_end(descriptor: int) -> End:
