@@ -371,7 +371,7 @@ class TransactionTrial:
         """Makes the task of each life of one program."""
         plan = self._plan
         client = "aiokafka" if group == "aiokafka" else "confluent"
-        settings = _settings(group, number, plan.seed, alone=len(self.cluster.nodes) == 1)
+        settings = _settings(group, number, plan.seed, alone=self.cluster.brokers_max == 1)
 
         def task(producer: str) -> Task:
             return Task(

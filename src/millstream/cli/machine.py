@@ -530,7 +530,11 @@ class Machine:
         if self._gateway is not None:
             # Requests in progress are finished while the brokers still answer.
             await self._gateway.stop()
-        await asyncio.gather(*(broker.stop() for broker in self.brokers))
+        last = self.brokers if self.service is None else self.brokers[:1]
+        # On a machine alone the first one goes last: it is the last that clients hear of then, and its port is used
+        # whatever the number of cores is next time. A client that knows only ports that are gone may never come back.
+        await asyncio.gather(*(broker.stop() for broker in self.brokers if broker not in last))
+        await asyncio.gather(*(broker.stop() for broker in last))
         await self._running.close()
         for broker in self.brokers:
             broker.ready.cancel()

@@ -66,3 +66,18 @@ async def test_a_broker_that_hangs_is_reported_and_the_others_are_asked_all_the_
     assert f"node {others[0].node_id} of this machine is not running" in machine._health()["reasons"]
     await asyncio.gather(*(broker.stop() for broker in brokers))
     await within(20, asyncio.gather(*running))
+
+
+async def test_the_first_broker_is_the_last_to_stop(machine: Machine, brokers: list[ScriptedBroker]) -> None:
+    # Clients that know only the others would not find a machine that starts with fewer of them.
+    ended: list[int] = []
+
+    async def run(broker: ScriptedBroker) -> None:
+        await broker.run()
+        ended.append(broker.node_id)
+
+    running = [asyncio.create_task(run(broker)) for broker in brokers]
+    await asyncio.gather(*(broker.ready for broker in brokers))
+    await within(20, machine._stop())
+    await within(20, asyncio.gather(*running))
+    assert ended[-1] == brokers[0].node_id
