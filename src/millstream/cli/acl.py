@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
 from millstream.core.acl import (
     ROLES,
@@ -30,7 +30,7 @@ from millstream.core.acl import (
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="Allow, deny, list, remove and explain access rules; grant roles.", no_args_is_help=True)
+app = Noun(help="Allow, deny, list, remove and explain access rules; grant roles.", no_args_is_help=True)
 
 
 Principal = Annotated[
@@ -75,11 +75,9 @@ def _adding(permission: Permission, text: str) -> Callable[..., None]:
         resource: Resource,
         prefixed: Prefixed = False,
         host: Host = WILDCARD,
-        as_json: AsJson = False,
-        brokers: Brokers = DEFAULT_BROKERS,
-        timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+        common: Common = COMMON,
     ) -> None:
-        _add(parse_rules(permission, principal, operations, resource, prefixed, host), brokers, timeout, as_json)
+        _add(parse_rules(permission, principal, operations, resource, prefixed, host), common)
 
     add.__doc__ = text
     return add
@@ -98,12 +96,10 @@ def grant(
     resources: Resources,
     prefixed: Prefixed = False,
     host: Host = WILDCARD,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
-    _add(_role_rules(role, principal, resources, prefixed, host), brokers, timeout, as_json)
+    _add(_role_rules(role, principal, resources, prefixed, host), common)
 
 
 @app.command("revoke")
@@ -113,13 +109,11 @@ def revoke(
     resources: Resources,
     prefixed: Prefixed = False,
     host: Host = WILDCARD,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Remove the rules that granting a role has added, whatever added them."""
     rules = _role_rules(role, principal, resources, prefixed, host)
-    _remove(rules, brokers, timeout, as_json, permission=Permission.ALLOW)
+    _remove(rules, common, permission=Permission.ALLOW)
 
 
 @app.command("list")
@@ -129,9 +123,7 @@ def list_(
         str | None,
         typer.Option("--resource", metavar="TYPE:NAME", help="Only the rules that cover this resource."),
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List access rules."""
     from millstream.client.admin.security import list_acls
@@ -140,8 +132,8 @@ def list_(
     if resource is not None:
         kind, name = parse_resource(resource)
         selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
-    rules = sorted(ask(brokers, timeout, lambda client: list_acls(client, selected)))
-    if as_json:
+    rules = sorted(ask(common, lambda client: list_acls(client, selected)))
+    if common.as_json:
         print_json({"acls": [_document(acl) for acl in rules]})
     elif rules:
         keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
@@ -160,16 +152,14 @@ def remove(
     only: Annotated[
         str, typer.Option("--only", metavar="allow|deny", help="Remove only the rule that allows, or that denies.")
     ] = "any",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Remove the rules that allow or deny exactly this."""
     permissions = {"any": Permission.ANY, "allow": Permission.ALLOW, "deny": Permission.DENY}
     if only not in permissions:
         raise typer.BadParameter(f"--only takes allow or deny, not {only!r}")
     rules = parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
-    _remove(rules, brokers, timeout, as_json, permission=permissions[only])
+    _remove(rules, common, permission=permissions[only])
 
 
 @app.command("explain")
@@ -178,9 +168,7 @@ def explain(
     operation: Annotated[str, typer.Argument(help="One operation.", show_default=False)],
     resource: Resource,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where the client is.")] = "127.0.0.1",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Say whether a principal may do something, and which rule decides."""
     from millstream.broker.security.authorizer import AclSnapshot
@@ -196,7 +184,7 @@ def explain(
         rules = await list_acls(client, AclFilter(resource_type=kind))
         return AclSnapshot(rules, parse_super_users(named or "")), named is not None
 
-    rules, knows_super_users = ask(brokers, timeout, question)
+    rules, knows_super_users = ask(common, question)
     decision = rules.decide(principal, host, wanted, kind, name)
     is_super_user = principal in rules.super_users
     if is_super_user:
@@ -209,23 +197,21 @@ def explain(
         "super_user": is_super_user if knows_super_users else None,
         "rule": None if decision.rule is None else _document(decision.rule),
     }
-    print_answer(document, f"{'allowed' if decision else 'denied'}: {why}", as_json=as_json)
+    print_answer(document, f"{'allowed' if decision else 'denied'}: {why}", as_json=common.as_json)
 
 
-def _add(rules: list[Acl], brokers: str, timeout: float, as_json: bool) -> None:
+def _add(rules: list[Acl], common: Common) -> None:
     from millstream.client.admin.security import add_acls
 
-    ask(brokers, timeout, lambda client: add_acls(client, rules))
-    if as_json:
+    ask(common, lambda client: add_acls(client, rules))
+    if common.as_json:
         print_json({"acls": [_document(acl) for acl in rules]})
         return
     for acl in rules:
         print_line(str(acl))
 
 
-def _remove(
-    rules: Iterable[Acl], brokers: str, timeout: float, as_json: bool, *, permission: Permission = Permission.ANY
-) -> None:
+def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Permission.ANY) -> None:
     from millstream.client.admin.security import remove_acls
 
     filters = [
@@ -240,10 +226,10 @@ def _remove(
         )
         for acl in rules
     ]
-    removed = ask(brokers, timeout, lambda client: remove_acls(client, filters))
+    removed = ask(common, lambda client: remove_acls(client, filters))
     if not removed:
         raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
-    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=as_json)
+    print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)
 
 
 def _role_rules(role: str, principal: str, resources: Iterable[str], prefixed: bool, host: str) -> list[Acl]:

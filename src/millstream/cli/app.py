@@ -20,7 +20,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 from millstream import __version__
 from millstream.cli.connection import take_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.cli.options import SHARED
+from millstream.cli.options import SHARED, Noun
 from millstream.cli.output import OutputClosed
 from millstream.core.errors import MillstreamError
 
@@ -128,7 +128,7 @@ def complete_switches(arguments: list[str]) -> list[str]:
 
 def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
     """Assemble the commands; each module has either a group of commands, `app`, or the one command itself."""
-    app = typer.Typer(
+    app = Noun(
         name=PROGRAM,
         cls=InOrder,
         help="One log. Kafka clients stream it, workers acknowledge it message by message, Spark reads it as a table.",

@@ -12,7 +12,7 @@ import typer
 
 from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table
 from millstream.cli.pipeline_options import Lake
 from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in, unwound_by_sigterm
@@ -34,47 +34,31 @@ SHOWN_MAX: Final = 50
 def audit(
     since: Annotated[
         str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            help="Only messages published at this time or later, or within an age such as 24h.",
-            show_default=False,
-        ),
+        flag("--since", "TIME", "Only messages published at this time or later, or within an age such as 24h."),
     ] = None,
     subscription: Annotated[
         list[str] | None,
-        typer.Option(
-            "--subscription",
-            autocompletion=complete_subscriptions,
-            metavar="NAME",
-            help="Only this subscription; may be repeated.",
-            show_default=False,
+        flag(
+            "--subscription", "NAME", "Only this subscription; may be repeated.", autocompletion=complete_subscriptions
         ),
     ] = None,
     receipts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--receipts",
-            metavar="FILE",
-            help="Also check the receipts that a publisher has kept; may be repeated.",
-            show_default=False,
-        ),
+        flag("--receipts", "FILE", "Also check the receipts that a publisher has kept; may be repeated."),
     ] = None,
     lake: Lake = None,
     master: Master = "",
     memory: Memory = "1g",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Account for every message; exits with 0 only if all add up. Needs Spark, and subscriptions with --ledger."""
     refuse_without_spark()
     since_ms = None if since is None else _since_ms(since)
-    place = find_lake(brokers, timeout, lake)
-    report = _run(place, brokers, subscription, since_ms, master=master, memory=memory)
-    checked, findings = _check_receipts(receipts or [], brokers, timeout)
+    place = find_lake(common, lake)
+    report = _run(place, common.brokers, subscription, since_ms, master=master, memory=memory)
+    checked, findings = _check_receipts(receipts or [], common)
     adds_up = report.adds_up and not any(one.is_fault for _, one in findings)
-    if as_json:
+    if common.as_json:
         found = [{"file": file, **_receipt(one)} for file, one in findings]
         document = {**report.as_document(), "adds_up": adds_up}
         print_json({**document, "receipts": found, "receipts_checked": checked})
@@ -93,7 +77,7 @@ def _since_ms(text: str) -> int:
     return found
 
 
-def find_lake(brokers: str, timeout: float, given: str | None) -> tuple[str, Pipeline | None]:
+def find_lake(common: Common, given: str | None) -> tuple[str, Pipeline | None]:
     """Return where the ledger's table is: where its pipeline lands it, unless a place is given."""
 
     async def question(client: Client) -> tuple[Pipeline | None, PipelineStorage]:
@@ -103,7 +87,7 @@ def find_lake(brokers: str, timeout: float, given: str | None) -> tuple[str, Pip
 
     if given is not None:
         return (given if "://" in given else os.path.abspath(given)), None
-    pipeline, places = ask(brokers, timeout, question)
+    pipeline, places = ask(common, question)
     lake = (pipeline.overrides.get("lake") if pipeline is not None else None) or places.lake
     if lake.startswith(places.data) and not os.path.isdir(places.data):
         raise CommandFailed(f"the node stores its tables in {lake}, which is not on this machine; give --lake")
@@ -152,7 +136,7 @@ def _run(
             raise CommandFailed(reason_of(error)) from error
 
 
-def _check_receipts(files: list[str], brokers: str, timeout: float) -> tuple[int, list[tuple[str, Finding]]]:
+def _check_receipts(files: list[str], common: Common) -> tuple[int, list[tuple[str, Finding]]]:
     """Return how many receipts were checked, and what was found, with the files."""
     checked = 0
     found: list[tuple[str, Finding]] = []
@@ -165,7 +149,7 @@ def _check_receipts(files: list[str], brokers: str, timeout: float) -> tuple[int
 
             return await check_book(client, file)
 
-        book = ask(brokers, timeout, question)
+        book = ask(common, question)
         checked += book.receipts
         found += [(file, one) for one in book.findings]
     return checked, found

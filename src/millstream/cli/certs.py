@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import AsJson
+from millstream.cli.options import AsJson, flag
 from millstream.cli.output import print_answer
 from millstream.core.ids import NodeId
 from millstream.core.private_file import write_private
@@ -28,7 +28,7 @@ _HOST_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-
 _AUTHORITY_DAYS: Final = 3650
 _CERTIFICATE_DAYS: Final = 825
 
-Folder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where the files go.", show_default=False)]
+Folder = Annotated[Path, flag("--dir", "DIR", "Where the files go.")]
 
 
 @app.command("init")

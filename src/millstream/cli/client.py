@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.connection import ask
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table, sized
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_INTERVAL_S = 1.0
 
-app = typer.Typer(help="Show the producers and consumers that are connected.", no_args_is_help=True)
+app = Noun(help="Show the producers and consumers that are connected.", no_args_is_help=True)
 
 
 @app.callback()
@@ -33,9 +33,7 @@ def list_(
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.0, max=60.0, help="How long to measure rates for.")
     ] = DEFAULT_INTERVAL_S,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List live producers and consumers: address, client id, software, and bytes per second."""
 
@@ -44,9 +42,9 @@ def list_(
 
         return await list_clients(asking, interval_s=interval)
 
-    found = ask(brokers, timeout, question)
+    found = ask(common, question)
     shown = [one for one in found.clients if everybody or one.roles]
-    if as_json:
+    if common.as_json:
         print_json({"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out})
     elif shown:
         header = ["client id", "address", "software", "version", "role", "in/s", "out/s", "idle"]

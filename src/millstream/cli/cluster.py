@@ -14,11 +14,11 @@ from millstream.cli import cluster_plan
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
+    COMMON,
     AsJson,
-    Brokers,
-    TimeoutSeconds,
+    Common,
+    Noun,
+    flag,
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_note, print_table
@@ -38,53 +38,41 @@ Nodes = Annotated[int, typer.Option("--nodes", metavar="N", min=1, max=NODES_MAX
 Data = Annotated[
     Path, typer.Option("--data", metavar="DIR", help="The folder that holds everything; created if it does not exist.")
 ]
-Etcd = Annotated[
-    str,
-    typer.Option("--etcd", metavar="URL[,...]", help="An existing etcd. Default: start one.", show_default=False),
-]
+Etcd = Annotated[str, flag("--etcd", "URL[,...]", "An existing etcd. Default: start one.")]
 EtcdBinary = Annotated[
     str,
-    typer.Option(
+    flag(
         "--etcd-binary",
-        metavar="FILE",
-        help="The etcd binary to start, 3.5.6 or later. Default: the one on the PATH, else the packaged one.",
-        show_default=False,
+        "FILE",
+        "The etcd binary to start, 3.5.6 or later. Default: the one on the PATH, else the packaged one.",
     ),
 ]
-CatalogUrl = Annotated[
-    str,
-    typer.Option("--catalog", metavar="URL", help="An existing PostgreSQL. Default: start one.", show_default=False),
-]
+CatalogUrl = Annotated[str, flag("--catalog", "URL", "An existing PostgreSQL. Default: start one.")]
 ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.")]
 KafkaPort = Annotated[
     int | None,
-    typer.Option(
+    flag(
         "--kafka-port-base",
-        metavar="PORT",
+        "PORT",
+        "Kafka port of the first node, the next ones follow it; 0 picks free ports. "
+        f"Default: {DEFAULT_KAFKA_PORT}, or free ports if it is taken.",
         min=0,
         max=65535 - NODES_MAX,
-        help="Kafka port of the first node, the next ones follow it; 0 picks free ports. "
-        f"Default: {DEFAULT_KAFKA_PORT}, or free ports if it is taken.",
-        show_default=False,
     ),
 ]
 HttpPort = Annotated[
     int | None,
-    typer.Option(
+    flag(
         "--http-port-base",
-        metavar="PORT",
+        "PORT",
+        "HTTP port of the first node, the next ones follow it; 0 picks free ports. "
+        f"Default: {DEFAULT_HTTP_PORT}, or free ports if it is taken.",
         min=0,
         max=65535 - NODES_MAX,
-        help="HTTP port of the first node, the next ones follow it; 0 picks free ports. "
-        f"Default: {DEFAULT_HTTP_PORT}, or free ports if it is taken.",
-        show_default=False,
     ),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="A flag of `serve` for every node; may be repeated.", show_default=False
-    ),
+    list[str] | None, flag("--set", "NAME=VALUE", "A flag of `serve` for every node; may be repeated.")
 ]
 
 Locked = Annotated[
@@ -95,7 +83,7 @@ Locked = Annotated[
     ),
 ]
 
-app = typer.Typer(
+app = Noun(
     help="Start a cluster on this machine, show the status of one, move its partitions, and rebuild what etcd lost.",
     no_args_is_help=True,
 )
@@ -172,19 +160,15 @@ def _print_running(running: LocalCluster) -> None:
 
 
 @app.command("status")
-def status(
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def status(common: Common = COMMON) -> None:
     """Show the nodes, the controller, and partitions without a leader or with missing replicas.
 
     Exits with 0 if every node answers and every replica is in sync, otherwise with 1.
     """
     from millstream.client.admin.cluster_status import cluster_status
 
-    found = ask(brokers, timeout, cluster_status)
-    if as_json:
+    found = ask(common, cluster_status)
+    if common.as_json:
         print_json(found.described())
     else:
         _print_status(found)
@@ -259,18 +243,11 @@ def rebuild(
             "--from", metavar="FILE", help="Output of `cluster inventory --json` on another machine; may be repeated."
         ),
     ] = None,
-    etcd: Annotated[str, typer.Option("--etcd", metavar="URL[,...]", help="The new etcd.", show_default=False)] = "",
-    catalog: Annotated[
-        str, typer.Option("--catalog", metavar="URL", help="The catalog of the cluster.", show_default=False)
-    ] = "",
-    cluster: Annotated[
-        str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.", show_default=False)
-    ] = "",
+    etcd: Annotated[str, flag("--etcd", "URL[,...]", "The new etcd.")] = "",
+    catalog: Annotated[str, flag("--catalog", "URL", "The catalog of the cluster.")] = "",
+    cluster: Annotated[str, flag("--cluster", "NAME", "The name of the cluster.")] = "",
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="The config file of a node, which has these settings.", show_default=False
-        ),
+        Path | None, flag("--config", "FILE", "The config file of a node, which has these settings.")
     ] = None,
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Proceed without nodes that may hold the only copy of some messages.")
@@ -334,20 +311,11 @@ def _print_rebuilt(outcome: Outcome) -> None:
 @app.command("adopt")
 def adopt(
     data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a stopped machine.")],
-    etcd: Annotated[
-        str, typer.Option("--etcd", metavar="URL[,...]", help="The etcd of the cluster.", show_default=False)
-    ] = "",
-    catalog: Annotated[
-        str, typer.Option("--catalog", metavar="URL", help="An empty PostgreSQL database.", show_default=False)
-    ] = "",
-    cluster: Annotated[
-        str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.", show_default=False)
-    ] = "",
+    etcd: Annotated[str, flag("--etcd", "URL[,...]", "The etcd of the cluster.")] = "",
+    catalog: Annotated[str, flag("--catalog", "URL", "An empty PostgreSQL database.")] = "",
+    cluster: Annotated[str, flag("--cluster", "NAME", "The name of the cluster.")] = "",
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="The config file of a node, which has these settings.", show_default=False
-        ),
+        Path | None, flag("--config", "FILE", "The config file of a node, which has these settings.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and change nothing.")] = False,
     undo: Annotated[

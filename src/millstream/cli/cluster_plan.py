@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table, sized
 
 if TYPE_CHECKING:
@@ -26,81 +26,54 @@ PlanId = Annotated[
 ]
 Throttle = Annotated[
     int | None,
-    typer.Option(
+    flag(
         "--throttle",
-        metavar="BYTES",
+        "BYTES",
+        "How many bytes per second each node may fetch for the moves. Default: 33554432 (32 MiB).",
         min=1024,
-        help="How many bytes per second each node may fetch for the moves. Default: 33554432 (32 MiB).",
-        show_default=False,
     ),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when the plan has ended; Ctrl-C leaves it running.")]
 
-plan_app = typer.Typer(
+plan_app = Noun(
     help="Compute which partitions to move, review it, and follow it. Nothing moves before `millstream cluster apply`.",
     no_args_is_help=True,
 )
 
 
 @plan_app.command("drain")
-def drain(
-    node: NodeNumber,
-    throttle: Throttle = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to move everything away from a node, which then gets no leaders and replicas until `undrain`.
 
     A partition without another place stays, and is named; its leadership moves if another replica is in sync.
     """
-    _plan("drain", node, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+    _plan("drain", node, throttle, common)
 
 
 @plan_app.command("remove")
-def remove(
-    node: NodeNumber,
-    throttle: Throttle = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def remove(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to move everything away from a node that leaves for good, or is lost.
 
     Refused if a partition has no other place. When the plan has ended, stop the node.
     """
-    _plan("remove", node, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+    _plan("remove", node, throttle, common)
 
 
 @plan_app.command("balance")
-def balance(
-    throttle: Throttle = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def balance(throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to even out bytes, write rates and leaders over the nodes, and to keep replicas in separate racks."""
-    _plan("balance", None, throttle, as_json=as_json, brokers=brokers, timeout=timeout)
+    _plan("balance", None, throttle, common)
 
 
 @plan_app.command("show")
-def show(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def show(common: Common = COMMON) -> None:
     """Show the last plan, how far it is, and the drained nodes."""
     from millstream.client.admin.cluster_plans import current_plan
 
-    _print_progress(ask(brokers, timeout, current_plan), as_json=as_json)
+    _print_progress(ask(common, current_plan), as_json=common.as_json)
 
 
-def apply(
-    plan: PlanId = "",
-    throttle: Throttle = None,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def apply(plan: PlanId = "", throttle: Throttle = None, wait: Wait = False, common: Common = COMMON) -> None:
     """Apply a plan. The cluster carries it out; `millstream cluster plan show` shows its progress.
 
     Every step is safe on its own, and any node may fail meanwhile. Applying it again changes the throttle.
@@ -111,40 +84,32 @@ def apply(
         applied = await apply_plan(client, plan, throttle_bytes=throttle)
         return await _until_ended(client, applied.plan_id) if wait else applied
 
-    ended = ask(brokers, timeout, question)
+    ended = ask(common, question)
     if wait:
-        _print_progress(ended, as_json=as_json)
+        _print_progress(ended, as_json=common.as_json)
         return
     document = {"plan": ended.plan_id, "state": ended.state, "throttle_bytes_per_s": ended.throttle_bytes}
     text = f"Plan {ended.plan_id} runs. Follow it with: millstream cluster plan show"
-    print_answer(document, text, as_json=as_json)
+    print_answer(document, text, as_json=common.as_json)
 
 
-def cancel(
-    plan: PlanId = "",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def cancel(plan: PlanId = "", common: Common = COMMON) -> None:
     """Stop a plan: moves under way go back, completed ones stay, and a node that it drains is no longer drained."""
     from millstream.client.admin.cluster_plans import cancel_plan
 
-    cancelled = ask(brokers, timeout, lambda client: cancel_plan(client, plan))
+    cancelled = ask(common, lambda client: cancel_plan(client, plan))
     document = {"plan": cancelled.plan_id, "state": cancelled.state}
-    print_answer(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=as_json)
+    print_answer(document, f"Plan {cancelled.plan_id} is {cancelled.state}.", as_json=common.as_json)
 
 
-def undrain(
-    node: NodeNumber,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def undrain(node: NodeNumber, common: Common = COMMON) -> None:
     """Let a drained node get leaders and replicas again; `cluster plan balance` then gives it a share."""
     from millstream.client.admin import cluster_plans
 
-    ask(brokers, timeout, lambda client: cluster_plans.undrain(client, node))
-    print_answer({"node": node, "drained": False}, f"Node {node} may get leaders and replicas again.", as_json=as_json)
+    ask(common, lambda client: cluster_plans.undrain(client, node))
+    print_answer(
+        {"node": node, "drained": False}, f"Node {node} may get leaders and replicas again.", as_json=common.as_json
+    )
 
 
 def replicate(
@@ -156,13 +121,11 @@ def replicate(
             show_default=False,
         ),
     ],
-    to: Annotated[int, typer.Option("--to", metavar="NUMBER", min=1, help="How many replicas.", show_default=False)],
+    to: Annotated[int, flag("--to", "NUMBER", "How many replicas.", min=1)],
     throttle: Throttle = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the moves without starting them.")] = False,
     wait: Wait = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Change the number of replicas of topics, in the background.
 
@@ -178,12 +141,16 @@ def replicate(
         await apply_plan(client, proposed.plan_id)
         return plan, await (_until_ended(client, proposed.plan_id) if wait else current_plan(client))
 
-    plan, applied = ask(brokers, timeout, question)
+    plan, applied = ask(common, question)
     if applied is not None and wait:
-        _print_progress(applied, as_json=as_json)
+        _print_progress(applied, as_json=common.as_json)
     else:
         _print_plan(
-            plan, "" if applied is None else applied.plan_id, _throttle(throttle), as_json=as_json, applied=not dry_run
+            plan,
+            "" if applied is None else applied.plan_id,
+            _throttle(throttle),
+            as_json=common.as_json,
+            applied=not dry_run,
         )
 
 
@@ -207,7 +174,7 @@ async def _until_ended(client: Client, plan_id: str) -> PlanResponse:
         await asyncio.sleep(POLL_S)
 
 
-def _plan(kind: str, node: int | None, throttle: int | None, *, as_json: bool, brokers: str, timeout: float) -> None:
+def _plan(kind: str, node: int | None, throttle: int | None, common: Common) -> None:
     from millstream.client.admin.cluster_plans import compute_plan, propose_plan
 
     async def question(client: Client) -> tuple[Plan, str]:
@@ -216,8 +183,8 @@ def _plan(kind: str, node: int | None, throttle: int | None, *, as_json: bool, b
             return plan, ""
         return plan, (await propose_plan(client, plan, throttle_bytes=_throttle(throttle))).plan_id
 
-    plan, plan_id = ask(brokers, timeout, question)
-    _print_plan(plan, plan_id, _throttle(throttle), as_json=as_json, applied=False)
+    plan, plan_id = ask(common, question)
+    _print_plan(plan, plan_id, _throttle(throttle), as_json=common.as_json, applied=False)
 
 
 def _throttle(given: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, SHARED
+from millstream.cli.options import DEFAULT_BROKERS, SHARED, Common
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
@@ -111,25 +111,23 @@ def _secret(flag: str, variable: str) -> str:
         raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
 
 
-def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
+def ask(common: Common, question: Callable[[Client], Awaitable[T]]) -> T:
     """Connect, run an operation, and close."""
-    return asyncio.run(_ask(brokers, timeout_s, question))
+    return asyncio.run(_ask(common, question))
 
 
-def ask_through(
-    brokers: str, timeout_s: float, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]
-) -> T:
+def ask_through(common: Common, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]) -> T:
     """Run an operation with a client that `door` creates from the connection."""
-    return ask(brokers, timeout_s, lambda client: question(door(client)))
+    return ask(common, lambda client: question(door(client)))
 
 
-async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
+async def _ask(common: Common, question: Callable[[Client], Awaitable[T]]) -> T:
     from millstream.protocol.messages.lean_kio import import_lean_kio
     from millstream.protocol.wire.client import Client
 
     import_lean_kio()
     async with Client.connect(
-        brokers, client_id=CLIENT_ID, timeout_s=timeout_s, credentials=command_credentials()
+        common.brokers, client_id=CLIENT_ID, timeout_s=common.timeout, credentials=command_credentials()
     ) as client:
         return await question(client)
 
@@ -159,15 +157,15 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
     """Complete names with the broker of the command line so far; none if it does not answer."""
     try:
-        found = ask(ctx.params.get("brokers") or DEFAULT_BROKERS, COMPLETION_S, names)
+        found = ask(Common(brokers=ctx.params.get("brokers") or DEFAULT_BROKERS, timeout=COMPLETION_S), names)
     except MillstreamError:
         return []
     return sorted(name for name in found if name.startswith(incomplete))
 
 
-def ask_pipelines(brokers: str, timeout: float, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
+def ask_pipelines(common: Common, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
     """Connect, run an operation on pipelines, and close."""
-    return ask_through(brokers, timeout, _pipelines, question)
+    return ask_through(common, _pipelines, question)
 
 
 def _pipelines(client: Client) -> PipelineClient:

@@ -11,7 +11,7 @@ import typer
 
 from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
+from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag
 from millstream.cli.output import (
     as_json_text,
     counted,
@@ -41,7 +41,7 @@ Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
 PATIENCE_S = 5.0
 """How long to wait for a failover before counting letters without some partitions."""
 
-app = typer.Typer(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
+app = Noun(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
 
 Name = Annotated[
     str,
@@ -68,20 +68,16 @@ Limit = Annotated[
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
 
     async def question(client: Client) -> list[DeadLetterTopic]:
         from millstream.client.admin.dead_letter import dead_letter_topics
 
-        return await dead_letter_topics(client, patience_s=min(timeout, PATIENCE_S))
+        return await dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S))
 
-    found = ask(brokers, timeout, question)
-    if as_json:
+    found = ask(common, question)
+    if common.as_json:
         print_json({"dead_letters": [one._asdict() for one in found]})
     elif found:
         print_table(
@@ -108,19 +104,17 @@ def show(
     limit: Annotated[
         int, typer.Option("-n", "--limit", metavar="NUMBER", min=1, help="The maximum number of letters.")
     ] = 10,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show open letters and why they died; they stay open."""
 
     async def print_one(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
-        _print(letter, as_json=as_json)
+        _print(letter, as_json=common.as_json)
 
     async def look(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await process_letters(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
 
-    _work(name, filter_, look, keep=True, brokers=brokers, timeout=timeout)
+    _work(name, filter_, look, common, keep=True)
 
 
 @app.command("redrive")
@@ -130,33 +124,30 @@ def redrive(
     limit: Limit = None,
     to_topic: Annotated[
         str | None,
-        typer.Option(
+        flag(
             "--to-topic",
-            metavar="TOPIC",
-            help="Publish them to this topic, for all of its subscriptions, instead of delivering the originals again.",
-            show_default=False,
+            "TOPIC",
+            "Publish them to this topic, for all of its subscriptions, instead of delivering the originals again.",
         ),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Count what would be redriven, by subscription; every letter stays open.")
     ] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Redeliver the messages of open letters through their own subscriptions, and close the letters."""
     if dry:
-        _survey(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
+        _survey(name, filter_, limit, to_topic, common)
         return
     if to_topic is not None:
-        _publish(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
+        _publish(name, filter_, limit, to_topic, common)
         return
 
     async def revive(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await redrive_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, revive, keep=False, brokers=brokers, timeout=timeout)
-    if as_json:
+    outcome = _work(name, filter_, revive, common, keep=False)
+    if common.as_json:
         document = {"redriven": outcome.done, **_as_json(outcome), "subscriptions": outcome.revived}
         print_json({**document, "refused": sum(outcome.refused.values()), "reasons": sorted(outcome.refused)})
     else:
@@ -167,18 +158,9 @@ def redrive(
         )
 
 
-def _survey(
-    name: str,
-    filter_: str | None,
-    limit: int | None,
-    to_topic: str | None,
-    *,
-    as_json: bool,
-    brokers: str,
-    timeout: float,
-) -> None:
+def _survey(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> None:
     """Report what a redrive would do."""
-    outcome = _surveyed(name, filter_, limit, to_topic, brokers=brokers, timeout=timeout)
+    outcome = _surveyed(name, filter_, limit, to_topic, common)
     gone = sum(outcome.refused.values())
     if to_topic is not None:
         # From the letters themselves, whatever became of the originals.
@@ -197,23 +179,19 @@ def _survey(
         if gone:
             reasons = "; ".join(one_line(f"{reason} ({number:,})") for reason, number in outcome.refused.items())
             text += f" {counted(gone, 'letter')} would stay open: {reasons}."
-    print_answer(document, text, as_json=as_json)
+    print_answer(document, text, as_json=common.as_json)
 
 
-def _surveyed(
-    name: str, filter_: str | None, limit: int | None, to_topic: str | None, *, brokers: str, timeout: float
-) -> Outcome:
+def _surveyed(name: str, filter_: str | None, limit: int | None, to_topic: str | None, common: Common) -> Outcome:
     async def count(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         if to_topic is not None:
             await desk.check_target(to_topic)
         await survey_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
-    return _work(name, filter_, count, keep=True, brokers=brokers, timeout=timeout)
+    return _work(name, filter_, count, common, keep=True)
 
 
-def _publish(
-    name: str, filter_: str | None, limit: int | None, topic: str, *, as_json: bool, brokers: str, timeout: float
-) -> None:
+def _publish(name: str, filter_: str | None, limit: int | None, topic: str, common: Common) -> None:
     async def send(desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         await desk.publish(letter, topic)
 
@@ -221,9 +199,9 @@ def _publish(
         await desk.check_target(topic)
         await process_letters(desk, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, publish, keep=False, brokers=brokers, timeout=timeout)
+    outcome = _work(name, filter_, publish, common, keep=False)
     sent = {topic: outcome.done} if outcome.done else {}
-    if as_json:
+    if common.as_json:
         print_json({"redriven": outcome.done, **_as_json(outcome), "topics": sent})
     else:
         print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(sent, 'to')}{_unmatched(outcome)}.")
@@ -243,29 +221,27 @@ def purge(
         bool, typer.Option("--dry-run", help="Count what would be closed; every letter stays open.")
     ] = False,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     if dry:
-        found = _surveyed(name, filter_, limit, None, brokers=brokers, timeout=timeout)
+        found = _surveyed(name, filter_, limit, None, common)
         text = f"Would close {counted(found.selected, 'letter')}{_unmatched(found)}."
-        print_answer({"would_purge": found.selected, **_as_json(found)}, text, as_json=as_json)
+        print_answer({"would_purge": found.selected, **_as_json(found)}, text, as_json=common.as_json)
         return
-    ask_person(f"Close the open letters of {name}?", unless=yes or as_json)
+    ask_person(f"Close the open letters of {name}?", unless=yes or common.as_json)
 
     async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await process_letters(desk, None, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
-    outcome = _work(name, filter_, close, keep=False, brokers=brokers, timeout=timeout)
-    if as_json:
+    outcome = _work(name, filter_, close, common, keep=False)
+    if common.as_json:
         print_json({"purged": outcome.done, **_as_json(outcome)})
     else:
         print_line(f"Closed {counted(outcome.done, 'letter')}{_unmatched(outcome)}.")
 
 
-def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: str, timeout: float) -> Outcome:
+def _work(name: str, filter_: str | None, work: Work, common: Common, *, keep: bool) -> Outcome:
     """Process every matching open letter."""
     outcome = Outcome()
 
@@ -274,12 +250,12 @@ def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: st
         from millstream.protocol.filter.filter import matcher
 
         wanted = None if filter_ is None else matcher(filter_)
-        topic = await find_topic(client, name, patience_s=timeout)
-        desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=timeout)
+        topic = await find_topic(client, name, patience_s=common.timeout)
+        desk = DeadLetterDesk(client, topic, f"cli/{socket.gethostname()}-{os.getpid()}", patience_s=common.timeout)
         await work(desk, outcome, wanted)
 
     try:
-        ask(brokers, timeout, question)
+        ask(common, question)
     except BaseException:
         if outcome.has_begun and not keep:
             print_note(_so_far(outcome))

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds, flag
 from millstream.cli.output import counted, print_json, print_line
 from millstream.core.config import Config
 
@@ -56,21 +56,14 @@ _MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
 
 def doctor(
     data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="DIR",
-            help="Check this data folder. Default: ./millstream-data, if it exists.",
-            show_default=False,
-        ),
+        Path | None, flag("--data", "DIR", "Check this data folder. Default: ./millstream-data, if it exists.")
     ] = None,
     brokers: Annotated[
         str | None,
-        typer.Option(
+        flag(
             "--brokers",
-            metavar="HOST:PORT[,...]",
-            help=f"Check this broker. Default: MILLSTREAM_BROKERS, else {DEFAULT_BROKERS}; none if --data is given.",
-            show_default=False,
+            "HOST:PORT[,...]",
+            f"Check this broker. Default: MILLSTREAM_BROKERS, else {DEFAULT_BROKERS}; none if --data is given.",
         ),
     ] = None,
     quick: Annotated[

@@ -8,14 +8,13 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
+    COMMON,
+    Common,
+    Noun,
     Partitions,
-    TimeoutSeconds,
     Yes,
     ask_person,
+    flag,
 )
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
 from millstream.client.admin.groups import group_document, total_lag
@@ -26,17 +25,13 @@ if TYPE_CHECKING:
     from millstream.core.topic import TopicPartition
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="List, describe, reset and delete consumer groups.", no_args_is_help=True)
+app = Noun(help="List, describe, reset and delete consumer groups.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The name of the group.", show_default=False)]
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
@@ -44,8 +39,8 @@ def list_(
 
         return await group_summaries(client)
 
-    groups = ask(brokers, timeout, question)
-    if as_json:
+    groups = ask(common, question)
+    if common.as_json:
         print_json({"groups": groups})
     elif groups:
         keys = ("group", "type", "state", "members", "lag")
@@ -55,12 +50,7 @@ def list_(
 
 
 @app.command("describe")
-def describe(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def describe(name: Name, common: Common = COMMON) -> None:
     """Show a group's members, offsets and lag."""
 
     async def question(client: Client) -> tuple[Group, list[Progress]]:
@@ -69,8 +59,8 @@ def describe(
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
 
-    group, progress = ask(brokers, timeout, question)
-    if as_json:
+    group, progress = ask(common, question)
+    if common.as_json:
         print_json(group_document(group, progress))
     else:
         _print_description(group, progress)
@@ -79,26 +69,14 @@ def describe(
 @app.command("reset")
 def reset(
     name: Name,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="POSITION", help=f"Where to continue reading: {POSITION_HELP}.", show_default=False
-        ),
-    ],
+    to: Annotated[str, flag("--to", "POSITION", f"Where to continue reading: {POSITION_HELP}.")],
     topic: Annotated[
         list[str] | None,
-        typer.Option(
-            "--topic",
-            metavar="TOPIC",
-            help="Only this topic; may be repeated. Default: every topic that the group has read.",
-            show_default=False,
-        ),
+        flag("--topic", "TOPIC", "Only this topic; may be repeated. Default: every topic that the group has read."),
     ] = None,
     partition: Partitions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Move a group to another position in its topics.
 
@@ -115,8 +93,8 @@ def reset(
             await commit_offsets(client, name, {where: after for where, _, after in moves})
         return moves
 
-    moves = ask(brokers, timeout, question)
-    if as_json:
+    moves = ask(common, question)
+    if common.as_json:
         keys = ("topic", "partition", "before", "after")
         rows = [dict(zip(keys, (w.topic, w.partition, before, after), strict=True)) for w, before, after in moves]
         print_json({"group": name, "dry_run": dry_run, "offsets": rows})
@@ -130,15 +108,9 @@ def reset(
 
 
 @app.command("delete")
-def delete(
-    name: Name,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a group and its committed offsets. Asks for confirmation at a terminal, not in a script."""
-    ask_person(f"Delete group {name} and its committed offsets?", unless=yes or as_json)
+    ask_person(f"Delete group {name} and its committed offsets?", unless=yes or common.as_json)
 
     async def question(client: Client) -> None:
         from millstream.client.admin.groups import delete_group, describe_group
@@ -146,8 +118,8 @@ def delete(
         await describe_group(client, name)
         await delete_group(client, name)
 
-    ask(brokers, timeout, question)
-    print_answer({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=as_json)
+    ask(common, question)
+    print_answer({"group": name, "deleted": True}, f"Deleted group {one_line(name)}.", as_json=common.as_json)
 
 
 def _print_description(group: Group, progress: list[Progress]) -> None:

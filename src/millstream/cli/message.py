@@ -8,7 +8,7 @@ import typer
 
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 from millstream.cli.pipeline_options import Lake
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
-app = typer.Typer(help="Show and trace single messages.", no_args_is_help=True)
+app = Noun(help="Show and trace single messages.", no_args_is_help=True)
 
 
 @app.callback()
@@ -31,12 +31,10 @@ def show(
     partition: Annotated[int, typer.Argument(min=0, help="The partition.", show_default=False)],
     offset: Annotated[int, typer.Argument(min=0, help="The offset of the message.", show_default=False)],
     raw: Annotated[bool, typer.Option("--raw", help="Print only the value, unchanged.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show one message: key, headers, value, and its batch."""
-    if raw and as_json:
+    if raw and common.as_json:
         raise typer.BadParameter("give --raw or --json, not both")
 
     async def question(client: Client) -> tuple[TopicMetadata, StoredMessage]:
@@ -46,10 +44,10 @@ def show(
         found = await find_topic(client, topic)
         return found, await find_message(client, found, partition, offset)
 
-    found, stored = ask(brokers, timeout, question)
+    found, stored = ask(common, question)
     if raw:
         print_bytes(stored.record.value or b"")
-    elif as_json:
+    elif common.as_json:
         print_json(_document(found, partition, stored))
     else:
         _print_message(found, partition, stored)
@@ -66,26 +64,12 @@ def trace(
         ),
     ],
     topic: Annotated[
-        str | None,
-        typer.Option(
-            "--topic",
-            autocompletion=complete_topics,
-            metavar="TOPIC",
-            help="The topic in which to look for an id.",
-            show_default=False,
-        ),
+        str | None, flag("--topic", "TOPIC", "The topic in which to look for an id.", autocompletion=complete_topics)
     ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option("--since", metavar="TIME", help="Where to start looking for an id.", show_default=False),
-    ] = None,
-    until: Annotated[
-        str, typer.Option("--until", metavar="TIME", help="Where to stop looking for an id.", show_default=False)
-    ] = "end",
+    since: Annotated[str | None, flag("--since", "TIME", "Where to start looking for an id.")] = None,
+    until: Annotated[str, flag("--until", "TIME", "Where to stop looking for an id.")] = "end",
     lake: Lake = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show what became of a message in every subscription of its topic, from the broker and from the ledger."""
     if (topic is None) != (since is None):
@@ -98,17 +82,17 @@ def trace(
             return [await trace_message(client, position)]
         return [await trace_at(client, place) for place in await find_by_id(client, position, topic, since, until)]
 
-    documents = [_with_history(one, brokers, timeout, lake) for one in ask(brokers, timeout, question)]
+    documents = [_with_history(one, common, lake) for one in ask(common, question)]
     if not documents:
         raise CommandFailed(f"topic {topic!r} has no message {position!r} in this time", ExitCode.NOT_FOUND)
     for document in documents:
-        if as_json:
+        if common.as_json:
             print_json(document)
         else:
             _print_trace(document)
 
 
-def _with_history(document: dict[str, Any], brokers: str, timeout: float, lake: str | None) -> dict[str, Any]:
+def _with_history(document: dict[str, Any], common: Common, lake: str | None) -> dict[str, Any]:
     """Complete a trace from the ledger's table if the broker does not know everything, and if the table is at hand."""
     lives = document["subscriptions"]
     from millstream.cli.audit import find_lake
@@ -117,7 +101,7 @@ def _with_history(document: dict[str, Any], brokers: str, timeout: float, lake: 
     if lake is None and not lacks_history(document):
         return document
     try:
-        place, _pipeline = find_lake(brokers, timeout, lake)
+        place, _pipeline = find_lake(common, lake)
         # Imported on use: the table's reader is installed with Spark.
         from millstream.pipelines.jobs.ledger.history import add_history
 

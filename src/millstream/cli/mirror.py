@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -14,15 +12,14 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
+    COMMON,
+    Common,
+    Noun,
     Settings,
-    TimeoutSeconds,
     Unset,
     Yes,
     ask_person,
+    flag,
     parse_settings,
 )
 from millstream.cli.output import (
@@ -41,12 +38,12 @@ if TYPE_CHECKING:
     from millstream.client.admin.mirrors import MirrorClient
     from millstream.protocol.private.mirror_messages import CutPartition, RemovedRange, ReverseRequest
 
-app = typer.Typer(help="Copy topics from another cluster, take over from it, and come back.", no_args_is_help=True)
+app = Noun(help="Copy topics from another cluster, take over from it, and come back.", no_args_is_help=True)
 
 T = TypeVar("T")
 SECRETS = frozenset({"password", "token"})
 PARTITIONS_SHOWN_MAX = 50
-LONG_TIMEOUT_S = 60.0
+LONG_WAIT = Common(timeout=60.0)
 
 Name = Annotated[str, typer.Argument(metavar="MIRROR", help="The mirror's name.", show_default=False)]
 Topics = Annotated[
@@ -57,31 +54,31 @@ Topics = Annotated[
 ]
 Address = Annotated[
     str,
-    typer.Option(
+    flag(
         "--address",
-        metavar="HOST:PORT[,...]",
-        help="Where the other cluster reaches this one; by default at the addresses of its nodes.",
-        show_default=False,
+        "HOST:PORT[,...]",
+        "Where the other cluster reaches this one; by default at the addresses of its nodes.",
     ),
 ]
-Credentials = Mapping[str, str]
-"""The settings of a mirror that say how to connect to its source."""
 
 
-def _credentials(
+@dataclass(frozen=True, kw_only=True)
+class SourceAccess:
+    """The options that say how to sign in at the source."""
+
     source_user: Annotated[
         str, typer.Option(metavar="NAME", help="The user to sign in as at the source.", show_default=False)
-    ] = "",
+    ] = ""
     source_password_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Holds the user's password.", show_default=False)
-    ] = None,
+    ] = None
     source_token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Holds an API token for the source.", show_default=False)
-    ] = None,
+    ] = None
     source_mechanism: Annotated[
         str, typer.Option(metavar="NAME", help="SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN.", show_default=False)
-    ] = "",
-    source_tls: Annotated[bool, typer.Option("--source-tls", help="Connect to the source with TLS.")] = False,
+    ] = ""
+    source_tls: Annotated[bool, typer.Option("--source-tls", help="Connect to the source with TLS.")] = False
     source_tls_ca: Annotated[
         Path | None,
         typer.Option(
@@ -89,43 +86,28 @@ def _credentials(
             help="The certificate authority of the source, in PEM; implies --source-tls.",
             show_default=False,
         ),
-    ] = None,
-) -> Credentials:
-    """Return the settings that the `--source-…` options stand for."""
-    settings = {
-        "user": source_user,
-        "password": _content("--source-password-file", source_password_file),
-        "token": _content("--source-token-file", source_token_file),
-        "sasl.mechanism": source_mechanism,
-        "tls": "true" if source_tls else "",
-        "tls.ca": _content("--source-tls-ca", source_tls_ca),
-    }
-    return {name: text for name, text in settings.items() if text}
+    ] = None
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of a mirror that the options stand for."""
+        settings = {
+            "user": self.source_user,
+            "password": _content("--source-password-file", self.source_password_file),
+            "token": _content("--source-token-file", self.source_token_file),
+            "sasl.mechanism": self.source_mechanism,
+            "tls": "true" if self.source_tls else "",
+            "tls.ca": _content("--source-tls-ca", self.source_tls_ca),
+        }
+        return {name: text for name, text in settings.items() if text}
 
 
-def _takes_credentials(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_credentials`, in place of its parameter `credentials`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    options = inspect.signature(_credentials, eval_str=True).parameters
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in options}
-        command(**given, credentials=_credentials(**chosen))
-
-    parameters = [one for name in own for one in (options.values() if name == "credentials" else [own[name]])]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+NO_ACCESS = SourceAccess()
 
 
 @app.command("create")
-@_takes_credentials
 def create(
     name: Name,
-    source: Annotated[
-        str,
-        typer.Option("--from", metavar="HOST:PORT[,...]", help="The brokers of the source.", show_default=False),
-    ],
+    source: Annotated[str, flag("--from", "HOST:PORT[,...]", "The brokers of the source.")],
     topics: Annotated[
         str, typer.Option(metavar="PATTERN", help="Mirror topics whose whole name matches.", show_default="all")
     ] = "",
@@ -144,11 +126,9 @@ def create(
     acls: Annotated[
         bool, typer.Option("--acls", help="Also mirror access rules; this cluster must not have any yet.")
     ] = False,
-    credentials: Credentials = MappingProxyType({}),
+    access: SourceAccess = NO_ACCESS,
     settings: Settings = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Copy topics of another cluster, with their offsets, groups and queues, and keep up with them."""
     given = {
@@ -160,22 +140,20 @@ def create(
         "rate": str(rate) if rate else "",
         "schemas": "true" if schemas else "",
         "acls": "true" if acls else "",
-        **credentials,
+        **access.settings(),
     }
     chosen = {key: text for key, text in given.items() if text}
-    _ask(brokers, timeout, lambda mirrors: mirrors.create(name, chosen))
-    print_answer({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=as_json)
+    _ask(common, lambda mirrors: mirrors.create(name, chosen))
+    print_answer({"mirror": name}, f"Mirror {name} copies from {source}.", as_json=common.as_json)
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List all mirrors and their lag."""
-    found = _ask(brokers, timeout, lambda mirrors: mirrors.describe())
+    found = _ask(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_s", "bytes", "error")
     rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
-    if as_json:
+    if common.as_json:
         print_json({"mirrors": rows})
     elif rows:
         print_table([key.replace("_", "-") for key in keys], [[row[key] for key in keys] for row in rows])
@@ -184,15 +162,10 @@ def list_(
 
 
 @app.command("describe")
-def describe(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def describe(name: Name, common: Common = COMMON) -> None:
     """Show a mirror's settings, its copies and how far each of them is."""
-    (described,) = _ask(brokers, timeout, lambda mirrors: mirrors.describe([name]))
-    if as_json:
+    (described,) = _ask(common, lambda mirrors: mirrors.describe([name]))
+    if common.as_json:
         print_json(described)
         return
     print_line(f"{one_line(name)}  ({described['state']}, from {described['from']})")
@@ -219,14 +192,7 @@ def describe(
 
 
 @app.command("update")
-def update(
-    name: Name,
-    settings: Settings = None,
-    unset: Unset = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def update(name: Name, settings: Settings = None, unset: Unset = None, common: Common = COMMON) -> None:
     """Change settings of a mirror, which continues with them."""
     changes: dict[str, str | None] = {
         **parse_settings(settings or [], secret=SECRETS),
@@ -234,61 +200,38 @@ def update(
     }
     if not changes:
         raise CommandFailed("give --set NAME=VALUE or --unset NAME", ExitCode.USAGE)
-    _ask(brokers, timeout, lambda mirrors: mirrors.alter(name, changes))
-    print_answer({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=as_json)
+    _ask(common, lambda mirrors: mirrors.alter(name, changes))
+    print_answer({"mirror": name, "changed": sorted(changes)}, f"Mirror {name} is changed.", as_json=common.as_json)
 
 
 @app.command("pause")
-def pause(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def pause(name: Name, common: Common = COMMON) -> None:
     """Stop copying for now; the copies stay readable."""
-    _ask(brokers, timeout, lambda mirrors: mirrors.want(name, is_wanted=False))
-    print_answer({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=as_json)
+    _ask(common, lambda mirrors: mirrors.want(name, is_wanted=False))
+    print_answer({"mirror": name, "state": "paused"}, f"Mirror {name} is paused.", as_json=common.as_json)
 
 
 @app.command("resume")
-def resume(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def resume(name: Name, common: Common = COMMON) -> None:
     """Continue copying."""
-    _ask(brokers, timeout, lambda mirrors: mirrors.want(name, is_wanted=True))
-    print_answer({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=as_json)
+    _ask(common, lambda mirrors: mirrors.want(name, is_wanted=True))
+    print_answer({"mirror": name, "state": "starting"}, f"Mirror {name} continues.", as_json=common.as_json)
 
 
 @app.command("delete")
-def delete(
-    name: Name,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a mirror that has no copies any more."""
     ask_person(f"Delete mirror {name}?", unless=yes)
-    _ask(brokers, timeout, lambda mirrors: mirrors.delete(name))
-    print_answer({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=as_json)
+    _ask(common, lambda mirrors: mirrors.delete(name))
+    print_answer({"mirror": name, "deleted": True}, f"Mirror {name} is deleted.", as_json=common.as_json)
 
 
 @app.command("failover")
-def failover(
-    name: Name,
-    topics: Topics = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
-) -> None:
+def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common = LONG_WAIT) -> None:
     """Make the copies writable at once, whether or not the source is reachable."""
     ask_person(f"Make the copies of mirror {name} writable? Writers of the source are not stopped.", unless=yes)
-    report = _ask(brokers, timeout, lambda mirrors: mirrors.fail_over(name, topics))
-    if as_json:
+    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))
+    if common.as_json:
         print_json(
             {
                 "mirror": name,
@@ -320,21 +263,19 @@ def cutover(
         ),
     ] = 5.0,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+    common: Common = LONG_WAIT,
 ) -> None:
     """Migrate from another Kafka: wait until the copies are complete and the source is idle, then fail over.
 
     Nothing changes if the source is still written to when the time is up.
     """
     ask_person(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
-    waited = _ask(brokers, timeout + wait + still, lambda mirrors: mirrors.settle(name, wait_s=wait, still_s=still))
-    if not as_json:
+    waited = _ask(common.waiting(wait + still), lambda mirrors: mirrors.settle(name, wait_s=wait, still_s=still))
+    if not common.as_json:
         print_line(f"The copies have everything, and nothing was written for {still:g} s (waited {waited:.1f} s).")
-    report = _ask(brokers, timeout, lambda mirrors: mirrors.fail_over(name, topics))
+    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))
     late = [cut for cut in report.partitions if cut.missing]
-    if as_json:
+    if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
         print_json({"mirror": name, "waited_s": waited, "partitions": cuts, "complete": not late})
     else:
@@ -347,34 +288,25 @@ def cutover(
 
 
 @app.command("reverse")
-@_takes_credentials
 def reverse(
     name: Name,
     address: Address = "",
     save_to: Annotated[
-        str,
-        typer.Option(
-            "--save-to",
-            metavar="TOPIC",
-            help="Keep records that only the old source has in this topic of it.",
-            show_default=False,
-        ),
+        str, flag("--save-to", "TOPIC", "Keep records that only the old source has in this topic of it.")
     ] = "",
-    credentials: Credentials = MappingProxyType({}),
+    access: SourceAccess = NO_ACCESS,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+    common: Common = LONG_WAIT,
 ) -> None:
     """After a failover: let the old source follow this cluster. It drops what only it has.
 
     The --source options say how it signs in here.
     """
     ask_person(f"Let the old source of mirror {name} follow this cluster, and drop what only it has?", unless=yes)
-    request = _reversal(name, address, save_to, credentials, timeout)
-    report = _ask(brokers, timeout, lambda mirrors: mirrors.reverse(request))
+    request = _reversal(name, address, save_to, access, common.timeout)
+    report = _ask(common, lambda mirrors: mirrors.reverse(request))
     removed = [_removed_document(one) for one in report.removed]
-    if as_json:
+    if common.as_json:
         print_json({"mirror": name, "removed": removed, "saved_to": report.saved_to, "waited_ms": report.waited_ms})
         return
     print_line(f"The old source follows this cluster; mirror {name} is declared there now.")
@@ -382,25 +314,22 @@ def reverse(
 
 
 @app.command("switch")
-@_takes_credentials
 def switch(
     name: Name,
     address: Address = "",
-    credentials: Credentials = MappingProxyType({}),
+    access: SourceAccess = NO_ACCESS,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = LONG_TIMEOUT_S,
+    common: Common = LONG_WAIT,
 ) -> None:
     """Change the direction of a mirror without loss: the source stops accepting writers, is drained, and follows.
 
     The --source options say how it signs in here.
     """
     ask_person(f"Turn mirror {name} around? Writers have to move to this cluster.", unless=yes)
-    request = _reversal(name, address, "", credentials, timeout)
-    report = _ask(brokers, timeout + 10, lambda mirrors: mirrors.switch(request))
+    request = _reversal(name, address, "", access, common.timeout)
+    report = _ask(common.waiting(10), lambda mirrors: mirrors.switch(request))
     removed = [_removed_document(one) for one in report.removed]
-    if as_json:
+    if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]
         print_json({"mirror": name, "removed": removed, "partitions": cuts, "waited_ms": report.waited_ms})
         return
@@ -409,13 +338,13 @@ def switch(
     _print_removed(removed, "")
 
 
-def _reversal(name: str, address: str, save_to: str, credentials: Credentials, timeout_s: float) -> ReverseRequest:
+def _reversal(name: str, address: str, save_to: str, access: SourceAccess, timeout_s: float) -> ReverseRequest:
     from millstream.protocol.private.mirror_messages import ReverseRequest
 
     return ReverseRequest(
         name=name,
         address=address,
-        settings=dict(credentials),
+        settings=access.settings(),
         save_to=save_to,
         timeout_ms=int(timeout_s * 900),
     )
@@ -461,7 +390,7 @@ def _content(flag: str, path: Path | None) -> str:
         raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
 
 
-def _ask(brokers: str, timeout_s: float, question: Callable[[MirrorClient], Awaitable[T]]) -> T:
+def _ask(common: Common, question: Callable[[MirrorClient], Awaitable[T]]) -> T:
     from millstream.client.admin.mirrors import MirrorClient
 
-    return ask(brokers, timeout_s, lambda client: question(MirrorClient(client)))
+    return ask(common, lambda client: question(MirrorClient(client)))

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, Self, get_type_hints
 
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
 
 DEFAULT_BROKERS = "127.0.0.1:9092"
+
+
+def flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
+    """Declare an option with a value; its default is not shown."""
+    return typer.Option(spelled, metavar=metavar, help=text, show_default=False, **more)
+
 
 SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
 """Options that most commands have and that may stand before the command, each with its number of values."""
@@ -56,6 +62,22 @@ TimeoutSeconds = Annotated[
 ]
 DEFAULT_TIMEOUT_S = 10.0
 
+
+@dataclass(frozen=True)
+class Common:
+    """The options of almost all commands: how to print, which brokers to ask, and how long to wait for them."""
+
+    as_json: AsJson = False
+    brokers: Brokers = DEFAULT_BROKERS
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
+
+    def waiting(self, seconds: float) -> Self:
+        """Return options that wait for so many seconds more."""
+        return replace(self, timeout=self.timeout + seconds)
+
+
+COMMON: Final = Common()
+
 Partitions = Annotated[
     list[int] | None,
     typer.Option(
@@ -85,23 +107,41 @@ IfMissing = Annotated[bool, typer.Option("--if-not-exists", help="Succeed withou
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
+class Noun(typer.Typer):
+    """The commands of a noun; each takes the fields of its dataclass parameters as options."""
+
+    def command(self, name: str | None = None, **given: Any) -> Callable[[Any], Any]:
+        """Add the function that follows as a command."""
+        add = super().command(name, **given)
+
+        def add_spread(command: Callable[..., None]) -> Callable[..., None]:
+            add(spread(command))
+            return command
+
+        return add_spread
+
+
 def spread(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
-    """Let a command take the fields of its dataclass parameters as options, except those named in `without`."""
-    hints = get_type_hints(command, include_extras=True)
+    """Let a command take the fields of its dataclass parameters as options, except those named in `without`.
+
+    The default of such a parameter holds the defaults of the options, if it has one.
+    """
     parameters: list[Parameter] = []
     spread_over: dict[str, tuple[type, list[str]]] = {}
-    for parameter in signature(command).parameters.values():
-        kind = hints[parameter.name]
+    for parameter in signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
         if not (isinstance(kind, type) and is_dataclass(kind)):
-            parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
             continue
         taken = [field for field in fields(kind) if field.name not in without]
         annotations = get_type_hints(kind, include_extras=True)
-        parameters += [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotations[field.name])
-            for field in taken
-        ]
+        for field in taken:
+            default = getattr(parameter.default, field.name, field.default)
+            annotation = annotations[field.name]
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         spread_over[parameter.name] = (kind, [field.name for field in taken])
+    if not spread_over:
+        return command
 
     @wraps(command)
     def run(**given: Any) -> None:

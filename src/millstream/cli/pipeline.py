@@ -14,15 +14,14 @@ import typer
 from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
 from millstream.cli.connection import ask, ask_pipelines
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
+    COMMON,
+    Common,
+    Noun,
     Settings,
-    TimeoutSeconds,
     Unset,
     Yes,
     ask_person,
+    flag,
     parse_settings,
     spread,
 )
@@ -51,19 +50,13 @@ if TYPE_CHECKING:
 
 Since = Annotated[
     str,
-    typer.Option(
+    flag(
         "--since",
-        metavar="TIME|AGE",
-        help="The first messages by their timestamps: a time (2026-01-31T12:00:00Z), an age (7d) or start.",
-        show_default=False,
+        "TIME|AGE",
+        "The first messages by their timestamps: a time (2026-01-31T12:00:00Z), an age (7d) or start.",
     ),
 ]
-Until = Annotated[
-    str | None,
-    typer.Option(
-        "--until", metavar="TIME|AGE", help="The end, exclusive: a time or an age. Default: now.", show_default=False
-    ),
-]
+Until = Annotated[str | None, flag("--until", "TIME|AGE", "The end, exclusive: a time or an age. Default: now.")]
 
 _DIGEST_CHARACTERS = 8
 
@@ -75,9 +68,7 @@ def backfill(
     master: Master = "",
     memory: Memory = "1g",
     folder: Folder = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Process stored messages of a range of time as a pipeline does, beside it; repeating it changes nothing."""
     from millstream.pipelines.jobs.job import TimeWindow
@@ -86,32 +77,25 @@ def backfill(
     if window.since_ms >= window.until_ms:
         raise typer.BadParameter("--since must be before --until")
     refuse_without_spark()
-    declared, places = ask(brokers, timeout, lambda client: look_up(client, name, None, brokers))
+    declared, places = ask(common, lambda client: look_up(client, name, None, common.brokers))
     if declared.kind is PipelineKind.ROUTE:
         raise InvalidPipeline(f"pipeline {name!r} routes messages; a backfill is for land and transform")
     past = _past_of(declared, f"{since} {until}" if until is not None else since)
-    by_hand = ByHand(past, places, brokers, is_declared=False, lake=None, folder=folder, window=window)
-    by_hand.run(master, memory, once=True, as_json=as_json)
+    by_hand = ByHand(past, places, common.brokers, is_declared=False, lake=None, folder=folder, window=window)
+    by_hand.run(master, memory, once=True, as_json=common.as_json)
 
 
-def requarantine(
-    name: Name,
-    master: Master = "",
-    memory: Memory = "1g",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def requarantine(name: Name, master: Master = "", memory: Memory = "1g", common: Common = COMMON) -> None:
     """Decode the quarantined messages of a stopped landing pipeline again, and land those that fit now."""
     refuse_without_spark()
     from millstream.pipelines.jobs.land.backfill import make_requarantine
 
-    declared, places = ask(brokers, timeout, lambda client: look_up(client, name, None, brokers))
+    declared, places = ask(common, lambda client: look_up(client, name, None, common.brokers))
     if declared.kind is not PipelineKind.LAND:
         raise InvalidPipeline(f"pipeline {name!r} does not land messages, so it has no quarantine")
     jobs = {PipelineKind.LAND: make_requarantine}
-    by_hand = ByHand(declared, places, brokers, is_declared=True, lake=None, folder=None, jobs=jobs)
-    by_hand.run(master, memory, once=True, as_json=as_json)
+    by_hand = ByHand(declared, places, common.brokers, is_declared=True, lake=None, folder=None, jobs=jobs)
+    by_hand.run(master, memory, once=True, as_json=common.as_json)
 
 
 def _past_of(pipeline: Pipeline, when: str) -> Pipeline:
@@ -132,7 +116,7 @@ def _time_ms(text: str, *, flag: str) -> int:
     return position.value
 
 
-app = typer.Typer(
+app = Noun(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
     no_args_is_help=True,
 )
@@ -149,18 +133,12 @@ STALLED_S_MIN: Final = 30.0
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List all pipelines and their state."""
     from millstream.client.admin.pipelines import summary_of
 
-    rows = [
-        summary_of(described) for described in ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe())
-    ]
-    if as_json:
+    rows = [summary_of(described) for described in ask_pipelines(common, lambda pipelines: pipelines.describe())]
+    if common.as_json:
         print_json({"pipelines": rows})
     elif rows:
         keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
@@ -170,15 +148,10 @@ def list_(
 
 
 @app.command("describe")
-def describe(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def describe(name: Name, common: Common = COMMON) -> None:
     """Show a pipeline's settings and state."""
-    described = ask(brokers, timeout, lambda client: _described(client, name))
-    if as_json:
+    described = ask(common, lambda client: _described(client, name))
+    if common.as_json:
         print_json(described)
         return
     print_line(f"{one_line(name)}  ({described['kind']}, {described['state']})")
@@ -203,23 +176,15 @@ def describe(
         print_note(one_line(note))
 
 
-Run = Annotated[
-    int, typer.Option("--run", metavar="N", help="The number of the run. Default: the last one.", show_default=False)
-]
+Run = Annotated[int, flag("--run", "N", "The number of the run. Default: the last one.")]
 Limit = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many runs to show.")]
 
 
 @app.command("runs")
-def runs(
-    name: Name,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
     """List the runs of a job, the latest first."""
-    found = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.runs(name, limit=limit))
-    if as_json:
+    found = ask_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
+    if common.as_json:
         print_json({"pipeline": name, "runs": found})
     elif found:
         columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
@@ -229,16 +194,10 @@ def runs(
 
 
 @app.command("logs")
-def logs(
-    name: Name,
-    run: Run = 0,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
     """Show what a run of a job has printed: the last 256 KiB of it."""
-    found = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.run_log(name, run))
-    if as_json:
+    found = ask_pipelines(common, lambda pipelines: pipelines.run_log(name, run))
+    if common.as_json:
         print_json({"pipeline": name, **found})
         return
     if found["is_cut"]:
@@ -248,30 +207,20 @@ def logs(
 
 
 @app.command("trigger")
-def trigger(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def trigger(name: Name, common: Common = COMMON) -> None:
     """Run a job now, whatever its schedule; if it is running, the next run follows."""
-    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.request_run(name))
+    ask_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
     text = f"Job {shown} runs; see: millstream pipeline runs {shown}"
-    print_answer({"pipeline": name, "requested": True}, text, as_json=as_json)
+    print_answer({"pipeline": name, "requested": True}, text, as_json=common.as_json)
 
 
 @app.command("cancel")
-def cancel(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def cancel(name: Name, common: Common = COMMON) -> None:
     """Cancel the run of a job that is in progress; it is not retried, and the schedule continues."""
-    number = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.cancel_run(name))
+    number = ask_pipelines(common, lambda pipelines: pipelines.cancel_run(name))
     text = f"Cancelled run {number} of job {one_line(name)}."
-    print_answer({"pipeline": name, "run": number}, text, as_json=as_json)
+    print_answer({"pipeline": name, "run": number}, text, as_json=common.as_json)
 
 
 def _run_row(run: dict[str, Any]) -> list[Any]:
@@ -291,14 +240,7 @@ def _run_row(run: dict[str, Any]) -> list[Any]:
 
 
 @app.command("update")
-def update(
-    name: Name,
-    settings: Settings = None,
-    unset: Unset = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def update(name: Name, settings: Settings = None, unset: Unset = None, common: Common = COMMON) -> None:
     """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
     changes: dict[str, str | None] = {
         **parse_settings(settings or [], secret=SECRET_SETTINGS),
@@ -306,48 +248,32 @@ def update(
     }
     if not changes:
         raise typer.BadParameter("nothing to change; give --set or --unset")
-    notes = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
+    notes = ask_pipelines(common, lambda pipelines: pipelines.alter(name, changes))
     text = f"Changed pipeline {one_line(name)}."
     shown = {setting: HIDDEN if value and setting in SECRET_SETTINGS else value for setting, value in changes.items()}
-    print_noted({"pipeline": name, "changes": shown}, text, notes, as_json=as_json)
+    print_noted({"pipeline": name, "changes": shown}, text, notes, as_json=common.as_json)
 
 
 @app.command("start")
-def start(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def start(name: Name, common: Common = COMMON) -> None:
     """Start a pipeline; a parked pipeline is retried."""
-    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.start(name))
-    print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=as_json)
+    ask_pipelines(common, lambda pipelines: pipelines.start(name))
+    print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("stop")
-def stop(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def stop(name: Name, common: Common = COMMON) -> None:
     """Stop a pipeline; when it is started again, it continues where it was."""
-    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.stop(name))
-    print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=as_json)
+    ask_pipelines(common, lambda pipelines: pipelines.stop(name))
+    print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 @app.command("delete")
-def delete(
-    name: Name,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a pipeline; tables and topics that it wrote stay. Asks for confirmation at a terminal."""
-    ask_person(f"Delete pipeline {name} and its progress?", unless=yes or as_json)
-    ask_pipelines(brokers, timeout, lambda pipelines: pipelines.delete(name))
-    print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
+    ask_person(f"Delete pipeline {name} and its progress?", unless=yes or common.as_json)
+    ask_pipelines(common, lambda pipelines: pipelines.delete(name))
+    print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=common.as_json)
 
 
 async def _described(client: Client, name: str) -> dict[str, Any]:

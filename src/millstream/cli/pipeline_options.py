@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_type_hints
+from typing import Annotated, Final, get_args, get_type_hints
 
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import Settings, given_text, parse_assignments, parse_settings
+from millstream.cli.options import Settings, flag, given_text, parse_assignments, parse_settings
 from millstream.core.event_time import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
 from millstream.core.schedule import parse_duration_ms
@@ -20,13 +20,9 @@ from millstream.core.schedule import parse_duration_ms
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 
 
-def _flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
-    return typer.Option(spelled, metavar=metavar, help=text, show_default=False, **more)
-
-
 Lake = Annotated[
     str | None,
-    _flag(
+    flag(
         "--lake",
         "FOLDER|URL",
         "Where the tables are stored, such as s3://bucket/path. Default: the node's pipelines-lake.",
@@ -60,16 +56,16 @@ class Flags:
     """The flags of a pipeline; None for those not given."""
 
     topic: Annotated[
-        list[str] | None, _flag("--topic", "TOPIC", "A topic to land; may be repeated.", autocompletion=complete_topics)
+        list[str] | None, flag("--topic", "TOPIC", "A topic to land; may be repeated.", autocompletion=complete_topics)
     ] = None
     pattern: Annotated[
         str | None,
-        _flag("--pattern", "REGEX", "Land every topic whose whole name matches, including topics created later."),
+        flag("--pattern", "REGEX", "Land every topic whose whole name matches, including topics created later."),
     ] = None
     lake: Lake = None
     format: Annotated[
         str | None,
-        _flag(
+        flag(
             "--format",
             "NAME",
             "The format of the table, delta (the default) or parquet; or debezium, for change events: "
@@ -78,24 +74,24 @@ class Flags:
     ] = None
     every: Annotated[
         float | None,
-        _flag("--every", "SECONDS", "How long messages are collected before they are landed. Default: 60."),
+        flag("--every", "SECONDS", "How long messages are collected before they are landed. Default: 60."),
     ] = None
     sql: Annotated[
         str | None,
-        _flag(
+        flag(
             "--sql",
             "STATEMENT",
             'A SELECT with topics as tables, as in "SELECT * FROM orders WHERE total > 100"; @FILE reads it.',
         ),
     ] = None
-    into: Annotated[str | None, _flag("--into", "TOPIC", "The topic to write the rows to.")] = None
+    into: Annotated[str | None, flag("--into", "TOPIC", "The topic to write the rows to.")] = None
     rules: Annotated[
         str | None,
-        _flag("--rules", "FILE", "Rules as a JSON list, or - for standard input; see millstream pipeline rule."),
+        flag("--rules", "FILE", "Rules as a JSON list, or - for standard input; see millstream pipeline rule."),
     ] = None
     decode: Annotated[
         str | None,
-        _flag(
+        flag(
             "--decode",
             "FORMAT",
             "json decodes payloads into columns, schema does so by their registered schemas, none does not.",
@@ -103,7 +99,7 @@ class Flags:
     ] = None
     schema: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--schema",
             "[TOPIC=]COLUMNS",
             'Columns of payloads, as in "id long, total double"; @FILE reads them. A transform has the topic before '
@@ -111,15 +107,15 @@ class Flags:
         ),
     ] = None
     dedupe: Annotated[
-        float | None, _flag("--dedupe", "SECONDS", "Skip messages whose id was landed within this time.")
+        float | None, flag("--dedupe", "SECONDS", "Skip messages whose id was landed within this time.")
     ] = None
     mode: Annotated[
         str | None,
-        _flag("--mode", "MODE", "append (the default) has a row for every message, upsert one row for every key."),
+        flag("--mode", "MODE", "append (the default) has a row for every message, upsert one row for every key."),
     ] = None
     key: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--key",
             "FIELD",
             "With --mode upsert: the payload field that identifies a row; may be repeated. Default: the message key.",
@@ -127,7 +123,7 @@ class Flags:
     ] = None
     order_by: Annotated[
         str | None,
-        _flag(
+        flag(
             "--order-by",
             "FIELD",
             "With --mode upsert: the payload field that says which change of a key is newer. Default: the offset.",
@@ -135,11 +131,11 @@ class Flags:
     ] = None
     delete_when: Annotated[
         str | None,
-        _flag("--delete-when", "CONDITION", "With --mode upsert: when a message deletes its key, as in \"op = 'd'\"."),
+        flag("--delete-when", "CONDITION", "With --mode upsert: when a message deletes its key, as in \"op = 'd'\"."),
     ] = None
     map: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--map",
             "FIELD",
             "A payload field whose objects become a map of text, not a column per field; may be repeated.",
@@ -147,17 +143,17 @@ class Flags:
     ] = None
     expect: Annotated[
         list[str] | None,
-        _flag("--expect", "CONDITION", 'What messages should meet, as in "total >= 0"; may be repeated.'),
+        flag("--expect", "CONDITION", 'What messages should meet, as in "total >= 0"; may be repeated.'),
     ] = None
     on_violation: Annotated[
         str | None,
-        _flag(
+        flag(
             "--on-violation", "ACTION", "What happens to messages that do not: quarantine (the default), fail or count."
         ),
     ] = None
     partition_by: Annotated[
         str | None,
-        _flag(
+        flag(
             "--partition-by",
             "TIME",
             "Partition the table by an event time: day(COLUMN) or hour(COLUMN), also of timestamp, the message's own. "
@@ -166,13 +162,13 @@ class Flags:
     ] = None
     table: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--table", "NAME=FOLDER|URL", "A lake table that the statement joins with under this name; may be repeated."
         ),
     ] = None
     watermark: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--watermark",
             "TOPIC=COLUMN DELAY",
             'For windows: how late rows of a topic may arrive, as in "orders=placed_at 10 minutes"; may be repeated.',
@@ -180,7 +176,7 @@ class Flags:
     ] = None
     udf: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--udf",
             "MODULE:FUNCTION",
             "A Python function that the statement calls: of MODULE.py in this folder, whose code is stored with the "
@@ -188,37 +184,37 @@ class Flags:
         ),
     ] = None
     file: Annotated[
-        str | None, _flag("--file", "FILE", "The program of a job: Python that defines run(spark, millstream).")
+        str | None, flag("--file", "FILE", "The program of a job: Python that defines run(spark, millstream).")
     ] = None
     requirements: Annotated[
         str | None,
-        _flag("--requirements", "FILE", "The packages that the program needs, as in a requirements.txt; wheels only."),
+        flag("--requirements", "FILE", "The packages that the program needs, as in a requirements.txt; wheels only."),
     ] = None
     pace: Annotated[
-        str | None, _flag("--every", "TIME", "Run at once and then at this interval, as in 90s, 15m or 1h.")
+        str | None, flag("--every", "TIME", "Run at once and then at this interval, as in 90s, 15m or 1h.")
     ] = None
     cron: Annotated[
         str | None,
-        _flag(
+        flag(
             "--cron",
             "TIMES",
             'Run at these times: minute hour day month weekday, as in "0 3 * * *"; in UTC unless --timezone is given.',
         ),
     ] = None
-    timezone: Annotated[str | None, _flag("--timezone", "NAME", "The time zone of --cron, as in Europe/Berlin.")] = None
+    timezone: Annotated[str | None, flag("--timezone", "NAME", "The time zone of --cron, as in Europe/Berlin.")] = None
     continuous: Annotated[
         bool, typer.Option("--continuous", help="Run continuously: the program returns streaming queries.")
     ] = False
     param: Annotated[
         list[str] | None,
-        _flag(
+        flag(
             "--param", "NAME=TEXT", "A text for the program, which finds it in millstream.parameters; may be repeated."
         ),
     ] = None
     run_timeout: Annotated[
-        str | None, _flag("--run-timeout", "TIME", "How long an attempt may take, as in 30m. Default: 1d.")
+        str | None, flag("--run-timeout", "TIME", "How long an attempt may take, as in 30m. Default: 1d.")
     ] = None
-    start: Annotated[str | None, _flag("--from", "PLACE", "Where to start: earliest (the default) or latest.")] = None
+    start: Annotated[str | None, flag("--from", "PLACE", "Where to start: earliest (the default) or latest.")] = None
     settings: Settings = None
 
     def given(self) -> list[str]:
@@ -228,9 +224,9 @@ class Flags:
     def settings_of(self, kind: PipelineKind) -> dict[str, str]:
         """Convert to settings; a flag of another kind of pipeline is rejected."""
         known = {_spelled(name) for name in _OF_KIND[kind]}
-        for flag in self.given():
-            if flag not in known:
-                raise typer.BadParameter(f"{flag} is not for {kind}; it takes {', '.join(sorted(known))}")
+        for name in self.given():
+            if name not in known:
+                raise typer.BadParameter(f"{name} is not for {kind}; it takes {', '.join(sorted(known))}")
         of_kind = {
             PipelineKind.LAND: self._land,
             PipelineKind.TRANSFORM: self._transform,

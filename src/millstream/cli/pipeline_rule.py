@@ -10,7 +10,7 @@ import typer
 
 from millstream.cli.connection import ask, ask_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
 from millstream.core.pipeline import PipelineKind, Rule
@@ -19,7 +19,7 @@ from millstream.core.pipeline_rules import check_rules
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="Put, load, list and delete the rules of a route pipeline.", no_args_is_help=True)
+app = Noun(help="Put, load, list and delete the rules of a route pipeline.", no_args_is_help=True)
 
 RuleName = Annotated[str, typer.Argument(help="The name of the rule.", show_default=False)]
 
@@ -29,49 +29,30 @@ def put(
     name: Name,
     rule: RuleName,
     topic: Annotated[
-        str,
-        typer.Option(
-            "--topic",
-            autocompletion=complete_topics,
-            metavar="TOPIC",
-            help="The topic whose messages it routes.",
-            show_default=False,
-        ),
+        str, flag("--topic", "TOPIC", "The topic whose messages it routes.", autocompletion=complete_topics)
     ],
-    to: Annotated[
-        list[str],
-        typer.Option("--to", metavar="TOPIC", help="The topic to route them to; may be repeated.", show_default=False),
-    ],
+    to: Annotated[list[str], flag("--to", "TOPIC", "The topic to route them to; may be repeated.")],
     where: Annotated[
         str,
-        typer.Option(
+        flag(
             "--where",
-            metavar="CONDITION",
-            help='The condition that messages must match, as in "payload.total > 1000". Default: all.',
-            show_default=False,
+            "CONDITION",
+            'The condition that messages must match, as in "payload.total > 1000". Default: all.',
         ),
     ] = "",
     subscription: Annotated[
-        str,
-        typer.Option(
-            "--subscription",
-            metavar="NAME",
-            help="Use the filter of this subscription as the condition.",
-            show_default=False,
-        ),
+        str, flag("--subscription", "NAME", "Use the filter of this subscription as the condition.")
     ] = "",
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Add or replace a rule; it applies from the next batch on."""
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
     check_rules(PipelineKind.ROUTE, [new])
-    changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, [new]))
-    passed = ask(brokers, timeout, lambda client: _passed(client, name, topic))
+    changed = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, [new]))
+    passed = ask(common, lambda client: _passed(client, name, topic))
     text = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
     document = {"pipeline": name, "rule": rule, "rules": changed.rules, "passed": passed}
-    print_noted(document, text, changed.notes, as_json=as_json)
+    print_noted(document, text, changed.notes, as_json=common.as_json)
 
 
 @app.command("load")
@@ -81,32 +62,25 @@ def load(
         str, typer.Argument(help="A JSON list of rules, as rule list --json prints it; - is standard input.")
     ],
     replace: Annotated[bool, typer.Option("--replace", help="Delete the rules that are not in the file.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Load many rules in one step: all of them, or none."""
     rules = read_rules(file)
     gone: list[str] = []
     if replace:
         named = {rule.name for rule in rules}
-        gone = [rule.name for rule in _rules_of(name, brokers, timeout) if rule.name not in named]
-    changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
+        gone = [rule.name for rule in _rules_of(name, common) if rule.name not in named]
+    changed = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
     text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
     document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
-    print_noted(document, text, changed.notes, as_json=as_json)
+    print_noted(document, text, changed.notes, as_json=common.as_json)
 
 
 @app.command("list")
-def list_(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def list_(name: Name, common: Common = COMMON) -> None:
     """List the rules of a pipeline."""
-    rules = _rules_of(name, brokers, timeout)
-    if as_json:
+    rules = _rules_of(name, common)
+    if common.as_json:
         print_json([_as_document(rule) for rule in rules])
     elif rules:
         rows = [[rule.name, rule.topic, ", ".join(rule.targets), condition_text(rule)] for rule in rules]
@@ -119,14 +93,12 @@ def list_(
 def delete(
     name: Name,
     rule: Annotated[list[str], typer.Argument(help="The names of the rules.", show_default=False)],
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Delete rules; what they have routed stays."""
-    left = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
+    left = ask_pipelines(common, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
     text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
-    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=as_json)
+    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=common.as_json)
 
 
 async def _passed(client: Client, name: str, topic: str) -> int:
@@ -188,10 +160,10 @@ def _as_document(rule: Rule) -> dict[str, object]:
     }
 
 
-def _rules_of(name: str, brokers: str, timeout: float) -> list[Rule]:
+def _rules_of(name: str, common: Common) -> list[Rule]:
     import msgspec
 
     from millstream.protocol.private.pipeline_messages import RuleMessage
 
-    (described,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    (described,) = ask_pipelines(common, lambda pipelines: pipelines.describe([name]))
     return [one.rule() for one in msgspec.convert(described["rules"], list[RuleMessage])]

@@ -22,7 +22,7 @@ import typer
 
 from millstream.cli.connection import ask, command_credentials
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, DEFAULT_TIMEOUT_S, Common, flag
 from millstream.cli.output import counted, one_line, print_answer, print_note
 from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_rule import read_rules
@@ -237,11 +237,10 @@ Dry = Annotated[
 
 RunName = Annotated[
     str | None,
-    typer.Option(
+    flag(
         "--name",
-        metavar="NAME",
-        help="The name of an undeclared pipeline, under which its next run continues. Default: from its topics.",
-        show_default=False,
+        "NAME",
+        "The name of an undeclared pipeline, under which its next run continues. Default: from its topics.",
     ),
 ]
 
@@ -252,15 +251,7 @@ Master = Annotated[
 
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of Spark's Java process.")]
 
-Folder = Annotated[
-    str | None,
-    typer.Option(
-        "--folder",
-        metavar="FOLDER",
-        help="Where checkpoints are stored. Default: the node's setting.",
-        show_default=False,
-    ),
-]
+Folder = Annotated[str | None, flag("--folder", "FOLDER", "Where checkpoints are stored. Default: the node's setting.")]
 
 _NAME_MAX: Final = 190
 
@@ -272,9 +263,6 @@ class How:
     master: Master = ""
     memory: Memory = "1g"
     folder: Folder = None
-    as_json: AsJson = False
-    brokers: Brokers = DEFAULT_BROKERS
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
 
 
 def run(
@@ -286,23 +274,24 @@ def run(
     *,
     flags: Flags,
     how: How,
+    common: Common = COMMON,
 ) -> None:
     """Run a pipeline in this process, with progress and a summary. Refused while another process runs it."""
     lake = flags.lake if flags.lake is None or "://" in flags.lake else os.path.abspath(flags.lake)
     flags = replace(flags, topic=[*(topics or ()), *(flags.topic or ())], lake=lake)
     described = _described_by(kind_or_name, flags, name)
     refuse_without_spark()
-    is_declared, brokers = described is None, how.brokers
-    pipeline, places = ask(brokers, how.timeout, lambda client: look_up(client, kind_or_name, described, brokers))
+    is_declared, brokers = described is None, common.brokers
+    pipeline, places = ask(common, lambda client: look_up(client, kind_or_name, described, brokers))
     by_hand = ByHand(pipeline, places, brokers, is_declared=is_declared, lake=flags.lake, folder=how.folder)
     if pipeline.kind is PipelineKind.JOB:
-        run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=how.as_json)
+        run_job(pipeline, places, brokers, master=how.master, is_declared=is_declared, dry=dry, as_json=common.as_json)
     elif dry and pipeline.kind is PipelineKind.LAND:
-        show_landing(pipeline, brokers, flags.lake or places.lake, as_json=how.as_json)
+        show_landing(pipeline, brokers, flags.lake or places.lake, as_json=common.as_json)
     elif dry:
-        show_dry_run(pipeline, brokers, master=how.master, memory=how.memory, as_json=how.as_json)
+        show_dry_run(pipeline, brokers, master=how.master, memory=how.memory, as_json=common.as_json)
     else:
-        by_hand.run(how.master, how.memory, once=once, as_json=how.as_json)
+        by_hand.run(how.master, how.memory, once=once, as_json=common.as_json)
 
 
 def run_job(

@@ -17,7 +17,7 @@ import typer
 
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import Progress, as_json_text, counted, print_line, print_note
 from millstream.core.errors import (
     BatchTooLarge,
@@ -107,14 +107,7 @@ Headers = Annotated[
     typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of every message; may be repeated."),
 ]
 DelaySeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--delay",
-        metavar="SECONDS",
-        min=0.0,
-        help="Delay the delivery of every message by subscriptions.",
-        show_default=False,
-    ),
+    float | None, flag("--delay", "SECONDS", "Delay the delivery of every message by subscriptions.", min=0.0)
 ]
 Partition = Annotated[
     int | None,
@@ -136,11 +129,10 @@ Ids = Annotated[
 ]
 Schema = Annotated[
     str | None,
-    typer.Option(
+    flag(
         "--schema",
-        metavar="SUBJECT",
-        help="Read messages as JSON documents, and store them as the latest schema of this subject encodes them.",
-        show_default=False,
+        "SUBJECT",
+        "Read messages as JSON documents, and store them as the latest schema of this subject encodes them.",
     ),
 ]
 
@@ -178,9 +170,7 @@ def publish(
     compression: Compression = "none",
     schema: Schema = None,
     ids: Ids = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Publish messages and print their ids.
 
@@ -205,12 +195,12 @@ def publish(
         partition=partition,
         compression=compression,
         schema=schema,
-        timeout_s=timeout,
+        timeout_s=common.timeout,
         print_ids=(value is not None or not sys.stdout.isatty()) if ids is None else ids,
-        as_json=as_json,
+        as_json=common.as_json,
     )
-    number = ask(brokers, timeout, lambda client: _publish(client, order))
-    if value is None and not as_json:
+    number = ask(common, lambda client: _publish(client, order))
+    if value is None and not common.as_json:
         print_note(f"Published {counted(number, 'message')} to {topic}.")
 
 

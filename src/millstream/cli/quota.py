@@ -8,11 +8,11 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun
 from millstream.cli.output import print_answer, print_json, print_line, print_table, sized
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 
-app = typer.Typer(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
+app = Noun(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
 
 Entity = Annotated[
     list[str],
@@ -27,42 +27,28 @@ Rate = Annotated[float | None, typer.Option(metavar="BYTES", min=1, help="Bytes 
 
 
 @app.command("set")
-def set_(
-    entity: Entity,
-    produce: Rate = None,
-    consume: Rate = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def set_(entity: Entity, produce: Rate = None, consume: Rate = None, common: Common = COMMON) -> None:
     """Limit what a user, a client id, or a user's client id may produce and consume."""
     rates = {PRODUCER_BYTE_RATE: produce, CONSUMER_BYTE_RATE: consume}
     changes = {key: rate for key, rate in rates.items() if rate is not None}
     if not changes:
         raise CommandFailed("give --produce, --consume or both", ExitCode.USAGE)
-    _change(QuotaEntity.parse(entity), changes, brokers, timeout, as_json)
+    _change(QuotaEntity.parse(entity), changes, common)
 
 
 @app.command("remove")
-def remove(
-    entity: Entity,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def remove(entity: Entity, common: Common = COMMON) -> None:
     """Remove a quota; the next, less specific one applies."""
-    _change(QuotaEntity.parse(entity), dict.fromkeys(LIMITS), brokers, timeout, as_json)
+    _change(QuotaEntity.parse(entity), dict.fromkeys(LIMITS), common)
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List all quotas."""
     from millstream.client.admin.clients import list_quotas
 
-    quotas = ask(brokers, timeout, list_quotas)
-    if as_json:
+    quotas = ask(common, list_quotas)
+    if common.as_json:
         print_json({"quotas": [_document(entity, limits) for entity, limits in quotas.items()]})
     elif quotas:
         rows = [[str(entity), *(_shown(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items()]
@@ -71,14 +57,12 @@ def list_(
         print_line("No quotas.")
 
 
-def _change(
-    entity: QuotaEntity, changes: dict[str, float] | dict[str, None], brokers: str, timeout: float, as_json: bool
-) -> None:
+def _change(entity: QuotaEntity, changes: dict[str, float] | dict[str, None], common: Common) -> None:
     from millstream.client.admin.clients import alter_quota
 
-    ask(brokers, timeout, lambda client: alter_quota(client, entity, changes))
+    ask(common, lambda client: alter_quota(client, entity, changes))
     limits = ", ".join(f"{key} {'unlimited' if rate is None else _shown(rate)}" for key, rate in changes.items())
-    print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=as_json)
+    print_answer(_document(entity, changes), f"{entity}: {limits}", as_json=common.as_json)
 
 
 def _document(entity: QuotaEntity, limits: Any) -> dict[str, Any]:

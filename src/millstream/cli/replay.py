@@ -10,28 +10,20 @@ from typing import Annotated
 import typer
 
 from millstream.cli.connection import complete_topics
-from millstream.cli.options import DEFAULT_BROKERS, AsJson, Brokers
+from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_answer
 from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
 
 FromTopic = Annotated[
-    str | None,
-    typer.Option(
-        "--from-topic",
-        metavar="TOPIC",
-        autocompletion=complete_topics,
-        help="Replay the log of this topic.",
-        show_default=False,
-    ),
+    str | None, flag("--from-topic", "TOPIC", "Replay the log of this topic.", autocompletion=complete_topics)
 ]
 FromTable = Annotated[
     str | None,
-    typer.Option(
+    flag(
         "--from-table",
-        metavar="TOPIC",
-        help="Replay the lake table that this topic is landed in, with what retention has deleted from the log.",
-        show_default=False,
+        "TOPIC",
+        "Replay the lake table that this topic is landed in, with what retention has deleted from the log.",
     ),
 ]
 Into = Annotated[
@@ -41,18 +33,9 @@ Where = Annotated[
     str,
     typer.Option("--where", metavar="SQL", help="Only messages that match this filter, as in payload.total > 100."),
 ]
-Since = Annotated[
-    str | None,
-    typer.Option("--since", metavar="TIME", help="Only messages since a time.", show_default=False),
-]
-Until = Annotated[
-    str | None,
-    typer.Option("--until", metavar="TIME", help="Only messages before a time.", show_default=False),
-]
-Rate = Annotated[
-    str | None,
-    typer.Option("--rate", metavar="N/s", help="The maximum number of messages per second.", show_default=False),
-]
+Since = Annotated[str | None, flag("--since", "TIME", "Only messages since a time.")]
+Until = Annotated[str | None, flag("--until", "TIME", "Only messages before a time.")]
+Rate = Annotated[str | None, flag("--rate", "N/s", "The maximum number of messages per second.")]
 Named = Annotated[
     str,
     typer.Option("--name", metavar="NAME", help="The name under which it resumes. Default: from the other options."),
@@ -72,8 +55,7 @@ def replay(
     rate: Rate = None,
     name: Named = "",
     dry: Dry = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
+    common: Common = COMMON,
 ) -> None:
     """Publish messages of a topic again, from its log or its lake table, exactly once.
 
@@ -101,9 +83,9 @@ def replay(
     with (
         unwound_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
-        signed_in(brokers, scratch) as (_, access),
+        signed_in(common.brokers, scratch, common.timeout) as (_, access),
     ):
-        made = Replay(order, brokers, access)
+        made = Replay(order, common.brokers, access)
         with Stages(order.title) as stages:
             done = made.run(
                 lambda at: stages.move(f"{at.written:,} of {at.examined:,} messages match, {at.left:,} are left"),
@@ -124,7 +106,7 @@ def replay(
         text = f"Replay {one_line(order.title)} is complete already; give another --name to publish it again."
     else:
         text = f"Of {counted(done.examined, 'message')}, {done.written:,} were published to {one_line(into)}."
-    print_answer(document, text, as_json=as_json)
+    print_answer(document, text, as_json=common.as_json)
 
 
 def _time_ms(text: str | None, flag: str) -> int | None:

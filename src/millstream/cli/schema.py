@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, Brokers, Common, Noun, TimeoutSeconds
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
 from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.core.errors import InvalidRequest
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from millstream.protocol.private.schema_messages import SchemaMessage
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="List, show, compare, register and delete schemas.", no_args_is_help=True)
+app = Noun(help="List, show, compare, register and delete schemas.", no_args_is_help=True)
 
 _TYPES: Final = {".avsc": AVRO, ".json": JSON_SCHEMA, ".proto": PROTOBUF}
 _DEFAULT: Final = "default"
@@ -56,15 +56,13 @@ References = Annotated[
 def list_(
     prefix: Annotated[str, typer.Option("--prefix", help="Only subjects that begin with this.")] = "",
     deleted: Annotated[bool, typer.Option("--deleted", help="Include deleted ones.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List subjects with their latest version."""
     from millstream.client.admin.schemas import SchemaClient
 
-    found = ask(brokers, timeout, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
-    if as_json:
+    found = ask(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
+    if common.as_json:
         print_json({"schemas": [_document(one) for one in found]})
     elif found:
         keys = ("subject", "version", "id", "type", "deleted")
@@ -78,15 +76,13 @@ def show(
     subject: Subject,
     version: Version = "latest",
     deleted: Annotated[bool, typer.Option("--deleted", help="Also show a deleted version.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Print a version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, readable
 
-    found = ask(brokers, timeout, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
-    print_answer(_document(found), readable(found).rstrip("\n"), as_json=as_json)
+    found = ask(common, lambda client: SchemaClient(client).version(subject, version, deleted=deleted))
+    print_answer(_document(found), readable(found).rstrip("\n"), as_json=common.as_json)
 
 
 @app.command("diff")
@@ -103,7 +99,7 @@ def diff(
     async def both(client: Client) -> list[SchemaMessage]:
         return [await SchemaClient(client).version(subject, version) for version in (old, new)]
 
-    for line in difference(*ask(brokers, timeout, both)):
+    for line in difference(*ask(Common(brokers=brokers, timeout=timeout), both)):
         print_line(line)
 
 
@@ -114,9 +110,7 @@ def register(
     schema_type: SchemaType = None,
     references: References = None,
     normalize: Annotated[bool, typer.Option("--normalize", help="Ignore the order of keys and properties.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Register a schema as the next version of a subject."""
     from millstream.client.admin.schemas import SchemaClient, parse_reference
@@ -129,9 +123,9 @@ def register(
         references=[parse_reference(text) for text in references or ()],
         normalize=normalize,
     )
-    made = ask(brokers, timeout, lambda client: SchemaClient(client).register(request))
+    made = ask(common, lambda client: SchemaClient(client).register(request))
     text = f"{subject} version {made.version} is registered with id {made.id}."
-    print_answer({"subject": subject, "version": made.version, "id": made.id}, text, as_json=as_json)
+    print_answer({"subject": subject, "version": made.version, "id": made.id}, text, as_json=common.as_json)
 
 
 @app.command("delete")
@@ -139,19 +133,17 @@ def delete(
     subject: Subject,
     version: Annotated[str | None, typer.Option("--version", metavar="NUMBER", help="Only this version.")] = None,
     permanent: Annotated[bool, typer.Option("--permanent", help="Delete permanently what is already deleted.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Delete a subject or one of its versions; messages with its ids can still be read unless it is permanent."""
     from millstream.client.admin.schemas import SchemaClient
     from millstream.protocol.private.schema_messages import DeleteSubject
 
     request = DeleteSubject(subject=subject, version=version, permanent=permanent)
-    versions = ask(brokers, timeout, lambda client: SchemaClient(client).delete(request))
+    versions = ask(common, lambda client: SchemaClient(client).delete(request))
     listed = ", ".join(str(number) for number in versions)
     text = f"Deleted{' permanently' if permanent else ''}: {subject} version {listed}."
-    print_answer({"subject": subject, "versions": versions}, text, as_json=as_json)
+    print_answer({"subject": subject, "versions": versions}, text, as_json=common.as_json)
 
 
 @app.command("compatibility")
@@ -161,9 +153,7 @@ def compatibility(
         str | None,
         typer.Option("--set", metavar="LEVEL", help=f"The new level: {', '.join(LEVELS)}, or {_DEFAULT}."),
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show or set which schemas are compatible with the versions of a subject."""
     from millstream.client.admin.schemas import SchemaClient
@@ -178,8 +168,8 @@ def compatibility(
         found = await schemas.settings(subject, default_to_global=True)
         return str((found.config or {})["compatibilityLevel"])
 
-    current = ask(brokers, timeout, question)
-    print_answer({"subject": subject, "compatibility": current}, current, as_json=as_json)
+    current = ask(common, question)
+    print_answer({"subject": subject, "compatibility": current}, current, as_json=common.as_json)
 
 
 @app.command("check")
@@ -198,9 +188,7 @@ def check(
             "--since", metavar="POSITION", help=f"Which messages: from {POSITION_HELP}. Default: all that are stored."
         ),
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Check whether a schema could be registered, and which stored messages it could not read.
 
@@ -220,9 +208,8 @@ def check(
     )
     begin = None if since is None else parse_position(since)
     found = ask(
-        brokers,
-        timeout,
-        lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=timeout),
+        common,
+        lambda client: try_schema(client, request, topic=topic, since=begin, patience_s=common.timeout),
     )
     lines = [f"{subject}: {'incompatible' if found.reasons else 'compatible'}.", *found.reasons]
     if topic is not None:
@@ -230,7 +217,7 @@ def check(
         lines.append(f"{counted(found.messages, 'message')} of {topic}: {found.unreadable} cannot be read{without}.")
         lines += [f"{number} × {reason}" for reason, number in found.counted.most_common(_REASONS_SHOWN)]
         lines += [f"{topic}/{one['partition']}@{one['offset']}  {one['reason']}" for one in found.first]
-    print_answer(found.document(), "\n".join(lines), as_json=as_json)
+    print_answer(found.document(), "\n".join(lines), as_json=common.as_json)
     if found.reasons or found.unreadable:
         raise typer.Exit(ExitCode.CONFLICT)
 
@@ -249,9 +236,7 @@ def import_(
     ] = None,
     topic: Topic = "_schemas",
     context: Context = DEFAULT_CONTEXT,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Register everything that Confluent's registry has stored, with its ids, in a context without schemas."""
     from millstream.client.admin.topic_schema import import_schemas
@@ -261,26 +246,24 @@ def import_(
             return await import_schemas(client, topic, client, context=_context(context))
         from millstream.protocol.wire.client import Client as WireClient
 
-        async with WireClient.connect(source, client_id="millstream-cli", timeout_s=timeout) as other:
+        async with WireClient.connect(source, client_id="millstream-cli", timeout_s=common.timeout) as other:
             return await import_schemas(other, topic, client, context=_context(context))
 
-    number = ask(brokers, timeout, question)
-    print_answer({"versions": number, "context": _context(context)}, f"Imported {number} versions.", as_json=as_json)
+    number = ask(common, question)
+    print_answer(
+        {"versions": number, "context": _context(context)}, f"Imported {number} versions.", as_json=common.as_json
+    )
 
 
 @app.command("export")
-def export(
-    topic: Topic = "_schemas",
-    context: Context = DEFAULT_CONTEXT,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def export(topic: Topic = "_schemas", context: Context = DEFAULT_CONTEXT, common: Common = COMMON) -> None:
     """Write the schemas of a context to a new topic, from which Confluent's registry can start."""
     from millstream.client.admin.topic_schema import export_schemas
 
-    number = ask(brokers, timeout, lambda client: export_schemas(client, topic, context=_context(context)))
-    print_answer({"versions": number, "topic": topic}, f"Exported {number} versions to {topic}.", as_json=as_json)
+    number = ask(common, lambda client: export_schemas(client, topic, context=_context(context)))
+    print_answer(
+        {"versions": number, "topic": topic}, f"Exported {number} versions to {topic}.", as_json=common.as_json
+    )
 
 
 def _context(name: str) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, AsJson, Common, Noun, flag
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
     from millstream.protocol.private.security_messages import SecretsResponse
 
-app = typer.Typer(help="Make and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
+app = Noun(help="Make and rotate the keys that seal secrets in the catalog.", no_args_is_help=True)
 
 KeyFile = Annotated[
     Path | None,
-    typer.Option(
+    flag(
         "--file",
-        metavar="FILE",
-        help="The file that nodes are given as --secrets-key-file. Default: the one of a single node of this user.",
-        show_default=False,
+        "FILE",
+        "The file that nodes are given as --secrets-key-file. Default: the one of a single node of this user.",
     ),
 ]
 
@@ -70,22 +67,18 @@ def rotate(file: KeyFile = None, as_json: AsJson = False) -> None:
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List the secrets in the catalog without their values: what they belong to, and the key that sealed them."""
-    _print(_ask(brokers, timeout, reseal=False), as_json=as_json)
+    _print(_ask(common, reseal=False), as_json=common.as_json)
 
 
 @app.command("reseal")
-def reseal(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def reseal(common: Common = COMMON) -> None:
     """Seal every secret with the newest key, so that earlier ones can be removed from the file."""
-    answer = _ask(brokers, timeout, reseal=True)
-    if not as_json:
+    answer = _ask(common, reseal=True)
+    if not common.as_json:
         print_line(f"Sealed {counted(answer.resealed, 'secret')} again with key {answer.newest or 'none'}.")
-    _print(answer, as_json=as_json)
+    _print(answer, as_json=common.as_json)
 
 
 def _path(file: Path | None) -> Path:
@@ -97,10 +90,10 @@ def _path(file: Path | None) -> Path:
     return path
 
 
-def _ask(brokers: str, timeout: float, *, reseal: bool) -> SecretsResponse:
+def _ask(common: Common, *, reseal: bool) -> SecretsResponse:
     from millstream.client.admin.security import list_secrets
 
-    return ask(brokers, timeout, lambda client: list_secrets(client, reseal=reseal))
+    return ask(common, lambda client: list_secrets(client, reseal=reseal))
 
 
 def _print(answer: SecretsResponse, *, as_json: bool) -> None:

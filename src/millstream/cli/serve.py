@@ -15,11 +15,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.cli.options import AsJson
+from millstream.cli.options import AsJson, flag
 from millstream.cli.output import print_json, print_line
 from millstream.core.config import Config
 from millstream.core.setting import Setting, parse_address, without_password
@@ -48,13 +46,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one flag for every setting of the config object."""
     flags = [_flag(attribute, declared) for attribute, declared in Config.declared().values()]
     config = Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="Read settings from this file. Default: millstream.toml, if it exists.",
-            show_default=False,
-        ),
+        Path | None, flag("--config", "FILE", "Read settings from this file. Default: millstream.toml, if it exists.")
     ]
     fixed = [
         inspect.Parameter(_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config),
@@ -66,11 +58,10 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
     default = _shown(declared.default)
-    option = typer.Option(
+    option = flag(
         f"--{declared.name}",
-        help=f"{declared.description} Default: {default}." if default else declared.description,
-        show_default=False,
-        metavar=_metavar(declared),
+        _metavar(declared),
+        f"{declared.description} Default: {default}." if default else declared.description,
     )
     # Text, so that the config object does all parsing, with the same errors for flags and files.
     return inspect.Parameter(

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -18,19 +18,19 @@ import typer
 from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
+    COMMON,
+    Common,
     IfMissing,
+    Noun,
     Settings,
-    TimeoutSeconds,
     Unset,
     Yes,
     ask_person,
+    flag,
     given_secret,
     parse_assignments,
     parse_settings,
+    spread,
 )
 from millstream.cli.output import (
     as_json_text,
@@ -47,9 +47,6 @@ from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
 from millstream.core.errors import InvalidSetting, MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
-from millstream.core.push import HEADERS as PUSH_HEADERS
-from millstream.core.push import SECRET as PUSH_SECRET
-from millstream.core.push import URL as PUSH_URL
 from millstream.core.setting import secret_names
 from millstream.core.subscription import (
     ATTEMPTS,
@@ -134,48 +131,10 @@ async def _may_push(client: Client, node: NodeId) -> bool:
     return True
 
 
-PushUrl = Annotated[
-    str | None,
-    typer.Option("--push", metavar="URL", help="Send messages to this address as HTTP requests.", show_default=False),
-]
-
-PushSecret = Annotated[
-    str | None,
-    typer.Option(
-        "--push-secret",
-        metavar="@FILE",
-        help="Sign pushed messages with the secret in this file; @- reads the standard input.",
-        show_default=False,
-    ),
-]
-
 _CREDENTIAL: Final = re.compile("authorization|cookie|key|password|secret|token", re.IGNORECASE)
 """Names of headers whose values are credentials."""
 
 _SECRET_SETTINGS: Final = secret_names(SubscriptionSettings)
-
-PushHeaders = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--push-header",
-        metavar="NAME=VALUE",
-        help="A header to send with pushed messages; may be repeated. NAME=@FILE reads a value that is secret.",
-        show_default=False,
-    ),
-]
-
-
-def push_overrides(url: str | None, secret: str | None, headers: list[str] | None) -> dict[str, str]:
-    """Convert the push options to settings."""
-    found: dict[str, str] = {}
-    if url is not None:
-        found[URL] = url
-    if secret is not None:
-        found[SECRET] = given_secret(secret, flag="--push-secret") if secret else ""
-    if headers:
-        values = parse_assignments(headers, flag="--push-header")
-        found[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})
-    return found
 
 
 def _header_value(name: str, value: str) -> str:
@@ -213,9 +172,9 @@ _FLAGS: Final = {
     IN_FLIGHT_MAX: "--in-flight",
     EXPIRES: "--expires",
     LEDGER: "--ledger",
-    PUSH_URL: "--push",
-    PUSH_SECRET: "--push-secret",
-    PUSH_HEADERS: "--push-header",
+    URL: "--push",
+    SECRET: "--push-secret",
+    HEADERS: "--push-header",
 }
 """The flag of each setting."""
 
@@ -226,7 +185,7 @@ _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Re
 
 T = TypeVar("T")
 
-app = typer.Typer(
+app = Noun(
     help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
 )
 
@@ -237,137 +196,135 @@ Name = Annotated[
 ]
 
 Topics = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--topic",
-        autocompletion=complete_topics,
-        metavar="TOPIC",
-        help="A topic to deliver; may be repeated.",
-        show_default=False,
-    ),
+    list[str] | None, flag("--topic", "TOPIC", "A topic to deliver; may be repeated.", autocompletion=complete_topics)
 ]
 
-Filter = Annotated[
-    str | None,
-    typer.Option(
-        "--filter",
-        metavar="CONDITION",
-        help="Which messages to deliver, as in \"payload.total > 1000 AND headers['region'] = 'eu'\".",
-        show_default=False,
-    ),
-]
 
-LeaseSeconds = Annotated[
-    float | None,
-    typer.Option("--lease", metavar="SECONDS", help="How long a worker holds a message.", show_default=False),
-]
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of settings; None for those not given."""
 
-Attempts = Annotated[
-    int | None,
-    typer.Option(
-        "--attempts",
-        metavar="NUMBER",
-        help="The maximum number of deliveries; 0 means no limit. Default: 25, over more than an hour.",
-        show_default=False,
-    ),
-]
+    filter_: Annotated[
+        str | None,
+        flag(
+            "--filter",
+            "CONDITION",
+            "Which messages to deliver, as in \"payload.total > 1000 AND headers['region'] = 'eu'\".",
+        ),
+    ] = None
+    start: Annotated[
+        str, typer.Option("--start", metavar="POSITION", help="Where to start: start, end, a time or an age.")
+    ] = "end"
+    lease: Annotated[float | None, flag("--lease", "SECONDS", "How long a worker holds a message.")] = None
+    attempts: Annotated[
+        int | None,
+        flag(
+            "--attempts",
+            "NUMBER",
+            "The maximum number of deliveries; 0 means no limit. Default: 25, over more than an hour.",
+        ),
+    ] = None
+    backoff: Annotated[
+        str | None, flag("--backoff", "MIN[:MAX]", "Seconds between attempts, doubling up to MAX. Default: 1:300.")
+    ] = None
+    dead_letter: Annotated[
+        str | None,
+        flag(
+            "--dead-letter",
+            "TOPIC",
+            "The topic for messages that exhaust their attempts, or none to drop them. Default: one named after it.",
+        ),
+    ] = None
+    ordered: Annotated[
+        bool | None,
+        typer.Option(
+            "--ordered/--unordered",
+            help="Deliver messages with the same key one at a time, in order.",
+            show_default=False,
+        ),
+    ] = None
+    delivery: Annotated[str | None, flag("--delivery", "PROMISE", "at-most-once, at-least-once or exactly-once.")] = (
+        None
+    )
+    in_flight: Annotated[
+        int | None,
+        flag("--in-flight", "NUMBER", "The maximum number of messages of a partition that one worker holds."),
+    ] = None
+    expires: Annotated[
+        float | None, flag("--expires", "SECONDS", "Delete it after it has been unused for this time.")
+    ] = None
+    ledger: Annotated[
+        bool | None,
+        typer.Option(
+            "--ledger/--no-ledger",
+            help="Keep every event of each message's delivery until the ledger has landed it.",
+            show_default=False,
+        ),
+    ] = None
+    push: Annotated[str | None, flag("--push", "URL", "Send messages to this address as HTTP requests.")] = None
+    push_secret: Annotated[
+        str | None,
+        flag(
+            "--push-secret", "@FILE", "Sign pushed messages with the secret in this file; @- reads the standard input."
+        ),
+    ] = None
+    push_header: Annotated[
+        list[str] | None,
+        flag(
+            "--push-header",
+            "NAME=VALUE",
+            "A header to send with pushed messages; may be repeated. NAME=@FILE reads a value that is secret.",
+        ),
+    ] = None
 
-BackoffSeconds = Annotated[
-    str | None,
-    typer.Option(
-        "--backoff",
-        metavar="MIN[:MAX]",
-        help="Seconds between attempts, doubling up to MAX. Default: 1:300.",
-        show_default=False,
-    ),
-]
+    def overrides(self) -> dict[str, str]:
+        """Return the settings of the flags that are given, except where to start."""
+        given: dict[str, Any] = {
+            FILTER: self.filter_,
+            LEASE: self.lease,
+            ATTEMPTS: self.attempts,
+            DEAD_LETTER_TOPIC: self.dead_letter,
+            ORDERED: self.ordered,
+            DELIVERY: self.delivery,
+            IN_FLIGHT_MAX: self.in_flight,
+            EXPIRES: self.expires,
+            LEDGER: self.ledger,
+        }
+        if self.backoff is not None:
+            least, _, most = self.backoff.partition(":")
+            try:
+                given[BACKOFF_MIN], given[BACKOFF_MAX] = float(least), float(most) if most else None
+            except ValueError:
+                raise typer.BadParameter(f"--backoff takes seconds, as in 1 or 1:60, not {self.backoff!r}") from None
+        found = {name: _setting_text(name, value) for name, value in given.items() if value is not None}
+        if self.push is not None:
+            found[URL] = self.push
+        if self.push_secret is not None:
+            found[SECRET] = given_secret(self.push_secret, flag="--push-secret") if self.push_secret else ""
+        if self.push_header:
+            values = parse_assignments(self.push_header, flag="--push-header")
+            found[HEADERS] = json.dumps({name: _header_value(name, value) for name, value in values.items()})
+        return found
 
-DeadLetter = Annotated[
-    str | None,
-    typer.Option(
-        "--dead-letter",
-        metavar="TOPIC",
-        help="The topic for messages that exhaust their attempts, or none to drop them. Default: one named after it.",
-        show_default=False,
-    ),
-]
 
-Ordered = Annotated[
-    bool | None,
-    typer.Option(
-        "--ordered/--unordered", help="Deliver messages with the same key one at a time, in order.", show_default=False
-    ),
-]
-
-Delivery = Annotated[
-    str | None,
-    typer.Option(
-        "--delivery", metavar="PROMISE", help="at-most-once, at-least-once or exactly-once.", show_default=False
-    ),
-]
-
-InFlight = Annotated[
-    int | None,
-    typer.Option(
-        "--in-flight",
-        metavar="NUMBER",
-        help="The maximum number of messages of a partition that one worker holds.",
-        show_default=False,
-    ),
-]
-
-ExpiresSeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--expires", metavar="SECONDS", help="Delete it after it has been unused for this time.", show_default=False
-    ),
-]
-
-Ledger = Annotated[
-    bool | None,
-    typer.Option(
-        "--ledger/--no-ledger",
-        help="Keep every event of each message's delivery until the ledger has landed it.",
-        show_default=False,
-    ),
-]
+NO_FLAGS: Final = Flags()
 
 
 @app.command("create")
 def create(
     name: NewName,
     topic: Topics = None,
-    filter_: Filter = None,
-    start: Annotated[
-        str, typer.Option("--start", metavar="POSITION", help="Where to start: start, end, a time or an age.")
-    ] = "end",
-    lease: LeaseSeconds = None,
-    attempts: Attempts = None,
-    backoff: BackoffSeconds = None,
-    dead_letter: DeadLetter = None,
-    ordered: Ordered = None,
-    delivery: Delivery = None,
-    in_flight: InFlight = None,
-    expires: ExpiresSeconds = None,
-    ledger: Ledger = None,
-    push: PushUrl = None,
-    push_secret: PushSecret = None,
-    push_header: PushHeaders = None,
+    flags: Flags = NO_FLAGS,
     settings: Settings = None,
     if_missing: IfMissing = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Create a subscription: a queue over one or more topics."""
     if not topic:
         raise typer.BadParameter("name at least one topic with --topic")
-    overrides = _overrides(
-        filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires, ledger
-    )
-    overrides.update(push_overrides(push, push_secret, push_header))
-    by_flags = dict(overrides)
-    overrides.update({START: start_of(start), **parse_settings(settings or [], secret=_SECRET_SETTINGS)})
+    by_flags = flags.overrides()
+    given = parse_settings(settings or [], secret=_SECRET_SETTINGS)
+    overrides = {**by_flags, START: start_of(flags.start), **given}
 
     async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -391,13 +348,13 @@ def create(
         return created, described, missing, await push_note(client, overrides) if created else None
 
     with _named_by_flags(by_flags):
-        created, described, missing, note = ask(brokers, timeout, question)
+        created, described, missing, note = ask(common, question)
     letters = described["settings"][DEAD_LETTER_TOPIC]
     document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
     text = "Created subscription" if created else "There is already a subscription"
     text = f"{text} {one_line(name)} on {', '.join(topic)}."
-    print_answer({**document, "dead_letter_topic": letters}, text, as_json=as_json)
-    if created and letters == NO_DEAD_LETTERS and not as_json:
+    print_answer({**document, "dead_letter_topic": letters}, text, as_json=common.as_json)
+    if created and letters == NO_DEAD_LETTERS and not common.as_json:
         print_note("Messages that exhaust their attempts are dropped (--dead-letter none).")
     for one in missing:
         print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is created.")
@@ -408,17 +365,15 @@ def create(
 @app.command("list")
 def list_(
     internal: Annotated[bool, typer.Option("--internal", help="Also show Millstream's own subscriptions.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List all subscriptions with their backlog."""
     found = [
         described
-        for described in _ask(brokers, timeout, lambda subscriptions: subscriptions.describe())
+        for described in _ask(common, lambda subscriptions: subscriptions.describe())
         if internal or not described["name"].startswith(OWN_PREFIX)
     ]
-    if as_json:
+    if common.as_json:
         print_json({"subscriptions": [summary_of(described) for described in found]})
     elif found:
         keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
@@ -432,15 +387,10 @@ def list_(
 
 
 @app.command("describe")
-def describe(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def describe(name: Name, common: Common = COMMON) -> None:
     """Show a subscription's settings and the state of its queues."""
-    (described,) = _ask(brokers, timeout, lambda subscriptions: subscriptions.describe([name]))
-    if as_json:
+    (described,) = _ask(common, lambda subscriptions: subscriptions.describe([name]))
+    if common.as_json:
         print_json(described)
         return
     print_line(f"{one_line(name)} on {', '.join(described['topics']) or 'what its members subscribe to'}")
@@ -466,13 +416,11 @@ def leases(
     limit: Annotated[
         int, typer.Option("-n", metavar="NUMBER", min=1, max=10_000, help="The maximum number of messages.")
     ] = 1000,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show which worker holds which messages, until when and in which attempt, the oldest first."""
-    held = _ask(brokers, timeout, lambda subscriptions: subscriptions.leases(name, limit=limit))
-    if as_json:
+    held = _ask(common, lambda subscriptions: subscriptions.leases(name, limit=limit))
+    if common.as_json:
         print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "left_out": held.left_out})
         return
     if not held.leases:
@@ -488,34 +436,16 @@ def leases(
         print_note(f"Workers hold {counted(held.left_out, 'message')} more; -n shows more.")
 
 
-@app.command("update")
 def update(
     name: Name,
     topic: Topics = None,
-    filter_: Filter = None,
-    lease: LeaseSeconds = None,
-    attempts: Attempts = None,
-    backoff: BackoffSeconds = None,
-    dead_letter: DeadLetter = None,
-    ordered: Ordered = None,
-    delivery: Delivery = None,
-    in_flight: InFlight = None,
-    expires: ExpiresSeconds = None,
-    ledger: Ledger = None,
-    push: PushUrl = None,
-    push_secret: PushSecret = None,
-    push_header: PushHeaders = None,
+    flags: Flags = NO_FLAGS,
     settings: Settings = None,
     unset: Unset = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Change a subscription; settings not named stay. Messages that were already filtered stay so."""
-    by_flags = {
-        **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires, ledger),
-        **push_overrides(push, push_secret, push_header),
-    }
+    by_flags = flags.overrides()
     changes: dict[str, str | None] = {
         **by_flags,
         **parse_settings(settings or [], secret=_SECRET_SETTINGS),
@@ -531,8 +461,8 @@ def update(
         return await push_note(client, changes)
 
     with _named_by_flags(by_flags):
-        note = ask(brokers, timeout, question)
-    if as_json:
+        note = ask(common, question)
+    if common.as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         print_json({"subscription": name, "changes": {**changes, **given}, "topics": topic})
     else:
@@ -541,26 +471,19 @@ def update(
         print_note(note)
 
 
+app.command("update")(spread(update, without=("start",)))
+
+
 @app.command("pause")
-def pause(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def pause(name: Name, common: Common = COMMON) -> None:
     """Pause delivery; existing leases can be settled."""
-    _set_paused(name, "true", as_json=as_json, brokers=brokers, timeout=timeout)
+    _set_paused(name, "true", common)
 
 
 @app.command("resume")
-def resume(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def resume(name: Name, common: Common = COMMON) -> None:
     """Resume delivery."""
-    _set_paused(name, None, as_json=as_json, brokers=brokers, timeout=timeout)
+    _set_paused(name, None, common)
 
 
 @app.command("delete")
@@ -570,45 +493,34 @@ def delete(
         bool, typer.Option("--force", help="Delete it even if it has open dead letters, which are kept.")
     ] = False,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Delete a subscription; the messages stay in their topics. Asks for confirmation at a terminal."""
-    ask_person(f"Delete subscription {name} and its delivery state?", unless=yes or as_json)
+    ask_person(f"Delete subscription {name} and its delivery state?", unless=yes or common.as_json)
 
-    _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name, force=force))
-    print_answer({"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=as_json)
+    _ask(common, lambda subscriptions: subscriptions.delete(name, force=force))
+    print_answer(
+        {"subscription": name, "deleted": True}, f"Deleted subscription {one_line(name)}.", as_json=common.as_json
+    )
 
 
 @app.command("seek")
 def seek(
     name: Name,
-    to: Annotated[
-        str, typer.Option("--to", metavar="POSITION", help=f"Where to continue: {POSITION_HELP}.", show_default=False)
-    ],
-    topic: Annotated[
-        str | None,
-        typer.Option(
-            "--topic", autocompletion=complete_topics, metavar="TOPIC", help="Only this topic.", show_default=False
-        ),
-    ] = None,
+    to: Annotated[str, flag("--to", "POSITION", f"Where to continue: {POSITION_HELP}.")],
+    topic: Annotated[str | None, flag("--topic", "TOPIC", "Only this topic.", autocompletion=complete_topics)] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", "-p", min=0, help="Only this partition.", show_default=False)
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Move a subscription to another position, back or forth. Existing leases become void."""
     place = place_of(to)
-    found = _ask(
-        brokers, timeout, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition)
-    )
+    found = _ask(common, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition))
     moved = sorted(found, key=lambda queue: (queue["topic"], queue["partition"]))
     if not moved:
         raise CommandFailed(f"there is nothing to move: subscription {name!r} has no queue there", ExitCode.NOT_FOUND)
-    if as_json:
+    if common.as_json:
         print_json({"subscription": name, "queues": moved})
         return
     keys = ("topic", "partition", "offset")
@@ -626,17 +538,9 @@ def pull(
     accept: Annotated[bool, typer.Option("--accept", help="Accept them once they are printed.")] = False,
     release: Annotated[bool, typer.Option("--release", help="Release them once they are printed.")] = False,
     reject: Annotated[
-        str | None,
-        typer.Option(
-            "--reject",
-            metavar="REASON",
-            help="Reject them for this reason, which dead-letters them.",
-            show_default=False,
-        ),
+        str | None, flag("--reject", "REASON", "Reject them for this reason, which dead-letters them.")
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Lease messages like a worker. By default they are delivered again when their lease ends."""
     if sum((accept, release, reject is not None)) > 1:
@@ -651,7 +555,7 @@ def pull(
             messages = await subscriptions.receive(name, worker, max_records=wanted, wait_ms=wait_ms)
             if not messages:
                 break
-            _show(messages, as_json=as_json)
+            _show(messages, as_json=common.as_json)
             pulled += [one._replace(record=one.record._replace(key=None, value=None, headers=())) for one in messages]
         if verb is not None and pulled:
             errors = await subscriptions.settle(name, worker, pulled, verb, reason=reject or "")
@@ -660,8 +564,8 @@ def pull(
                     raise error
         return pulled
 
-    pulled = _ask(brokers, timeout + wait, question)
-    if not as_json:
+    pulled = _ask(common.waiting(wait), question)
+    if not common.as_json:
         is_leased = any(message.lease_ms is not None for message in pulled)
         print_note(_pulled(len(pulled), verb, is_leased=is_leased))
 
@@ -688,8 +592,8 @@ def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
             print_line(as_text(message.topic, message.partition, message.record, colour=False))
 
 
-def _ask(brokers: str, timeout: float, question: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
-    return ask_through(brokers, timeout, _subscriptions, question)
+def _ask(common: Common, question: Callable[[SubscriptionClient], Awaitable[T]]) -> T:
+    return ask_through(common, _subscriptions, question)
 
 
 def _subscriptions(client: Client) -> SubscriptionClient:
@@ -699,45 +603,13 @@ def _subscriptions(client: Client) -> SubscriptionClient:
     return SubscriptionClient(client)
 
 
-def _set_paused(name: str, value: str | None, *, as_json: bool, brokers: str, timeout: float) -> None:
-    _ask(brokers, timeout, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
+def _set_paused(name: str, value: str | None, common: Common) -> None:
+    _ask(common, lambda subscriptions: subscriptions.alter(name, {PAUSED: value}))
     print_answer(
         {"subscription": name, "paused": value is not None},
         f"{'Paused' if value else 'Resumed'} subscription {one_line(name)}.",
-        as_json=as_json,
+        as_json=common.as_json,
     )
-
-
-def _overrides(
-    filter_: str | None,
-    lease: float | None,
-    attempts: int | None,
-    backoff: str | None,
-    dead_letter: str | None,
-    ordered: bool | None,
-    delivery: str | None,
-    in_flight: int | None,
-    expires: float | None,
-    ledger: bool | None,
-) -> dict[str, str]:
-    given: dict[str, Any] = {
-        FILTER: filter_,
-        LEASE: lease,
-        ATTEMPTS: attempts,
-        DEAD_LETTER_TOPIC: dead_letter,
-        ORDERED: ordered,
-        DELIVERY: delivery,
-        IN_FLIGHT_MAX: in_flight,
-        EXPIRES: expires,
-        LEDGER: ledger,
-    }
-    if backoff is not None:
-        least, _, most = backoff.partition(":")
-        try:
-            given[BACKOFF_MIN], given[BACKOFF_MAX] = float(least), float(most) if most else None
-        except ValueError:
-            raise typer.BadParameter(f"--backoff takes seconds, as in 1 or 1:60, not {backoff!r}") from None
-    return {name: _setting_text(name, value) for name, value in given.items() if value is not None}
 
 
 def _setting_text(name: str, value: Any) -> str:

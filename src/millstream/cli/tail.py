@@ -13,7 +13,7 @@ import typer
 
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Partitions, flag
 from millstream.cli.output import as_json_text, print_bytes, print_note
 from millstream.client.admin.position import POSITION_HELP, Kind, Position, parse_position
 from millstream.core.errors import UnknownTopic
@@ -46,13 +46,7 @@ class Isolation(StrEnum):
 def tail(
     topic: Topic,
     position: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="POSITION",
-            help=f"Where to start: {POSITION_HELP}. Default: the last messages.",
-            show_default=False,
-        ),
+        str | None, flag("--from", "POSITION", f"Where to start: {POSITION_HELP}. Default: the last messages.")
     ] = None,
     number: Annotated[
         int | None,
@@ -73,9 +67,7 @@ def tail(
         typer.Option(help="Show only records of committed transactions, or those of open and aborted ones too."),
     ] = Isolation.COMMITTED,
     raw: Annotated[bool, typer.Option("--raw", help="Print only the values, one per line, unchanged.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show the last messages of a topic, or those from a position on.
 
@@ -83,7 +75,7 @@ def tail(
     of the topic, at most -n messages, then with --follow new ones. Messages are in order within a partition. Messages
     behind an open transaction are shown once it has ended, or at once with --isolation uncommitted.
     """
-    if raw and as_json:
+    if raw and common.as_json:
         raise typer.BadParameter("give --raw or --json, not both")
     begin = None if position is None else parse_position(position)
 
@@ -98,13 +90,15 @@ def tail(
         written = await offset_bounds(client, topic, partitions)
         bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
-        show = _shower(client, found, raw=raw, as_json=as_json)
+        show = _shower(client, found, raw=raw, as_json=common.as_json)
         starts = ends if number == 0 else {index: start for index, (start, _) in bounds.items()}
         if begin is not None:
             starts = await offsets_at(client, topic, partitions, begin, isolation=level)
             _note_moved(begin, starts)
         is_whole = partition is None
-        tailer = Tailer(client, topic, starts, patience_s=timeout, isolation=level, is_whole=is_whole, note=print_note)
+        tailer = Tailer(
+            client, topic, starts, patience_s=common.timeout, isolation=level, is_whole=is_whole, note=print_note
+        )
         left = await _show_past(tailer, begin, ends, number, show)
         _note_held_back(written, ends)
         if follow and left != 0:
@@ -112,7 +106,7 @@ def tail(
         if tailer.lost:
             raise CommandFailed(f"not everything could be shown: {'; '.join(tailer.lost)}")
 
-    ask(brokers, timeout, question)
+    ask(common, question)
 
 
 def _note_held_back(written: dict[int, OffsetRange], ends: dict[int, int]) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
+from millstream.cli.options import COMMON, Common, Noun, flag
 from millstream.cli.output import print_answer, print_json, print_line, print_note, print_table
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission, parse_rules
 from millstream.core.credential import split_token
@@ -19,7 +19,7 @@ from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
 if TYPE_CHECKING:
     from millstream.protocol.private.security_messages import ScopeRule
 
-app = typer.Typer(help="Create, list and revoke API tokens.", no_args_is_help=True)
+app = Noun(help="Create, list and revoke API tokens.", no_args_is_help=True)
 
 
 @app.command("create")
@@ -41,20 +41,17 @@ def create(
     ] = "30d",
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        flag(
             "--allow",
-            metavar="OPERATIONS",
-            help="What it may do of what its owner may, as in --allow read,write topic:orders; may be repeated. "
+            "OPERATIONS",
+            "What it may do of what its owner may, as in --allow read,write topic:orders; may be repeated. "
             "Default: everything.",
-            show_default=False,
         ),
     ] = None,
     prefixed: Annotated[
         bool, typer.Option("--prefixed", help="The name in --allow is a prefix; with one --allow only.")
     ] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Create a token and show it, once."""
     from millstream.client.admin.position import parse_age_ms
@@ -73,7 +70,7 @@ def create(
             "--prefixed goes with one --allow; end the names that are prefixes with * instead", ExitCode.USAGE
         )
     scope = [acl for operations, resource in given for acl in _scope(operations, resource, prefixed=prefixed)]
-    made = ask(brokers, timeout, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
+    made = ask(common, lambda client: create_token(client, scope, owner=owner, lasts_ms=lasts_ms))
     token_id, secret = split_token(made.token)
     document = {
         "id": token_id,
@@ -82,8 +79,8 @@ def create(
         "owner": made.owner,
         "expires_ms": made.expires_ms,
     }
-    print_answer(document, made.token, as_json=as_json)
-    if not as_json:
+    print_answer(document, made.token, as_json=common.as_json)
+    if not common.as_json:
         print_note(
             f"Valid for {made.owner} until {_time(made.expires_ms)}, and not shown again. Kafka clients take it as "
             f"SASL/PLAIN: the user is {token_id}, the password is what follows the dot."
@@ -91,14 +88,12 @@ def create(
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List your tokens; those who may describe the cluster see everyone's."""
     from millstream.client.admin.security import list_tokens
 
-    tokens = ask(brokers, timeout, list_tokens)
-    if as_json:
+    tokens = ask(common, list_tokens)
+    if common.as_json:
         documents = [
             {
                 "id": one.token_id,
@@ -128,9 +123,7 @@ def revoke(
     token_id: Annotated[
         str, typer.Argument(metavar="ID", help="The id of the token, which begins with mst_.", show_default=False)
     ],
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Revoke a token and those that were created with it; their connections are closed."""
     from millstream.client.admin.security import list_tokens, revoke_token
@@ -138,13 +131,13 @@ def revoke(
     # A user who pastes the whole token means its id, and the secret must not reach a log.
     token_id, _ = split_token(token_id)
     try:
-        ask(brokers, timeout, lambda client: revoke_token(client, token_id))
+        ask(common, lambda client: revoke_token(client, token_id))
     except BrokerUnreachable:
         # A token that revokes itself loses its connection before it is answered, and cannot sign in again.
         with suppress(AuthenticationFailed):
-            ask(brokers, timeout, list_tokens)
+            ask(common, list_tokens)
             raise
-    print_answer({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=as_json)
+    print_answer({"id": token_id, "revoked": True}, f"Token {token_id} is revoked.", as_json=common.as_json)
 
 
 def _scope(operations: str, resource: str, *, prefixed: bool) -> list[Acl]:

@@ -9,13 +9,12 @@ import typer
 from millstream.cli.cluster_plan import replicate
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
-    TimeoutSeconds,
+    COMMON,
+    Common,
+    Noun,
     Yes,
     ask_person,
+    flag,
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 BROKER_DECIDES = -1
 _LIST_ADVICE = "millstream topic list shows those that do"
 
-app = typer.Typer(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
+app = Noun(help="Create, list, describe, alter and delete topics.", no_args_is_help=True)
 
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the topic.", show_default=False)]
 Name = Annotated[str, typer.Argument(autocompletion=complete_topics, help="The name of the topic.", show_default=False)]
@@ -36,56 +35,33 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as retention.ms=86400000; may be repeated."),
 ]
-Owner = Annotated[
-    str | None, typer.Option("--owner", metavar="TEXT", help="Who is responsible for the topic.", show_default=False)
-]
-Description = Annotated[
-    str | None, typer.Option("--description", metavar="TEXT", help="What the topic is about.", show_default=False)
-]
-Contract = Annotated[
-    str | None,
-    typer.Option("--contract", metavar="LINK", help="A link to the definition of its messages.", show_default=False),
-]
+Owner = Annotated[str | None, flag("--owner", "TEXT", "Who is responsible for the topic.")]
+Description = Annotated[str | None, flag("--description", "TEXT", "What the topic is about.")]
+Contract = Annotated[str | None, flag("--contract", "LINK", "A link to the definition of its messages.")]
 Schemas = Annotated[
     list[str] | None,
-    typer.Option(
+    flag(
         "--schema",
-        metavar="FIELD=SUBJECT",
-        help="The subject whose schemas its values or keys have: value=orders-value or key=orders-key; an empty "
+        "FIELD=SUBJECT",
+        "The subject whose schemas its values or keys have: value=orders-value or key=orders-key; an empty "
         "subject removes it.",
-        show_default=False,
     ),
 ]
 Validate = Annotated[
     str | None,
-    typer.Option(
+    flag(
         "--validate",
-        metavar="HOW",
-        help="What is checked of messages before they are stored: id, that they name a schema of the subject; "
+        "HOW",
+        "What is checked of messages before they are stored: id, that they name a schema of the subject; "
         "content, that they also decode and satisfy it; off, nothing. The default is id.",
-        show_default=False,
     ),
 ]
 
 Partitions = Annotated[
-    int | None,
-    typer.Option(
-        "--partitions",
-        metavar="NUMBER",
-        min=1,
-        help="How many partitions. Default: the node's default.",
-        show_default=False,
-    ),
+    int | None, flag("--partitions", "NUMBER", "How many partitions. Default: the node's default.", min=1)
 ]
 Replication = Annotated[
-    int | None,
-    typer.Option(
-        "--replication",
-        metavar="NUMBER",
-        min=1,
-        help="How many replicas. Default: the node's default.",
-        show_default=False,
-    ),
+    int | None, flag("--replication", "NUMBER", "How many replicas. Default: the node's default.", min=1)
 ]
 Land = Annotated[
     bool, typer.Option("--land", help="Land its messages in a lake table, with a pipeline called land-NAME.")
@@ -107,9 +83,7 @@ def create(
     if_missing: Annotated[
         bool, typer.Option("--if-not-exists", help="Succeed without changes if the topic exists.")
     ] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Create a topic."""
     overrides = parse_assignments(settings or [], flag="--set")
@@ -138,7 +112,7 @@ def create(
         topic = await find_topic(client, name)
         return created, topic, await creation_notes(client, topic) if created and replication is None else []
 
-    created, topic, notes = ask(brokers, timeout, question)
+    created, topic, notes = ask(common, question)
     number = len(topic.partitions)
     answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": topic.replication}
     made = {**answer, "created": created}
@@ -149,15 +123,13 @@ def create(
 
         made["pipeline"] = f"{LAND_PREFIX}{name}"
         landed = f", landed by pipeline {LAND_PREFIX}{name}"
-    print_noted(made, f"{text} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=as_json)
+    print_noted(made, f"{text} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=common.as_json)
 
 
 @app.command("list")
 def list_(
     internal: Annotated[bool, typer.Option("--internal", help="Also show the broker's own topics.")] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List all topics."""
 
@@ -165,9 +137,9 @@ def list_(
         topics = (await client.metadata()).topics.values()
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
-    topics = ask(brokers, timeout, question)
+    topics = ask(common, question)
     rows = [(topic.name, len(topic.partitions), topic.replication, topic.is_internal) for topic in topics]
-    if as_json:
+    if common.as_json:
         keys = ("topic", "partitions", "replication", "internal")
         listed = [
             {**dict(zip(keys, row, strict=True)), "id": str(t.topic_id)} for row, t in zip(rows, topics, strict=True)
@@ -180,12 +152,7 @@ def list_(
 
 
 @app.command("describe")
-def describe(
-    name: Name,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def describe(name: Name, common: Common = COMMON) -> None:
     """Show a topic's partitions, offsets and settings."""
     from millstream.client.admin.topics import describe_topic
 
@@ -199,8 +166,8 @@ def describe(
         found["writers"] = await topic_writers(client, name)
         return found
 
-    described = ask(brokers, timeout, question)
-    if as_json:
+    described = ask(common, question)
+    if common.as_json:
         print_json(described)
     else:
         _print_description(described)
@@ -224,17 +191,9 @@ def alter(
     ] = None,
     partitions: Annotated[
         int | None,
-        typer.Option(
-            "--partitions",
-            metavar="NUMBER",
-            min=1,
-            help="Increase the number of partitions to this; it cannot be decreased.",
-            show_default=False,
-        ),
+        flag("--partitions", "NUMBER", "Increase the number of partitions to this; it cannot be decreased.", min=1),
     ] = None,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Change a topic's settings and description, or add partitions.
 
@@ -263,9 +222,9 @@ def alter(
             await grow_topic(client, name, partitions)
         return await change_notes(client, topic, changes, partitions)
 
-    notes = ask(brokers, timeout, question)
+    notes = ask(common, question)
     document = {"topic": name, "changed": changes, "partitions": partitions}
-    print_noted(document, f"Changed topic {name}.", notes, as_json=as_json)
+    print_noted(document, f"Changed topic {name}.", notes, as_json=common.as_json)
 
 
 @app.command("delete")
@@ -273,9 +232,7 @@ def delete(
     name: Name,
     force: Annotated[bool, typer.Option("--force", help="Delete it even if it holds open dead letters.")] = False,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Delete a topic and every message in it. Asks for confirmation at a terminal, not in a script."""
 
@@ -296,10 +253,10 @@ def delete(
             await close_letters_of(client, name)
         await delete_topic(client, name)
 
-    notes = ask(brokers, timeout, look)
-    ask_person(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or as_json)
-    ask(brokers, timeout, question)
-    print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=as_json)
+    notes = ask(common, look)
+    ask_person(" ".join([*notes, f"Delete topic {name} and every message in it?"]), unless=yes or common.as_json)
+    ask(common, question)
+    print_noted({"topic": name, "deleted": True}, f"Deleted topic {name}.", notes, as_json=common.as_json)
 
 
 async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:

@@ -10,13 +10,12 @@ import typer
 
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
-    DEFAULT_BROKERS,
-    DEFAULT_TIMEOUT_S,
-    AsJson,
-    Brokers,
-    TimeoutSeconds,
+    COMMON,
+    Common,
+    Noun,
     Yes,
     ask_person,
+    flag,
 )
 from millstream.cli.output import one_line, print_answer, print_json, print_line, print_table
 from millstream.core.ids import PartitionIndex
@@ -26,18 +25,17 @@ if TYPE_CHECKING:
     from millstream.client.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="List, describe and abort transactions.", no_args_is_help=True)
+app = Noun(help="List, describe and abort transactions.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_(
     state: Annotated[
         list[str] | None,
-        typer.Option(
+        flag(
             "--state",
-            metavar="STATE",
-            help="Only in this state, such as Ongoing, Prepared or PrepareCommit; may be repeated. Default: all.",
-            show_default=False,
+            "STATE",
+            "Only in this state, such as Ongoing, Prepared or PrepareCommit; may be repeated. Default: all.",
         ),
     ] = None,
     longer_than: Annotated[
@@ -50,13 +48,11 @@ def list_(
             "--hanging", help="Only hanging transactions: open on a partition, but unknown to every coordinator."
         ),
     ] = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """List transactional ids and the state of their transactions."""
     if hanging:
-        _list_hanging(as_json=as_json, brokers=brokers, timeout=timeout)
+        _list_hanging(common)
         return
 
     async def question(client: Client) -> list[ListedTransaction]:
@@ -65,8 +61,8 @@ def list_(
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
 
-    found = ask(brokers, timeout, question)
-    if as_json:
+    found = ask(common, question)
+    if common.as_json:
         print_json({"transactions": [dataclasses.asdict(one) for one in found]})
     elif found:
         print_table(
@@ -80,9 +76,7 @@ def list_(
 @app.command("describe")
 def describe(
     transactional_id: Annotated[str, typer.Argument(help="The transactional id.", show_default=False)],
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Show one transactional id: its producer, its state, and the partitions of its transaction."""
 
@@ -91,8 +85,8 @@ def describe(
 
         return await describe_transaction(client, transactional_id)
 
-    found = ask(brokers, timeout, question)
-    if as_json:
+    found = ask(common, question)
+    if common.as_json:
         print_json(_as_document(found))
         return
     print_line(f"{one_line(found.transactional_id)}  ({found.state})")
@@ -109,14 +103,7 @@ def abort(
         str | None, typer.Argument(help="The transactional id, if a coordinator knows it.", show_default=False)
     ] = None,
     topic: Annotated[
-        str | None,
-        typer.Option(
-            "--topic",
-            autocompletion=complete_topics,
-            metavar="TOPIC",
-            help="The topic of a hanging transaction.",
-            show_default=False,
-        ),
+        str | None, flag("--topic", "TOPIC", "The topic of a hanging transaction.", autocompletion=complete_topics)
     ] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", "-p", metavar="NUMBER", min=0, help="Its partition.")
@@ -129,9 +116,7 @@ def abort(
         ),
     ] = False,
     yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+    common: Common = COMMON,
 ) -> None:
     """Abort a transaction; its producer is fenced.
 
@@ -144,13 +129,13 @@ def abort(
                 "a transactional id identifies the whole transaction; omit --topic, --partition and --producer-id"
             )
         ask_person(f"Abort the transaction of {transactional_id!r}?", unless=yes)
-        _abort_known(transactional_id, as_json=as_json, brokers=brokers, timeout=timeout)
+        _abort_known(transactional_id, common)
         return
     if topic is None or partition is None or producer_id is None:
         raise typer.BadParameter("give a transactional id, or --topic, --partition and --producer-id")
     ask_person(f"Abort what producer {producer_id} has open on {topic}-{partition}?", unless=yes)
     where = TopicPartition(topic, PartitionIndex(partition))
-    _abort_hanging(where, producer_id, force=force, as_json=as_json, brokers=brokers, timeout=timeout)
+    _abort_hanging(where, producer_id, common, force=force)
 
 
 def _how_long(found: DescribedTransaction) -> str:
@@ -164,14 +149,14 @@ def _how_long(found: DescribedTransaction) -> str:
     return f"{begun}, being ended" if found.state in OPEN_STATES else f"the last transaction was {begun}"
 
 
-def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
+def _list_hanging(common: Common) -> None:
     async def question(client: Client) -> list[OpenTransaction]:
         from millstream.client.admin.transactions import hanging_transactions
 
         return await hanging_transactions(client)
 
-    found = ask(brokers, timeout, question)
-    if as_json:
+    found = ask(common, question)
+    if common.as_json:
         print_json({"hanging": [_opened(one) for one in found]})
     elif found:
         rows = [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found]
@@ -180,31 +165,31 @@ def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
         print_line("Nothing hangs: every open transaction has a coordinator that will end it.")
 
 
-def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout: float) -> None:
+def _abort_known(transactional_id: str, common: Common) -> None:
     async def question(client: Client) -> str:
         from millstream.client.admin.transactions import abort_transaction
 
         return await abort_transaction(client, transactional_id)
 
-    state = ask(brokers, timeout, question)
+    state = ask(common, question)
     print_answer(
         {"transactional_id": transactional_id, "was": state},
         f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
-        as_json=as_json,
+        as_json=common.as_json,
     )
 
 
-def _abort_hanging(
-    where: TopicPartition, producer_id: int, *, force: bool, as_json: bool, brokers: str, timeout: float
-) -> None:
+def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, force: bool) -> None:
     async def question(client: Client) -> OpenTransaction:
         from millstream.client.admin.transactions import abort_on_partition
 
         return await abort_on_partition(client, where, producer_id, force=force)
 
-    found = ask(brokers, timeout, question)
+    found = ask(common, question)
     print_answer(
-        _opened(found), f"Aborted what producer {producer_id} had open on {one_line(str(where))}.", as_json=as_json
+        _opened(found),
+        f"Aborted what producer {producer_id} had open on {one_line(str(where))}.",
+        as_json=common.as_json,
     )
 
 

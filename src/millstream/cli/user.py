@@ -15,14 +15,14 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
+from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag
 from millstream.cli.output import print_answer, print_json, print_line, print_table
 from millstream.core.credential import SecurityChange, new_credentials
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
-app = typer.Typer(help="Create, list and delete users, and change their passwords.", no_args_is_help=True)
+app = Noun(help="Create, list and delete users, and change their passwords.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The name of the user.", show_default=False)]
 FromStdin = Annotated[
@@ -38,12 +38,7 @@ Data = Annotated[
 CatalogUrl = Annotated[
     str, typer.Option("--catalog", metavar="URL", help="The catalog of a cluster, instead of a broker.")
 ]
-CatalogPasswordFile = Annotated[
-    str,
-    typer.Option(
-        "--catalog-password-file", metavar="FILE", help="The password of the catalog's user.", show_default=False
-    ),
-]
+CatalogPasswordFile = Annotated[str, flag("--catalog-password-file", "FILE", "The password of the catalog's user.")]
 
 
 def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Callable[..., None]:
@@ -54,14 +49,12 @@ def _setting_password(done: str, said: str, text: str, *, is_new: bool) -> Calla
         data: Data = None,
         catalog: CatalogUrl = "",
         catalog_password_file: CatalogPasswordFile = "",
-        as_json: AsJson = False,
-        brokers: Brokers = DEFAULT_BROKERS,
-        timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+        common: Common = COMMON,
     ) -> None:
         word = _password(password_stdin, password_file)
         if not _put_in_catalog(name, word, data, catalog, catalog_password_file, is_new=is_new):
-            _put(name, word, brokers, timeout, is_new=is_new)
-        print_answer({"user": name, done: True}, said.format(name), as_json=as_json)
+            _put(name, word, common, is_new=is_new)
+        print_answer({"user": name, done: True}, said.format(name), as_json=common.as_json)
 
     put.__doc__ = text
     return put
@@ -81,14 +74,12 @@ app.command("password")(
 
 
 @app.command("list")
-def list_(
-    as_json: AsJson = False, brokers: Brokers = DEFAULT_BROKERS, timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
-) -> None:
+def list_(common: Common = COMMON) -> None:
     """List all users."""
     from millstream.client.admin.security import list_users
 
-    users = ask(brokers, timeout, list_users)
-    if as_json:
+    users = ask(common, list_users)
+    if common.as_json:
         print_json({"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]})
     elif users:
         print_table(("user", "mechanisms"), [[name, ", ".join(found)] for name, found in users.items()])
@@ -97,29 +88,23 @@ def list_(
 
 
 @app.command("delete")
-def delete(
-    name: Name,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    brokers: Brokers = DEFAULT_BROKERS,
-    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
-) -> None:
+def delete(name: Name, yes: Yes = False, common: Common = COMMON) -> None:
     """Delete a user; its connections are closed, and its access rules stay."""
     from millstream.client.admin.security import delete_user
 
     ask_person(f"Delete user {name}?", unless=yes)
-    ask(brokers, timeout, lambda client: delete_user(client, name))
-    print_answer({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=as_json)
+    ask(common, lambda client: delete_user(client, name))
+    print_answer({"user": name, "deleted": True}, f"User {name} is deleted.", as_json=common.as_json)
 
 
-def _put(name: str, secret: str, brokers: str, timeout: float, *, is_new: bool) -> None:
+def _put(name: str, secret: str, common: Common, *, is_new: bool) -> None:
     async def question(client: Client) -> None:
         from millstream.client.admin.security import list_users, put_user
 
         _check_new(name, name in await list_users(client), is_new=is_new)
         await put_user(client, name, secret)
 
-    ask(brokers, timeout, question)
+    ask(common, question)
 
 
 def _put_in_catalog(name: str, secret: str, data: Path | None, url: str, password_file: str, *, is_new: bool) -> bool:
