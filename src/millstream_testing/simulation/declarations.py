@@ -33,7 +33,7 @@ class SimulatedDeclarations(Declarations):
         """Discard the catalog."""
         self._catalog.close()
 
-    async def call(self, ask: Callable[[Catalog], T]) -> T:
+    async def run(self, ask: Callable[[Catalog], T]) -> T:
         """Call the catalog through the network."""
 
         async def serve() -> T:

@@ -10,6 +10,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import delete
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.tables import broker_settings
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedStore
@@ -83,7 +84,7 @@ async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> Non
         # The record of the deletion stays until every node has reported that its files are removed.
         await group.until(lambda: not group.service.read(keys.DELETED).entries)
         assert not group.service.read(keys.PARTITIONS).entries
-        assert await group.declarations.deleted_topic_ids() == set()
+        assert await group.declarations.call(Catalog.deleted_topic_ids) == set()
         with pytest.raises(UnknownTopic):
             group[1].topics.partition("orders", 0)
         again = await group[2].topics.create("orders")

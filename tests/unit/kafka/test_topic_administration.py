@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
@@ -289,14 +291,15 @@ async def test_a_client_that_leaves_does_not_leave_half_a_topic(
     topics: Topics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, may_go_on = asyncio.Event(), asyncio.Event()
-    add_topic = CatalogDeclarations.add_topic
+    run = CatalogDeclarations.run
 
-    async def add_slowly(declarations: CatalogDeclarations, topic: Topic) -> None:
-        await add_topic(declarations, topic)
+    async def run_slowly(declarations: CatalogDeclarations, ask: Callable[[Catalog], Any]) -> Any:
+        answer = await run(declarations, ask)
         stored.set()
         await may_go_on.wait()
+        return answer
 
-    monkeypatch.setattr(CatalogDeclarations, "add_topic", add_slowly)
+    monkeypatch.setattr(CatalogDeclarations, "run", run_slowly)
     creating = asyncio.create_task(topics.create("left"))
     await stored.wait()
     creating.cancel()

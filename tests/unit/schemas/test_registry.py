@@ -27,10 +27,10 @@ class Declarations(CatalogDeclarations):
 
     is_away = False
 
-    async def call(self, ask: Callable[[Catalog], T]) -> T:
+    async def run(self, ask: Callable[[Catalog], T]) -> T:
         if self.is_away:
             raise CatalogUnavailable("the catalog is away")
-        return await super().call(ask)
+        return await super().run(ask)
 
 
 class Node:

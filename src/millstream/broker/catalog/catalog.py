@@ -98,6 +98,7 @@ from millstream.core.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
+from millstream.core.ids import first_producer_id
 from millstream.core.job import JobRun
 from millstream.core.mirror import Mirror, SightingChange
 from millstream.core.pipeline import Pipeline
@@ -115,6 +116,8 @@ _logger = logging.getLogger(__name__)
 
 CATALOG_NAME = "catalog.sqlite"
 """The catalog of a single node, in its data folder."""
+
+_PRODUCER_IDS = "producer-id"
 
 _CLUSTER_ID = "cluster-id"
 
@@ -258,6 +261,10 @@ class Catalog:
             mine.execute(update(about).where(here).values(value=source.cluster_id))
         self.cluster_id = source.cluster_id
 
+    def read_cluster_id(self) -> str:
+        """Return the id that clients see, which an existing catalog has once it is prepared."""
+        return self.cluster_id
+
     def is_empty(self) -> bool:
         """Whether nothing was ever declared here."""
         with self._read() as connection:
@@ -350,6 +357,13 @@ class Catalog:
     def _forget_deleted(self, topic_id: UUID) -> None:
         with self._change() as connection:
             connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
+
+    def take_producer_ids(self, count: int) -> int:
+        """Take some producer ids, which are never given out again, and return the first.
+
+        They come from the range of this cluster, so that those of a mirrored cluster are never among them.
+        """
+        return self.take_block(_PRODUCER_IDS, count, first=first_producer_id(self.cluster_id))
 
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
         """Take `size` numbers of a counter and return the first of them; they are never given out again."""

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import UUID
 
 from millstream import __version__
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.controller import Controller
 from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
@@ -143,7 +144,7 @@ class ClusterNode:
         """Return who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
         found = self.view.cluster_id
         if found is None:
-            declared = await self._dependencies.declarations.cluster_id()
+            declared = await self._dependencies.declarations.call(Catalog.read_cluster_id)
             await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
             entries = (await self._store.read(keys.CLUSTER_ID)).entries
             found = entries[keys.CLUSTER_ID].value

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.mirror.declared import Mirrors
@@ -40,7 +41,7 @@ class ClientQuotas:
 
     async def load(self) -> None:
         """Read the catalog."""
-        self._limits = await self._declarations.client_quotas()
+        self._limits = await self._declarations.call(Catalog.client_quotas)
         self._notify()
 
     def all(self) -> Mapping[QuotaEntity, Mapping[str, float]]:
@@ -75,7 +76,7 @@ class ClientQuotas:
                 raise InvalidRequest(f"there are {ENTITIES_MAX} quotas already; remove some first")
             if validate_only or limits == before:
                 return
-            await self._declarations.change_client_quotas({entity: limits})
+            await self._declarations.change(Catalog.change_client_quotas, {entity: limits})
             if limits:
                 self._limits[entity] = limits
             else:
@@ -116,7 +117,7 @@ class DeclaredGroups:
 
     async def load(self) -> None:
         """Read the catalog."""
-        self._overrides = await self._declarations.group_settings()
+        self._overrides = await self._declarations.call(Catalog.group_settings)
         self._parsed = {
             group_id: {name: DECLARED[name].parse(text) for name, text in overrides.items() if name in DECLARED}
             for group_id, overrides in self._overrides.items()
@@ -145,7 +146,7 @@ class DeclaredGroups:
                 raise InvalidRequest(f"{GROUPS_MAX} groups have settings already; remove some first")
             if validate_only or overrides == self.overrides_of(group_id):
                 return
-            await self._declarations.change_group_settings(group_id, overrides)
+            await self._declarations.change(Catalog.change_group_settings, group_id, overrides)
             if overrides:
                 self._overrides[group_id], self._parsed[group_id] = overrides, parsed
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.ids import ProducerId
 
@@ -23,7 +24,7 @@ class ProducerIds:
         """Return a producer id that was never used before."""
         async with self._lock:
             if self._next == self._end:
-                first = await self._declarations.take_producer_ids(_BLOCK)
+                first = await self._declarations.call(Catalog.take_producer_ids, _BLOCK)
                 self._next, self._end = first, first + _BLOCK
             taken = self._next
             self._next += 1

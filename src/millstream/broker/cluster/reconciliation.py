@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Proposal, Term
@@ -200,9 +201,9 @@ class Reconciliation:
     async def reconcile(self) -> None:
         """Bring the coordination store in line with the catalog, once."""
         await self._carry_out_settings()
-        declared = await self._declarations.topics()
+        declared = await self._declarations.call(Catalog.topics)
         # Read after the topics, so that a topic deleted meanwhile is not created again.
-        deleted = await self._declarations.deleted_topic_ids()
+        deleted = await self._declarations.call(Catalog.deleted_topic_ids)
         for topic_id in deleted:
             if topic_id not in self._view.deleted or topic_id in self._view.topics:
                 await self._delete(topic_id)
@@ -214,7 +215,7 @@ class Reconciliation:
 
     async def _carry_out_declared(self, topic: Topic) -> None:
         # Another node may have changed it since.
-        current = topic if self._is_single else await self._declarations.topic(topic.topic_id)
+        current = topic if self._is_single else await self._declarations.call(Catalog.topic, topic.topic_id)
         if current is None:
             self.wake()
         elif current != self._view.topics.get(topic.topic_id):
@@ -232,7 +233,7 @@ class Reconciliation:
 
     async def _carry_out_settings(self) -> None:
         """Publish the settings of nodes before the topics that they affect; what is missing in the catalog stays."""
-        for scope, overrides in (await self._declarations.broker_settings()).items():
+        for scope, overrides in (await self._declarations.call(Catalog.broker_settings)).items():
             if overrides != self._view.settings.get(scope):
                 await self._term.change([Put(settings_key(scope), settings_to_json(overrides))])
                 _logger.info("settings of nodes agreed on", extra={"node": scope or "all", "settings": str(overrides)})
@@ -299,8 +300,8 @@ class Reconciliation:
         moving = any(key[0] == topic.topic_id for key in self._view.reassignments)
         if moving or counts == {topic.replication} or len(counts) != 1:
             return
-        changed = await self._declarations.alter_topic(
-            topic.topic_id, lambda current: replace(current, replication=max(counts))
+        changed = await self._declarations.change(
+            Catalog.alter_topic, topic.topic_id, lambda current: replace(current, replication=max(counts))
         )
         await self._carry_out(changed)
 
@@ -323,7 +324,7 @@ class Reconciliation:
 
     async def _forget(self, topic_id: UUID, deletion: Deletion) -> None:
         """Drop the record of a topic whose files are all gone; the catalog's first, so that a crash repeats this."""
-        await self._declarations.forget_deleted(topic_id)
+        await self._declarations.call(Catalog.forget_deleted, topic_id)
         await self._remove(partition_key(key) for key in tuple(self._view.states) if key[0] == topic_id)
         moves = tuple(self._view.reassignments)
         await self._remove(keys.reassignment_key(key) for key in moves if key[0] == topic_id)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner
@@ -150,7 +151,7 @@ class StartupChecks:
             try:
                 # A node that may start without the catalog does not wait long for one that hangs.
                 async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_admitted else None):
-                    declared = await self._declarations.cluster_id()
+                    declared = await self._declarations.call(Catalog.read_cluster_id)
                 break
             except CatalogDenied:
                 raise

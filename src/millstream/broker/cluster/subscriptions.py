@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
@@ -80,8 +81,8 @@ class Subscriptions:
     async def load(self) -> None:
         """Read the catalog."""
         async with self._changing:
-            declared = await self._declarations.subscriptions()
-            self._deleted = await self._declarations.deleted_subscriptions()
+            declared = await self._declarations.call(Catalog.subscriptions)
+            self._deleted = await self._declarations.call(Catalog.deleted_subscriptions)
             await self._forget_old_deletions()
             self._by_name = {one.name: one for one in declared}
             self._by_id = {one.subscription_id: one for one in declared}
@@ -166,7 +167,7 @@ class Subscriptions:
             )
             if validate_only:
                 return made
-            await self._declarations.add_subscription(made)
+            await self._declarations.change(Catalog.add_subscription, made)
             self._store(made)
         _logger.info("subscription created", extra={"subscription": name, "topics": ",".join(topics)})
         self._notify()
@@ -208,7 +209,7 @@ class Subscriptions:
         if validate_only:
             return preview
         async with self._changing:
-            stored = await self._declarations.alter_subscription(found.subscription_id, changed)
+            stored = await self._declarations.change(Catalog.alter_subscription, found.subscription_id, changed)
             self._store(stored)
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
@@ -220,8 +221,10 @@ class Subscriptions:
         """Record durably that a subscription is in use."""
         found = self.existing(name)
         async with self._changing:
-            stored = await self._declarations.alter_subscription(
-                found.subscription_id, lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms))
+            stored = await self._declarations.change(
+                Catalog.alter_subscription,
+                found.subscription_id,
+                lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms)),
             )
             self._store(stored)
 
@@ -232,7 +235,7 @@ class Subscriptions:
         async with self._changing:
             found = self.existing(name)
             now_ms = self._clock.now_ms()
-            await self._declarations.delete_subscription(found, now_ms=now_ms)
+            await self._declarations.change(Catalog.delete_subscription, found, now_ms=now_ms)
             del self._by_name[name]
             del self._by_id[found.subscription_id]
             del self._settings[found.subscription_id]
@@ -285,7 +288,7 @@ class Subscriptions:
         # Later lookups may be for subscriptions declared from now on.
         self._lookup = _Lookup()
         try:
-            declared = await self._declarations.subscriptions_named(sorted(lookup.names))
+            declared = await self._declarations.call(Catalog.subscriptions_named, sorted(lookup.names))
         except CatalogUnavailable as error:
             lookup.error = error
             declared = []
@@ -298,7 +301,7 @@ class Subscriptions:
     async def _forget_old_deletions(self) -> None:
         long_ago = self._clock.now_ms() - DELETION_KEPT_MS
         for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
-            await self._declarations.forget_deleted_subscription(subscription_id)
+            await self._declarations.call(Catalog.forget_deleted_subscription, subscription_id)
             del self._deleted[subscription_id]
 
     def _notify(self) -> None:

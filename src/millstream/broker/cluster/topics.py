@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import election, keys
 from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
@@ -458,7 +459,7 @@ class Topics:
         if validate_only:
             return
         async with self._changing:
-            overrides = await self._declarations.change_broker_settings(scope, changes, replace=replace)
+            overrides = await self._declarations.change(Catalog.change_broker_settings, scope, changes, replace=replace)
             self._note_declared(None)
         await self._broker_agreed(scope, overrides, timeout_s)
         _logger.info("node settings changed", extra={"node": scope or "all", "settings": str(overrides)})
@@ -499,7 +500,7 @@ class Topics:
         if validate_only:
             return self._declare(name, partitions, replication, overrides or {}, internal=internal)
 
-        if topic_id is not None and topic_id in await self._declarations.deleted_topic_ids():
+        if topic_id is not None and topic_id in await self._declarations.call(Catalog.deleted_topic_ids):
             raise TopicExists(f"topic {name!r} was deleted, and its files are still being removed; try again")
 
         async def add() -> Topic:
@@ -507,7 +508,7 @@ class Topics:
                 topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
                 topic = dataclasses.replace(topic, mirror=mirror, topic_id=topic_id or topic.topic_id, origins=origins)
                 await self._place(topic.topic_id, placement)
-                await self._declarations.add_topic(topic)
+                await self._declarations.change(Catalog.add_topic, topic)
                 self._note_declared(topic)
             return topic
 
@@ -536,7 +537,7 @@ class Topics:
             topic = self._require(name)
             if topic.is_internal:
                 raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
-            await self._declarations.delete_topic(topic, now_ms=self._clock.now_ms())
+            await self._declarations.change(Catalog.delete_topic, topic, now_ms=self._clock.now_ms())
             self._note_declared(topic.topic_id)
         await self._await_deletion(topic, timeout_s)
 
@@ -635,7 +636,7 @@ class Topics:
             if validate_only:
                 return wanted
             await self._place(before.topic_id, placement)
-            changed = await self._declarations.alter_topic(before.topic_id, change)
+            changed = await self._declarations.change(Catalog.alter_topic, before.topic_id, change)
             self._note_declared(changed)
         await self._await_agreement(changed, before=before, timeout_s=timeout_s)
         return changed

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
 from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
@@ -36,7 +37,7 @@ class Mirrors:
     async def load(self) -> None:
         """Read the catalog."""
         async with self._changing:
-            declared = {one.name: one for one in await self._declarations.mirrors()}
+            declared = {one.name: one for one in await self._declarations.call(Catalog.mirrors)}
             is_new = declared != self._by_name
             self._by_name = declared
         if is_new:
@@ -74,7 +75,7 @@ class Mirrors:
                 is_wanted=is_wanted,
                 created_ms=self._clock.now_ms(),
             )
-            await self._declarations.add_mirror(made)
+            await self._declarations.change(Catalog.add_mirror, made)
             self._by_name[name] = made
         _logger.info("mirror created", extra={"mirror": name, "source": overrides.get("from", "")})
         self._notify()
@@ -105,7 +106,7 @@ class Mirrors:
         """Change a mirror durably, as it is declared now."""
         found = await self.find(name)
         async with self._changing:
-            stored = await self._declarations.alter_mirror(found.mirror_id, change)
+            stored = await self._declarations.change(Catalog.alter_mirror, found.mirror_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
         if is_new:
@@ -122,7 +123,7 @@ class Mirrors:
             return dataclasses.replace(now, verified=verified)
 
         async with self._changing:
-            stored = await self._declarations.note_mirror(mirror.mirror_id, noted)
+            stored = await self._declarations.call(Catalog.alter_mirror, mirror.mirror_id, noted)
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
 
@@ -145,7 +146,7 @@ class Mirrors:
             )
 
         async with self._changing:
-            self._by_name[name] = await self._declarations.alter_mirror(known.mirror_id, forgotten)
+            self._by_name[name] = await self._declarations.change(Catalog.alter_mirror, known.mirror_id, forgotten)
 
     async def note_gated(self, mirror: Mirror) -> None:
         """Record durably that readers wait at commits, before there is a copy: also a failover has to know."""
@@ -153,14 +154,14 @@ class Mirrors:
         if known is None or known.is_gated:
             return
         async with self._changing:
-            stored = await self._declarations.alter_mirror(
-                mirror.mirror_id, lambda now: dataclasses.replace(now, is_gated=True)
+            stored = await self._declarations.change(
+                Catalog.alter_mirror, mirror.mirror_id, lambda now: dataclasses.replace(now, is_gated=True)
             )
             self._by_name[mirror.name] = stored
 
     async def claim_sightings(self, mirror: Mirror, *, source: str, owner: str) -> dict[str, set[str]]:
         """Return the schemas and access rules that were seen at a source; from now on only this owner changes that."""
-        return await self._declarations.claim_sightings(mirror.mirror_id, source=source, owner=owner)
+        return await self._declarations.call(Catalog.claim_sightings, mirror.mirror_id, source=source, owner=owner)
 
     @finishing
     async def delete(self, name: str) -> Mirror:
@@ -168,7 +169,7 @@ class Mirrors:
         found = await self.find(name)
         async with self._changing:
             try:
-                await self._declarations.delete_mirror(found)
+                await self._declarations.change(Catalog.delete_mirror, found)
             finally:
                 # Also if another node was faster.
                 self._by_name.pop(name, None)

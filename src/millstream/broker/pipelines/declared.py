@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
@@ -88,7 +89,7 @@ class Pipelines:
     async def load(self) -> None:
         """Read the catalog."""
         async with self._changing:
-            declared = {one.name: one for one in await self._declarations.pipelines()}
+            declared = {one.name: one for one in await self._declarations.call(Catalog.pipelines)}
             is_new = declared != self._by_name
             self._by_name = declared
         if is_new:
@@ -130,7 +131,7 @@ class Pipelines:
         runs_now = isinstance(settings, JobSettings) and settings.schedule().is_empty and not settings.continuous
         async with self._changing:
             # Asked of the catalog, since another node may have just declared it.
-            if await self._declarations.pipeline_named(name) is not None:
+            if await self._declarations.call(Catalog.pipeline_named, name) is not None:
                 raise PipelineExists(f"pipeline {name!r} already exists")
             if len(self._by_name) >= PIPELINES_MAX:
                 raise InvalidPipeline(f"there are {PIPELINES_MAX} pipelines already; delete some first")
@@ -148,7 +149,7 @@ class Pipelines:
             check_landed_once(made, self._by_name.values())
             if validate_only:
                 return made
-            await self._declarations.add_pipeline(made)
+            await self._declarations.change(Catalog.add_pipeline, made)
             self._by_name[name] = made
         _logger.info("pipeline created", extra={"pipeline": name, "kind": str(kind)})
         self._notify()
@@ -214,15 +215,15 @@ class Pipelines:
 
     async def runs(self, pipeline: Pipeline, *, limit: int = RUNS_KEPT) -> list[JobRun]:
         """Return the last runs of a job, the latest first."""
-        return await self._declarations.job_runs(pipeline.pipeline_id, limit=limit)
+        return await self._declarations.call(Catalog.job_runs, pipeline.pipeline_id, limit=limit)
 
     async def begin_run(self, run: JobRun) -> bool:
         """Store durably that a run begins; return whether it does, and not another node's."""
-        return await self._declarations.begin_job_run(run)
+        return await self._declarations.call(Catalog.begin_job_run, run)
 
     async def update_run(self, before: JobRun, after: JobRun) -> bool:
         """Store the progress of a run; return False if another node has made another attempt at it."""
-        return await self._declarations.update_job_run(before, after)
+        return await self._declarations.call(Catalog.update_job_run, before, after)
 
     async def lock_requirements(self, pipeline: Pipeline, lock: str) -> Pipeline:
         """Store what the requirements of a job were resolved to, unless they have changed meanwhile."""
@@ -280,7 +281,7 @@ class Pipelines:
         async with self._changing:
             found = await self._declared(name)
             try:
-                await self._declarations.delete_pipeline(found)
+                await self._declarations.change(Catalog.delete_pipeline, found)
             finally:
                 # Also if another node was faster.
                 self._by_name.pop(name, None)
@@ -296,7 +297,7 @@ class Pipelines:
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
         async with self._changing:
             found = await self._declared(name)
-            stored = await self._declarations.alter_pipeline(found.pipeline_id, change)
+            stored = await self._declarations.change(Catalog.alter_pipeline, found.pipeline_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
         if is_new:
@@ -306,7 +307,7 @@ class Pipelines:
 
     async def _declared(self, name: str) -> Pipeline:
         """Read a pipeline from the catalog."""
-        found = await self._declarations.pipeline_named(name)
+        found = await self._declarations.call(Catalog.pipeline_named, name)
         if found is None:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")
         return found

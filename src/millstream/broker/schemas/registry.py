@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.schemas.child_pool import ANSWER_S_MAX, IDLE_S, ChildDied, ChildPool, ChildTimedOut
@@ -173,7 +174,7 @@ class SchemaRegistry:
                 # Another call began after this one, and has ended.
                 return
             self._loads += 1
-            self._apply(await self._declarations.schema_changes(self._last))
+            self._apply(await self._declarations.call(Catalog.schema_changes, self._last))
 
     async def close(self) -> None:
         """End the child processes."""
@@ -661,11 +662,11 @@ class SchemaRegistry:
         if added or changed or deleted or other_settings:
             await self._change(work, sightings)
         elif sightings:
-            await self._declarations.store_sightings(sightings)
+            await self._declarations.call(Catalog.store_sightings, sightings)
 
     async def _change(self, work: Callable[[SchemaTransaction], None], sightings: SightingChange | None = None) -> None:
         async with self._changing:
-            self._apply(await self._declarations.change_schemas(self._last, work, sightings))
+            self._apply(await self._declarations.change(Catalog.change_schemas, self._last, work, sightings))
 
     def _apply(self, changes: SchemaChanges) -> None:
         for schema in changes.schemas:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 from uuid import UUID
 
+from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
@@ -81,7 +82,7 @@ class SecurityState:
     async def load(self) -> None:
         """Read the catalog."""
         async with self._changing:
-            self._hold(await self._declarations.security())
+            self._hold(await self._declarations.call(Catalog.security))
 
     @property
     def credentials(self) -> Mapping[tuple[str, str], ScramCredential]:
@@ -191,7 +192,7 @@ class SecurityState:
         if added or removed:
             await self._change(SecurityChange(add_acls=added, delete_acls=removed), sightings)
         elif sightings:
-            await self._declarations.store_sightings(sightings)
+            await self._declarations.call(Catalog.store_sightings, sightings)
 
     async def _change(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
         # What the catalog has must hold here too, also if the client that asked for it has left.
@@ -199,8 +200,8 @@ class SecurityState:
 
     async def _store(self, change: SecurityChange, sightings: SightingChange | None) -> None:
         async with self._changing:
-            await self._declarations.change_security(change, sightings)
-            self._hold(await self._declarations.security())
+            await self._declarations.change(Catalog.change_security, change, sightings)
+            self._hold(await self._declarations.call(Catalog.security))
         _logger.info(
             "users, tokens or access rules changed",
             extra={
