@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
@@ -89,6 +89,7 @@ from millstream.core.errors import (
     ClusterMismatch,
     DataFolderInvalid,
     InvalidSetting,
+    MillstreamError,
     MirrorExists,
     PipelineExists,
     StorageFailure,
@@ -107,6 +108,9 @@ from millstream.core.quota import QuotaEntity
 from millstream.core.schema import SchemaChanges
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
+
+N = TypeVar("N", bound=Sealable)
+V = TypeVar("V", Pipeline, Mirror)
 
 _NAMES_AT_ONCE: Final = 1000
 """Databases limit the number of parameters."""
@@ -485,43 +489,22 @@ class Catalog:
 
     def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
-        overrides = self._sealing.seal_all(subscription)
-        try:
-            with self._change() as connection:
-                connection.execute(
-                    insert(subscriptions).values(
-                        subscription_id=str(subscription.subscription_id),
-                        name=subscription.name,
-                        topics=list(subscription.topics),
-                        starts=_starts(subscription),
-                        overrides=overrides,
-                        created_ms=subscription.created_ms,
-                        used_ms=subscription.used_ms,
-                        **owner_row(subscription.owner),
-                    )
-                )
-        except IntegrityError as error:
-            raise SubscriptionExists(f"subscription {subscription.name!r} already exists") from error
+        self._add(subscription, _insert_subscription, SubscriptionExists)
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
-        """Store the topics and overrides that `change` computes from a subscription as it is declared now."""
-        with self._change() as connection:
-            here = subscriptions.c.subscription_id == str(subscription_id)
+        """Store what `change` computes from a subscription as it is declared now."""
+        here = subscriptions.c.subscription_id == str(subscription_id)
+
+        def hold(connection: Connection) -> Subscription:
             row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
             if row is None:
                 raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
-            stored = _subscription(row)
-            before = self._sealing.open_all(stored)
-            changed = change(before)
-            values = {
-                "topics": list(changed.topics),
-                "starts": _starts(changed),
-                "overrides": self._sealing.seal_all(changed, before, stored.overrides),
-                "used_ms": changed.used_ms,
-                **owner_row(changed.owner),
-            }
-            connection.execute(update(subscriptions).where(here).values(values))
-            return changed
+            return _subscription(row)
+
+        def store(connection: Connection, _before: Subscription, after: Subscription) -> None:
+            connection.execute(update(subscriptions).where(here).values(_subscription_row(after)))
+
+        return self._alter(hold, store, change)
 
     def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
         """Delete a subscription and write the record that allows its state to be removed."""
@@ -561,27 +544,11 @@ class Catalog:
 
     def add_pipeline(self, pipeline: Pipeline) -> None:
         """Declare a pipeline, durably."""
-        stored = dataclasses.replace(pipeline, overrides=self._sealing.seal_all(pipeline))
-        try:
-            with self._change() as connection:
-                insert_pipeline(connection, stored)
-        except IntegrityError as error:
-            raise PipelineExists(f"pipeline {pipeline.name!r} already exists") from error
+        self._add(pipeline, insert_pipeline, PipelineExists)
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
         """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
-        with self._change() as connection:
-            stored = hold_pipeline(connection, pipeline_id)
-            if stored is None:
-                raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
-            before = self._sealing.open_all(stored)
-            changed = change(before)
-            if changed == before:
-                return before
-            after = dataclasses.replace(changed, version=before.version + 1)
-            sealed = self._sealing.seal_all(after, before, stored.overrides)
-            update_pipeline(connection, before, dataclasses.replace(after, overrides=sealed))
-            return after
+        return self._alter(lambda connection: hold_pipeline(connection, pipeline_id), update_pipeline, _counted(change))
 
     def secrets(self) -> list[SealedSecret]:
         """Return every secret, without its value, by noun and name."""
@@ -627,25 +594,11 @@ class Catalog:
 
     def add_mirror(self, mirror: Mirror) -> None:
         """Declare a mirror, durably."""
-        stored = dataclasses.replace(mirror, overrides=self._sealing.seal_all(mirror))
-        try:
-            with self._change() as connection:
-                insert_mirror(connection, stored)
-        except IntegrityError as error:
-            raise MirrorExists(f"mirror {mirror.name!r} already exists") from error
+        self._add(mirror, insert_mirror, MirrorExists)
 
     def alter_mirror(self, mirror_id: UUID, change: Callable[[Mirror], Mirror]) -> Mirror:
         """Store what `change` computes from a mirror as declared now; increment its version."""
-        with self._change() as connection:
-            stored = hold_mirror(connection, mirror_id)
-            before = self._sealing.open_all(stored)
-            changed = change(before)
-            if changed == before:
-                return before
-            after = dataclasses.replace(changed, version=before.version + 1)
-            sealed = self._sealing.seal_all(after, before, stored.overrides)
-            update_mirror(connection, dataclasses.replace(after, overrides=sealed))
-            return after
+        return self._alter(lambda connection: hold_mirror(connection, mirror_id), update_mirror, _counted(change))
 
     def delete_mirror(self, mirror: Mirror) -> None:
         """Delete a mirror."""
@@ -694,6 +647,31 @@ class Catalog:
                 store_sightings(connection, sightings)
             work(SchemaTransaction(connection))
             return read_schema_changes(connection, since)
+
+    def _add(self, declared: N, store: Callable[[Connection, N], None], already_exists: type[MillstreamError]) -> None:
+        """Declare something with its secrets sealed."""
+        stored = dataclasses.replace(declared, overrides=self._sealing.seal_all(declared))
+        try:
+            with self._change() as connection:
+                store(connection, stored)
+        except IntegrityError as error:
+            raise already_exists(f"{declared.noun} {declared.name!r} already exists") from error
+
+    def _alter(
+        self,
+        hold: Callable[[Connection], N],
+        store: Callable[[Connection, N, N], None],
+        change: Callable[[N], N],
+    ) -> N:
+        """Store what `change` computes from what is declared now, with its secrets sealed; `hold` locks it."""
+        with self._change() as connection:
+            stored = hold(connection)
+            before = self._sealing.open_all(stored)
+            after = change(before)
+            if after != before:
+                sealed = self._sealing.seal_all(after, before, stored.overrides)
+                store(connection, before, dataclasses.replace(after, overrides=sealed))
+            return after
 
     def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
         """Return an insert that supports `ON CONFLICT`, which both databases write in the same way."""
@@ -893,5 +871,28 @@ def _subscription(row: Any) -> Subscription:
     )
 
 
-def _starts(subscription: Subscription) -> dict[str, list[int]]:
-    return {topic: list(offsets) for topic, offsets in subscription.starts.items()}
+def _subscription_row(subscription: Subscription) -> dict[str, Any]:
+    """Return the columns that may change."""
+    return {
+        "topics": list(subscription.topics),
+        "starts": {topic: list(offsets) for topic, offsets in subscription.starts.items()},
+        "overrides": dict(subscription.overrides),
+        "used_ms": subscription.used_ms,
+        **owner_row(subscription.owner),
+    }
+
+
+def _insert_subscription(connection: Connection, subscription: Subscription) -> None:
+    key = {"subscription_id": str(subscription.subscription_id), "name": subscription.name}
+    values = {**key, "created_ms": subscription.created_ms, **_subscription_row(subscription)}
+    connection.execute(insert(subscriptions).values(values))
+
+
+def _counted(change: Callable[[V], V]) -> Callable[[V], V]:
+    """Increment the version of what a change changes."""
+
+    def counted(now: V) -> V:
+        after = change(now)
+        return after if after == now else dataclasses.replace(after, version=now.version + 1)
+
+    return counted

@@ -37,9 +37,9 @@ def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
     return _mirror(_held(connection, mirror_id))
 
 
-def update_mirror(connection: Connection, mirror: Mirror) -> None:
+def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None:
     """Store a changed mirror."""
-    connection.execute(update(mirrors).where(_here(mirror.mirror_id)).values(**_row(mirror)))
+    connection.execute(update(mirrors).where(_here(before.mirror_id)).values(**_row(after)))
 
 
 def delete_mirror(connection: Connection, mirror_id: UUID) -> None:

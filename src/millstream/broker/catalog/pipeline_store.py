@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 
 from millstream.broker.catalog.tables import job_runs, pipelines, routing_rules
 from millstream.core.credential import Owner
+from millstream.core.errors import UnknownPipeline
 from millstream.core.job import RUNS_KEPT, JobRun, RunState
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 
@@ -41,12 +42,14 @@ def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
     return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
 
 
-def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
+def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline:
     """Return the pipeline with this id, locked until the end of the transaction."""
     here = pipelines.c.pipeline_id == str(pipeline_id)
     # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
     connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
-    return next(iter(read_pipelines(connection, here)), None)
+    for found in read_pipelines(connection, here):
+        return found
+    raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
 
 
 def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:

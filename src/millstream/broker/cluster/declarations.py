@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import keys
@@ -34,6 +36,69 @@ class Declarations:
     async def run(self, ask: Callable[[Catalog], T]) -> T:
         """Run one call of the catalog."""
         raise NotImplementedError
+
+
+class Holder:
+    """Holds in memory what is declared of a noun; the catalog is the source of truth.
+
+    The catalog is changed by one task at a time, and readers never wait for that.
+    """
+
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
+        self._changing = asyncio.Lock()
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change."""
+        self._listeners.append(listener)
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+class Named(Protocol):
+    """Something that is declared under a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+class NamedHolder(Holder, Generic[N]):
+    """Holds everything that is declared of a noun, by name."""
+
+    def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
+        super().__init__(declarations)
+        self._clock = clock
+        self._new_id = new_id
+        self._by_name: dict[str, N] = {}
+
+    def all(self) -> list[N]:
+        """Return everything, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> N | None:
+        """Return what has this name, if it exists."""
+        return self._by_name.get(name)
+
+    async def _load(self, read: Callable[[Catalog], list[N]]) -> None:
+        async with self._changing:
+            declared = {one.name: one for one in await self._declarations.call(read)}
+            is_new = declared != self._by_name
+            self._by_name = declared
+        if is_new:
+            self._notify()
+
+    async def _delete(self, delete: Callable[[Catalog, N], None], declared: N) -> None:
+        try:
+            await self._declarations.change(delete, declared)
+        finally:
+            # Also if another node was faster.
+            self._by_name.pop(declared.name, None)
 
 
 class CatalogDeclarations(Declarations):

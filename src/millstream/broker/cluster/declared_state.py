@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import uuid
@@ -12,7 +11,7 @@ from typing import Final, Self
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.declarations import Declarations, Holder
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.pipelines.declared import Pipelines
@@ -29,15 +28,12 @@ from millstream.core.tasks import finishing
 ENTITIES_MAX = 10_000
 
 
-class ClientQuotas:
+class ClientQuotas(Holder):
     """Every quota, by the entity it is for."""
 
     def __init__(self, declarations: Declarations) -> None:
-        self._declarations = declarations
+        super().__init__(declarations)
         self._limits: dict[QuotaEntity, dict[str, float]] = {}
-        self._listeners: list[Callable[[], None]] = []
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
 
     async def load(self) -> None:
         """Read the catalog."""
@@ -84,14 +80,6 @@ class ClientQuotas:
             _logger.info("quota changed", extra={"entity": str(entity), "limits": str(limits)})
             self._notify()
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
-        self._listeners.append(listener)
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
-
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +88,7 @@ GROUP_ID_CHARACTERS_MAX: Final = 1024
 _NONE: Final[Mapping[str, int]] = {}
 
 
-class DeclaredGroups:
+class DeclaredGroups(Holder):
     """Every group with settings, whether it has members or not."""
 
     def __init__(self, declarations: Declarations, config: Config) -> None:
@@ -109,11 +97,9 @@ class DeclaredGroups:
             HEARTBEAT: config.group_consumer_heartbeat_ms,
         }
         """What applies to groups without settings."""
-        self._declarations = declarations
+        super().__init__(declarations)
         self._overrides: dict[str, dict[str, str]] = {}
         self._parsed: dict[str, Mapping[str, int]] = {}
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
 
     async def load(self) -> None:
         """Read the catalog."""

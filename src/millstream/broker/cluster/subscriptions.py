@@ -11,7 +11,7 @@ from contextlib import suppress
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.declarations import Declarations, NamedHolder
 from millstream.core.clock import Clock
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
@@ -46,7 +46,7 @@ class _Lookup:
         self.error: CatalogUnavailable | None = None
 
 
-class Subscriptions:
+class Subscriptions(NamedHolder[Subscription]):
     """Every declared subscription, by its name and by its id."""
 
     def __init__(
@@ -56,18 +56,12 @@ class Subscriptions:
         *,
         new_id: Callable[[], UUID] = uuid.uuid4,
     ) -> None:
-        self._declarations = declarations
-        self._clock = clock
-        self._new_id = new_id
+        super().__init__(declarations, clock, new_id=new_id)
         self._check_filter: CheckFilter = lambda _text: None
         self._has_topic: Callable[[str], bool] = lambda _name: False
-        self._by_name: dict[str, Subscription] = {}
         self._by_id: dict[UUID, Subscription] = {}
         self._settings: dict[UUID, SubscriptionSettings] = {}
         self._deleted: dict[UUID, int] = {}
-        self._listeners: list[Callable[[], None]] = []
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
         self._lookup = _Lookup()
 
     def use_filters(self, check: CheckFilter) -> None:
@@ -88,14 +82,6 @@ class Subscriptions:
             self._by_id = {one.subscription_id: one for one in declared}
             self._settings = {one.subscription_id: one.settings for one in declared}
         self._notify()
-
-    def all(self) -> list[Subscription]:
-        """Return every subscription, by name."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
-
-    def get(self, name: str) -> Subscription | None:
-        """Return the subscription with this name, if it exists."""
-        return self._by_name.get(name)
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
         """Return the subscription with this id, if it exists."""
@@ -244,10 +230,6 @@ class Subscriptions:
         self._notify()
         return found
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
-        self._listeners.append(listener)
-
     def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
         """Return the dead letter topic of a subscription that names none: the one it has, or an unused name."""
         others = {settings.dead_letter_topic for one, settings in self._settings.items() if one != subscription_id}
@@ -303,10 +285,6 @@ class Subscriptions:
         for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
             await self._declarations.call(Catalog.forget_deleted_subscription, subscription_id)
             del self._deleted[subscription_id]
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
 
 
 def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
-from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import Declarations
-from millstream.core.clock import Clock
+from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
 from millstream.core.mirror import Mirror, TopicOffsets, check_mirror
 from millstream.core.tasks import finishing
@@ -22,33 +18,12 @@ _logger = logging.getLogger(__name__)
 MIRRORS_MAX: Final = 100
 
 
-class Mirrors:
+class Mirrors(NamedHolder[Mirror]):
     """Every declared mirror, by name."""
-
-    def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
-        self._declarations = declarations
-        self._clock = clock
-        self._new_id = new_id
-        self._by_name: dict[str, Mirror] = {}
-        self._listeners: list[Callable[[], None]] = []
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
 
     async def load(self) -> None:
         """Read the catalog."""
-        async with self._changing:
-            declared = {one.name: one for one in await self._declarations.call(Catalog.mirrors)}
-            is_new = declared != self._by_name
-            self._by_name = declared
-        if is_new:
-            self._notify()
-
-    def all(self) -> list[Mirror]:
-        """Return every mirror, by name."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
-
-    def get(self, name: str) -> Mirror | None:
-        return self._by_name.get(name)
+        await self._load(Catalog.mirrors)
 
     async def find(self, name: str) -> Mirror:
         """Return the mirror of this name, asking the catalog if another node may have just declared it."""
@@ -168,19 +143,7 @@ class Mirrors:
         """Delete a mirror durably; its copies stay as they are."""
         found = await self.find(name)
         async with self._changing:
-            try:
-                await self._declarations.change(Catalog.delete_mirror, found)
-            finally:
-                # Also if another node was faster.
-                self._by_name.pop(name, None)
+            await self._delete(Catalog.delete_mirror, found)
         _logger.info("mirror deleted", extra={"mirror": name})
         self._notify()
         return found
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
-        self._listeners.append(listener)
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
-from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import Declarations
-from millstream.core.clock import Clock
+from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, MillstreamError, PipelineExists, UnknownPipeline
 from millstream.core.job import RUNS_KEPT, JobRun
@@ -74,33 +70,12 @@ _logger = logging.getLogger(__name__)
 PIPELINES_MAX: Final = 1000
 
 
-class Pipelines:
+class Pipelines(NamedHolder[Pipeline]):
     """Every declared pipeline, by name."""
-
-    def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
-        self._declarations = declarations
-        self._clock = clock
-        self._new_id = new_id
-        self._by_name: dict[str, Pipeline] = {}
-        self._listeners: list[Callable[[], None]] = []
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
 
     async def load(self) -> None:
         """Read the catalog."""
-        async with self._changing:
-            declared = {one.name: one for one in await self._declarations.call(Catalog.pipelines)}
-            is_new = declared != self._by_name
-            self._by_name = declared
-        if is_new:
-            self._notify()
-
-    def all(self) -> list[Pipeline]:
-        """Return every pipeline, by name."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
-
-    def get(self, name: str) -> Pipeline | None:
-        return self._by_name.get(name)
+        await self._load(Catalog.pipelines)
 
     def of_group(self, group_id: str) -> str | None:
         """Return the name of the declared pipeline that owns a group, if any."""
@@ -280,18 +255,10 @@ class Pipelines:
         """Delete a pipeline durably."""
         async with self._changing:
             found = await self._declared(name)
-            try:
-                await self._declarations.change(Catalog.delete_pipeline, found)
-            finally:
-                # Also if another node was faster.
-                self._by_name.pop(name, None)
+            await self._delete(Catalog.delete_pipeline, found)
         _logger.info("pipeline deleted", extra={"pipeline": name})
         self._notify()
         return found
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
-        self._listeners.append(listener)
 
     @finishing
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
@@ -311,7 +278,3 @@ class Pipelines:
         if found is None:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")
         return found
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()

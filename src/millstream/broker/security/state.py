@@ -13,7 +13,7 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.declarations import Declarations, Holder
 from millstream.broker.security.audit import AuditTrail
 from millstream.broker.security.authorizer import AclSnapshot
 from millstream.core.acl import Acl, AclFilter, check_principal
@@ -58,19 +58,16 @@ def parse_super_users(text: str) -> frozenset[str]:
     return frozenset(principals)
 
 
-class SecurityState:
+class SecurityState(Holder):
     """Every user, token and access rule."""
 
     def __init__(self, declarations: Declarations, super_users: Iterable[str]) -> None:
-        self._declarations = declarations
+        super().__init__(declarations)
         self._super_users = frozenset(super_users)
         self._credentials: dict[tuple[str, str], ScramCredential] = {}
         self._tokens: dict[str, ApiToken] = {}
         self._refreshing = asyncio.Lock()
         self._refreshed_at = 0.0
-        self._listeners: list[Callable[[], None]] = []
-        # One change of the catalog at a time; readers never wait for it.
-        self._changing = asyncio.Lock()
         self.audit = AuditTrail()
         """Collects sign-ins, denials and changes."""
         self.topic_name: Callable[[UUID], str | None] = lambda _topic_id: None
@@ -136,10 +133,6 @@ class SecurityState:
     def _has_password(self, principal: str) -> bool:
         user = principal.removeprefix(user_principal(""))
         return principal == user_principal(user) and self.credential(user, SCRAM_MECHANISMS) is not None
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each change."""
-        self._listeners.append(listener)
 
     async def change_users(self, put: Iterable[ScramCredential] = (), delete: Iterable[tuple[str, str]] = ()) -> None:
         """Store and remove credentials durably."""
@@ -220,5 +213,4 @@ class SecurityState:
         if declared.acls != self.snapshot.acls:
             # Another object makes every connection decide again, so tokens that come and go keep it.
             self.snapshot = AclSnapshot(declared.acls, self._super_users)
-        for listener in self._listeners:
-            listener()
+        self._notify()
