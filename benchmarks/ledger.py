@@ -33,8 +33,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
-from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START
-from millstream.core.verb import Verb
+from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START, Verb
 from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage

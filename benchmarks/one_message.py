@@ -44,7 +44,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
 
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.messages.codec import request_head, response_body_at
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import (

@@ -21,7 +21,7 @@ from benchmarks.processes import resident_of_tree
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     SETTLE_KEY,

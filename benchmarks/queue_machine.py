@@ -20,8 +20,7 @@ from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import read_snapshot, write_snapshot
 from millstream.core.ids import Offset, PartitionIndex
-from millstream.core.subscription import QueueKey, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import QueueKey, SubscriptionSettings, Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(0))
 RUNS = 5

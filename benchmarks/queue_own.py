@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 from benchmarks.queue_load import Publishers, Run, arguments
 
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     SETTLE_KEY,

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from millstream.client.idempotent_handler import IdempotentHandler as IdempotentHandler
     from millstream.client.idempotent_handler import TransactionalHandler as TransactionalHandler
     from millstream.client.message import Message as Message
+    from millstream.client.message import Receipt as Receipt
     from millstream.client.message import Reject as Reject
     from millstream.client.message import RetryLater as RetryLater
     from millstream.client.message_stream import MessageStream as MessageStream
     from millstream.client.payload import NewMessage as NewMessage
-    from millstream.client.receipt import Receipt as Receipt
     from millstream.client.receipt_book import check_receipts as check_receipts
     from millstream.client.subscriber import Subscriber as Subscriber
     from millstream.client.sync_connection import SyncConnection as SyncConnection

@@ -36,8 +36,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from millstream.cli.local_process import is_free
 from millstream.core.errors import MillstreamError
-from millstream.core.subscription import DELIVERY, EXACTLY_ONCE, LEASE, START
-from millstream.core.verb import Verb
+from millstream.core.subscription import DELIVERY, EXACTLY_ONCE, LEASE, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing import killed_adopt

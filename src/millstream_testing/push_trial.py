@@ -33,8 +33,8 @@ from millstream.core.subscription import (
     LEASE,
     ORDERED,
     START,
+    Verb,
 )
-from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, Record
 from millstream.protocol.wire.client import Client

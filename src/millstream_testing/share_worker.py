@@ -11,7 +11,7 @@ from zlib import crc32
 
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
 
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal, now_ms
 from millstream_testing.subscription_worker import BATCH_MAX, POISON, Task
 

@@ -24,8 +24,7 @@ from itertools import combinations, pairwise
 from math import inf
 from typing import Final
 
-from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, Verb
 from millstream_testing.subscription_history import (
     Call,
     Delivery,

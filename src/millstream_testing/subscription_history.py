@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream_testing.subscription_events import (
     Event,
     ReceiveAnswered,

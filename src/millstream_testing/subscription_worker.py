@@ -11,7 +11,7 @@ import msgspec
 
 from millstream.core.errors import InvalidRecordState, MillstreamError, NotLeader
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal

@@ -17,8 +17,7 @@ from millstream.client.admin import dead_letter
 from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk, Outcome, process_letters
 from millstream.client.admin.topics import delete_topic
 from millstream.core.errors import InvalidRequest, PolicyViolation
-from millstream.core.subscription import ATTEMPTS, EARLIEST, LEASE, START
-from millstream.core.verb import Verb
+from millstream.core.subscription import ATTEMPTS, EARLIEST, LEASE, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine

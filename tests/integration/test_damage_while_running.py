@@ -15,8 +15,7 @@ import pytest
 
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.scan import FRAME_BYTES, Frame, read_frame
-from millstream.core.subscription import FILTER, ORDERED, START
-from millstream.core.verb import Verb
+from millstream.core.subscription import FILTER, ORDERED, START, Verb
 from millstream.embedded import EmbeddedBroker
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch

@@ -29,8 +29,8 @@ from millstream.core.subscription import (
     ORDERED,
     PAUSED,
     START,
+    Verb,
 )
-from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client

@@ -19,12 +19,11 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import Sealing
 from millstream.broker.cluster.broker_settings import BrokerSettings
 from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
-from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
 from millstream.broker.cluster.embedded_store import EmbeddedStore
 from millstream.broker.cluster.last_run import FolderOwner, read_boot_id
 from millstream.broker.cluster.machine_folder import Layout, adopt_known_topics, open_coordination, settle
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.replica_fetcher import WireLinks
 from millstream.broker.cluster.store import CoordinationStore
 from millstream.broker.cluster.subscriptions import Subscriptions

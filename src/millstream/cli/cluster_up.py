@@ -554,7 +554,7 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
     from millstream.broker.cluster import keys
     from millstream.broker.cluster.etcd_address import EtcdAddress
     from millstream.broker.cluster.etcd_store import EtcdStore
-    from millstream.broker.cluster.store_values import NodeRegistration
+    from millstream.broker.cluster.keys import NodeRegistration
     from millstream.core.clock import SystemClock
 
     async def read() -> dict[int, str]:

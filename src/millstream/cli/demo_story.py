@@ -35,9 +35,8 @@ from millstream.client.admin.tailer import Tailer
 from millstream.client.admin.topics import create_topic, find_topic
 from millstream.client.connection import Connection, connect
 from millstream.client.idempotent_handler import TransactionalHandler
-from millstream.client.message import Message
+from millstream.client.message import Message, Receipt
 from millstream.client.payload import NewMessage
-from millstream.client.receipt import Receipt
 from millstream.core.ids import NodeId, Offset
 from millstream.core.pipeline import PipelineKind
 from millstream.core.push import SECRET as PUSH_SECRET

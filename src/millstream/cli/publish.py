@@ -32,8 +32,8 @@ from millstream.core.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from millstream.client.message import Receipt
     from millstream.client.publisher import Publisher
-    from millstream.client.receipt import Receipt
     from millstream.protocol.records.record import NewRecord
     from millstream.protocol.wire.client import Client
 

@@ -65,9 +65,9 @@ from millstream.core.subscription import (
     PAUSED,
     START,
     SubscriptionSettings,
+    Verb,
     shown,
 )
-from millstream.core.verb import Verb
 
 if TYPE_CHECKING:
     from millstream.core.ids import NodeId

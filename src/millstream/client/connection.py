@@ -28,13 +28,12 @@ from typing import Any, Final, Literal, Self, TypedDict, Unpack
 from millstream.client import tracing
 from millstream.client.admin.subscriptions import differences, start_of
 from millstream.client.live_receiver import LiveReceiver
-from millstream.client.message import check_bool, check_integer, check_number, check_pair, check_text
+from millstream.client.message import Receipt, check_bool, check_integer, check_number, check_pair, check_text
 from millstream.client.message_stream import MessageStream, Source
 from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
 from millstream.client.profile import Profile, load_profile
 from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, MESSAGE_ID, Publisher
-from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
 from millstream.core.errors import InvalidRecordState, InvalidRequest, SchemaMismatch
 from millstream.core.ids import message_id
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
@@ -226,3 +226,22 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
 def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else milliseconds(seconds)
+
+
+class Receipt(NamedTuple):
+    """Where a message is stored. Without acknowledgements (`acks=0`) the offset is unknown: -1."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    topic_id: str
+    given_id: str | None = None
+    """The `message-id` header, if the publisher set one."""
+
+    @property
+    def id(self) -> str:
+        """Return the publisher's id of the message, otherwise `topic-id/partition/offset`."""
+        if self.given_id is not None:
+            return self.given_id
+        return f"{self.topic_id}/{self.partition}/{self.offset}"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from millstream.client.receipt import Receipt
+from millstream.client.message import Receipt
 from millstream.core.errors import (
     BatchTooLarge,
     InvalidBatch,

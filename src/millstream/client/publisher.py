@@ -17,10 +17,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from millstream.client.message import check_integer
+from millstream.client.message import Receipt, check_integer
 from millstream.client.node_sender import ACKS_NONE, NodeSender
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity, SharedResult
-from millstream.client.receipt import Receipt
 from millstream.core.backoff import FIRST_S, Backoff, delay_after
 from millstream.core.errors import (
     BrokerUnreachable,

@@ -26,7 +26,7 @@ from typing import BinaryIO, Final, Literal, NamedTuple, Self
 
 import msgspec
 
-from millstream.client.receipt import Receipt
+from millstream.client.message import Receipt
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.core.ids import OffsetRange, message_id
 from millstream.protocol.records.record import Record, decode_records

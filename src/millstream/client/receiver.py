@@ -22,8 +22,7 @@ from millstream.client.settling import RETRIED, Completion, Settlement, Settler
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId
-from millstream.core.subscription import AT_MOST_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client

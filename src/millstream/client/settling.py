@@ -19,7 +19,7 @@ from millstream.client.lease import Lease
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,

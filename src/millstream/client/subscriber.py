@@ -23,7 +23,7 @@ from typing import Any, Final
 from millstream.client import tracing
 from millstream.client.message import Message, Reject, RetryLater, check_number, milliseconds
 from millstream.client.message_stream import Source
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 
 _logger = logging.getLogger(__name__)
 

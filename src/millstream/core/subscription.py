@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any, ClassVar, Final, NamedTuple
 from uuid import UUID
@@ -473,3 +474,14 @@ def _duration_ms(text: str) -> int:
 
 def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Verb(IntEnum):
+    """An acknowledgement; the first four numbers are those of Kafka's acknowledge types."""
+
+    ACCEPT = 1
+    RELEASE = 2
+    REJECT = 3
+    EXTEND = 4
+    RETURN = 5
+    """The worker has not looked at the message: it goes to another one, and this delivery does not count."""

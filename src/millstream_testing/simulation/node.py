@@ -15,11 +15,10 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
-from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.keys import NodeRegistration, PartitionKey
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.plans import Plans
 from millstream.broker.cluster.store import Entry
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.store import LogStore

@@ -17,7 +17,7 @@ from kio.schema.types import ProducerId as WireProducerId
 from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
 from kio.static.primitive import i16, i32, i64
 
-from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.declarations import ProducerIds
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsCall, AddPartitionsToTxn

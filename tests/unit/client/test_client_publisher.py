@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from millstream.client.message import Receipt
 from millstream.client.publisher import Publisher
-from millstream.client.receipt import Receipt
 from millstream.core.errors import (
     BatchTooLarge,
     InvalidRequest,

@@ -22,7 +22,7 @@ from millstream.core.errors import (
     RequestTimedOut,
 )
 from millstream.core.ids import NodeId
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettledRange, SettleRequest
 from millstream.protocol.private.subscriptions import DELIVERY_STATE_KEY, DeliveryStateAnswer
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.client.message import Receipt
 from millstream.client.node_sender import NodeSender
 from millstream.client.partition_queue import NOT_IDEMPOTENT, OutgoingBatch, PartitionQueue, ProducerIdentity
-from millstream.client.receipt import Receipt
 from millstream.core.errors import (
     BatchTooLarge,
     InvalidBatch,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
+from millstream.client.message import Receipt
 from millstream.client.publisher import Publisher
-from millstream.client.receipt import Receipt
 from millstream.core.errors import MillstreamError, PublishFailed
 from millstream.protocol.records.record import NewRecord
 from millstream_testing.producer_ledger import ProducerLedger

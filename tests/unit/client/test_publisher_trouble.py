@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.client.receipt import Receipt
+from millstream.client.message import Receipt
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidBatch,

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.client.receipt import Receipt
+from millstream.client.message import Receipt
 from millstream.client.receipt_book import RECREATED, ReceiptBook, check_book, digest_of, read_book
 from millstream.core.errors import InvalidRequest, NotAuthorized
 from millstream.protocol.wire.client import Client

@@ -24,7 +24,7 @@ from millstream.client.receiver import Receiver
 from millstream.client.settling import AcceptedRanges
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState
 from millstream.core.ids import NodeId, OffsetRange
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import (
     LeasedRange,

@@ -17,7 +17,7 @@ from millstream.client.lease import Lease
 from millstream.client.message import Message, Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
 from millstream.core.errors import InvalidRequest, MillstreamError
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 
 HANG_S = 60
 

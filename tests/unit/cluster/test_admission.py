@@ -10,9 +10,9 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.controller import admit
 from millstream.broker.cluster.election import Term
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import Put
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
 from millstream_testing.clock import ManualClock

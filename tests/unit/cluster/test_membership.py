@@ -9,9 +9,9 @@ import pytest
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.membership import NO_CONTROLLER, Membership, Node
 from millstream.broker.cluster.store import Put
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.ids import NodeId

@@ -11,11 +11,11 @@ import pytest
 from millstream.broker.cluster import startup_checks
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
 from millstream.broker.cluster.store import Put
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CatalogDenied,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
 from millstream.core.config import Config
 from millstream.core.errors import (
     DataFolderInvalid,

@@ -11,7 +11,7 @@ import pytest
 
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, RequestTimedOut, UnknownTopic
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.gateway.api.routes import pulling
 from millstream.gateway.api.routes.pulling import Lease, Verdict, settle
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest

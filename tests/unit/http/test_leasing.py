@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millstream.core.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.gateway.api import leasing as module
 from millstream.gateway.api.leasing import Leasing
 from millstream.gateway.api.record_reader import RecordReader

@@ -16,8 +16,7 @@ import pytest
 
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import Offset
-from millstream.core.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings, Verb
 from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push import endpoint as pace
 from millstream.gateway.push import pusher as pushing

@@ -12,7 +12,7 @@ import pytest
 
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.gateway.push import pusher as settling
 from millstream.gateway.push.pusher import Settler
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import error_code, error_message
 from millstream.core import errors
 from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code
 

@@ -13,10 +13,9 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import Sealing
-from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import Api, PrivateApi
 from millstream.broker.kafka.apis.node_status import NodeState

@@ -24,7 +24,7 @@ from millstream.broker.net.presence import Presence
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import Offset
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 
 ONE = ("group", "one")
 TWO = ("group", "two")

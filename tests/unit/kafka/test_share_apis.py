@@ -17,10 +17,9 @@ from kio.static.primitive import i32Timedelta
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.sealing import Sealing
-from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.declarations import CatalogDeclarations, ProducerIds
 from millstream.broker.cluster.declared_state import ClientQuotas, DeclaredState
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import Api, ClientInfo

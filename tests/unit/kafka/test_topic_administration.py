@@ -16,7 +16,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka import topic_lookup
+from millstream.broker.kafka import api as api_module
 from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
@@ -371,7 +371,7 @@ async def test_the_time_of_a_request_is_that_of_all_it_asks_for(
         begun += 1
         # All that are begun at once have begun when the time passes.
         await asyncio.sleep(0)
-        passed_s += 2 * topic_lookup._S_MAX
+        passed_s += 2 * api_module._DEADLINE_S_MAX
         return topics.get("wide")
 
     monkeypatch.setattr(topics, method, take_all_the_time)

@@ -238,7 +238,7 @@ async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> 
 async def test_each_refusal_of_a_fenced_producer_leaves_a_line(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.kafka.errors")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.api")
     begun = await broker.begin()
     who = begun.producer_id, begun.producer_epoch
     assert await broker.add_to(*who) is ErrorCode.none

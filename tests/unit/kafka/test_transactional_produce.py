@@ -338,13 +338,13 @@ async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: P
 async def test_markers_that_bump_the_epoch_fence_what_comes_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.kafka.errors")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.api")
     async with broker_in(tmp_path) as broker:
         assert await broker.write(0) is ErrorCode.none
         await broker.end(epoch=1, coordinator=3, bumps=True)
         caplog.clear()
         assert await broker.write(1) is ErrorCode.invalid_producer_epoch
-        (line,) = (vars(one) for one in caplog.records if one.name == "millstream.broker.kafka.errors")
+        (line,) = (vars(one) for one in caplog.records if one.name == "millstream.broker.kafka.api")
         assert (line["msg"], line["levelname"], line["transactional_id"]) == ("a producer is fenced", "INFO", "tx")
         assert line["reason"] == f"producer {PRODUCER} has epoch 0, but epoch 1 has written to this partition"
         end = broker.partition.log.end_offset

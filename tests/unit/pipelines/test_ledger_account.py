@@ -14,8 +14,7 @@ from millstream.broker.subscriptions.state_shard import DELTAS, QueueRecord, wri
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite
 from millstream.core.errors import NotLeader
 from millstream.core.ids import Epoch, Offset, OffsetRange
-from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, EXACTLY_ONCE, Verb
 from millstream.pipelines.jobs.ledger.account import Account
 from millstream.pipelines.jobs.ledger.events import decode_events
 from millstream_testing.queue_bench import Workbench, wanted

@@ -21,8 +21,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import Offset, ProducerId
-from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings, Verb
 from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.error_codes import TRANSIENT

@@ -9,8 +9,8 @@ from uuid import UUID
 import numpy as np
 import pytest
 
+from millstream.broker.kafka.api import error_code
 from millstream.broker.kafka.apis.subscription_receive import build_answer
-from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
@@ -32,8 +32,7 @@ from millstream.core.errors import (
     StorageFailure,
 )
 from millstream.core.ids import Offset
-from millstream.core.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings, Verb
 from millstream.protocol.filter.filter import Filter, compile_filter
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records import compression

@@ -33,9 +33,8 @@ from millstream.core.errors import (
     UnknownSubscription,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex, ProducerId
-from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
+from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, Verb, start_key
 from millstream.core.topic import Topic
-from millstream.core.verb import Verb
 from millstream_testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0

@@ -13,8 +13,7 @@ from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.outcomes import MessageState, OutcomeBudget, OutcomeHistory, message_state
 from millstream.core.errors import NotLeader, PolicyViolation
 from millstream.core.ids import Offset
-from millstream.core.subscription import AT_MOST_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream_testing.queue_bench import Workbench, turns, wanted
 
 WAIT_S = 60.0

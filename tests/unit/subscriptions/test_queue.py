@@ -15,8 +15,7 @@ from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_M
 from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState
 from millstream.core.ids import Offset, PartitionIndex
-from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings, Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 NOW_MS = 1_000_000

@@ -31,8 +31,8 @@ from millstream.core.subscription import (
     NO_DEAD_LETTERS,
     QueueKey,
     SubscriptionSettings,
+    Verb,
 )
-from millstream.core.verb import Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 WORKERS = ("share/a", "share/b", "http/c")

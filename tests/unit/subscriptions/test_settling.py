@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
 from millstream.core.ids import Offset, PartitionIndex
-from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings, Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 NOW_MS = 1_000_000

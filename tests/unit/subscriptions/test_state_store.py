@@ -104,7 +104,7 @@ class FakePeers:
         try:
             return await api.handle(request)  # type: ignore[arg-type]
         except MillstreamError as error:
-            from millstream.broker.kafka.errors import error_code
+            from millstream.broker.kafka.api import error_code
 
             return api.response_type(int(error_code(error)), str(error))
 

@@ -8,7 +8,7 @@ from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import POSITION, Settlement
 from millstream.broker.subscriptions.outcomes import trace_message
 from millstream.core.ids import Offset
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace
 from millstream_testing.queue_bench import Workbench, wanted
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE, Verb
 from millstream_testing.subscription_check import check
 from millstream_testing.subscription_events import (
     Leased,

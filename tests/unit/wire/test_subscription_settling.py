@@ -10,7 +10,7 @@ import pytest
 
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId, Offset
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record

@@ -22,11 +22,11 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import FILE_NAME as COORDINATION_NAME
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.keys import topic_from_json, topic_to_json
 from millstream.broker.cluster.last_run import FolderOwner, change_owner
 from millstream.broker.cluster.machine_folder import ADOPTING_NAME, MARK_NAME, Layout, open_coordination
 from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
-from millstream.broker.cluster.store_values import topic_from_json, topic_to_json
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import LOCK_NAME
 from millstream.broker.log.state import read_whole, replace_file

@@ -26,11 +26,10 @@ from millstream.broker.cluster.election import (
     finished,
     move_from_leaving,
 )
-from millstream.broker.cluster.keys import PartitionKey, parse_partition
+from millstream.broker.cluster.keys import NodeRegistration, PartitionKey, parse_partition
 from millstream.broker.cluster.plans import PlanExecution
 from millstream.broker.cluster.reconciliation import Declared, Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock

@@ -15,6 +15,7 @@ from millstream.broker.cluster.store import CoordinationStore, Put
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
+from millstream.core.ids import ProducerId
 
 _logger = logging.getLogger(__name__)
 
@@ -198,3 +199,26 @@ class AnnouncedDeclarations(Declarations):
             raise
         self._announcer.announce(is_certain=True)
         return answer
+
+
+_BLOCK = 1000
+
+
+class ProducerIds:
+    """Hands out producer ids from blocks taken from the catalog."""
+
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
+        self._next = 0
+        self._end = 0
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> ProducerId:
+        """Return a producer id that was never used before."""
+        async with self._lock:
+            if self._next == self._end:
+                first = await self._declarations.call(Catalog.take_producer_ids, _BLOCK)
+                self._next, self._end = first, first + _BLOCK
+            taken = self._next
+            self._next += 1
+            return ProducerId(taken)

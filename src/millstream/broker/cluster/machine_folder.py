@@ -25,13 +25,12 @@ from millstream.broker.cluster.embedded_store import (
     EmbeddedService,
     EmbeddedStore,
 )
-from millstream.broker.cluster.keys import PartitionKey, parse_partition, partition_key
+from millstream.broker.cluster.keys import Deletion, PartitionKey, parse_partition, partition_key, topic_from_json
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun, read_boot_id
 from millstream.broker.cluster.rebuild import Inventory, derive_states, replicas_of
 from millstream.broker.cluster.rebuild import write as write_states
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.store_values import Deletion, topic_from_json
 from millstream.broker.log.files import Files
 from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT_NAME, JOURNAL_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.broker.log.ledger import LEDGER_NAME, LogKey

@@ -17,10 +17,9 @@ from uuid import UUID
 import msgspec
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.keys import PartitionKey, partition_key
+from millstream.broker.cluster.keys import PartitionKey, partition_key, topic_to_json
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
-from millstream.broker.cluster.store_values import topic_to_json
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import Clock

@@ -19,22 +19,20 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Proposal, Term
 from millstream.broker.cluster.keys import (
+    Deletion,
+    Placement,
     deleted_key,
     done_key,
     partition_key,
+    placement_from_json,
     placement_key,
     settings_key,
+    settings_to_json,
     topic_key,
+    topic_to_json,
 )
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Expect, Put
-from millstream.broker.cluster.store_values import (
-    Deletion,
-    Placement,
-    placement_from_json,
-    settings_to_json,
-    topic_to_json,
-)
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.last_run import LastRun
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put, Session
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.errors import ClusterForgotten, NodeIdTaken, RequestTimedOut, StoreUnavailable

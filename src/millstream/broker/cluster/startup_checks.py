@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.registration import cluster_forgotten, node_id_taken
 from millstream.broker.cluster.store import CoordinationStore
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (

@@ -20,10 +20,9 @@ from millstream.broker.cluster import election, keys
 from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
-from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.keys import PartitionKey, Placement, placement_to_json
 from millstream.broker.cluster.reconciliation import Declared, count_domains
 from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.store_values import Placement, placement_to_json
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.retention import DeliveryFloor, LandedFloor, held_bytes
 from millstream.broker.log.store import LogStore

@@ -14,18 +14,19 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.election import Reassignment
-from millstream.broker.cluster.keys import PartitionKey, parse_partition
-from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.plans import PlanHeader, moves_from_json
-from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
-from millstream.broker.cluster.store_values import (
+from millstream.broker.cluster.keys import (
     Deletion,
     NodeRegistration,
+    PartitionKey,
     Placement,
+    parse_partition,
     placement_from_json,
     settings_from_json,
     topic_from_json,
 )
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.plans import PlanHeader, moves_from_json
+from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
 from millstream.core.backoff import Backoff
 from millstream.core.cluster_plan import Move
 from millstream.core.config import DEFAULT_LISTENER

@@ -7,6 +7,7 @@ any version into that one, `handle` answers it, `downgrade` turns the answer bac
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +20,28 @@ import msgspec
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.errors import error_code, error_message, log_fenced
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.reply import Buffers, start
 from millstream.broker.security.changes import Changes, record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import InvalidAssignment, MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.quota import ANONYMOUS
+from millstream.core.topic import Topic
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import Receive, SettleRequest
+from millstream.protocol.wire.error_codes import CODES
 
 if TYPE_CHECKING:
     from millstream.broker.security.gate import Session
     from millstream.broker.security.rights import Rights
+
+_logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
@@ -289,3 +295,103 @@ def refuse_unless_described(header: RequestHeader, client: ClientInfo) -> Buffer
         return None
     refused = f"{client.rights.principal} may not describe the cluster"
     return encode_private(header, Response(error=int(ErrorCode.cluster_authorization_failed), message=refused))
+
+
+# -- error codes and messages of responses; `protocol/wire/error_codes.py` has the table. Anything outside the error tree
+# is a defect of the broker, and clients get UNKNOWN_SERVER_ERROR.
+
+_MESSAGE_LENGTH_MAX: Final = 2000
+"""A message may quote the client's data; at this length it fits into every version's response."""
+
+
+def error_code(error: BaseException) -> ErrorCode:
+    """Find the Kafka code for an error."""
+    for ancestor in type(error).__mro__:
+        if ancestor in CODES:
+            return ErrorCode(CODES[ancestor])
+    return ErrorCode.unknown_server_error
+
+
+def error_message(error: BaseException) -> str:
+    """Return the message for clients; errors outside the tree are not exposed, since they may name internals."""
+    if isinstance(error, MillstreamError):
+        return str(error)[:_MESSAGE_LENGTH_MAX]
+    return "the broker failed to carry out the request; see its log"
+
+
+_FENCED: Final = frozenset({ErrorCode.producer_fenced, ErrorCode.invalid_producer_epoch})
+
+
+def fenced_code(code: ErrorCode, version: int, *, first: int) -> ErrorCode:
+    """PRODUCER_FENCED from version `first` on, INVALID_PRODUCER_EPOCH before; all other codes as they are."""
+    if code is ErrorCode.producer_fenced and version < first:
+        return ErrorCode.invalid_producer_epoch
+    return code
+
+
+def log_fenced(code: ErrorCode, reason: str, client: ClientInfo, *, transactional_id: str | None = None) -> None:
+    """Log a refusal that ends a producer; the reason holds its ids and epochs. Other codes leave no line."""
+    if code in _FENCED:
+        named = {"client": client.address, "client_id": client.client_id, "reason": reason}
+        if transactional_id is not None:
+            named["transactional_id"] = transactional_id
+        _logger.info("a producer is fenced", extra=named)
+
+
+# -- topics and placements that requests name, within the time that a request allows
+
+_DEADLINE_S_MIN: Final = 1.0
+_DEADLINE_S_MAX: Final = 120.0
+
+
+class RequestDeadline:
+    """The end of the time that a request allows for all it asks for; some clients send 0 and expect the usual."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._time = asyncio.get_running_loop().time
+        self._end = self._time() + min(max(timeout.total_seconds(), _DEADLINE_S_MIN), _DEADLINE_S_MAX)
+
+    def left_s(self, what: str) -> float:
+        """The time that is left for a change; raise `RequestTimedOut` if it cannot begin any more."""
+        left = self._end - self._time()
+        if left <= 0:
+            raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")
+        return left
+
+
+def check_replicas(replicas: Sequence[int], membership: Membership) -> None:
+    """Raise `InvalidAssignment` unless the list names nodes of the cluster, each once."""
+    if not replicas:
+        raise InvalidAssignment("the assignment has an empty list of nodes")
+    if len(set(replicas)) < len(replicas):
+        raise InvalidAssignment(f"the assignment names a node twice: {list(replicas)}")
+    known = sorted(node.node_id for node in membership.nodes())
+    for replica in replicas:
+        if replica not in known:
+            raise InvalidAssignment(f"the assignment names node {replica}; the nodes of this cluster are {known}")
+
+
+def check_assignments(assignments: Sequence[Sequence[int]], membership: Membership) -> int:
+    """Check the lists of all partitions and return the replication factor that they agree on."""
+    for replicas in assignments:
+        check_replicas(replicas, membership)
+    factors = {len(replicas) for replicas in assignments}
+    if len(factors) > 1:
+        raise InvalidAssignment(f"the assignment gives partitions different numbers of replicas: {sorted(factors)}")
+    return factors.pop()
+
+
+def topic_named(topics: Topics, name: str) -> Topic:
+    """Find a topic by its name."""
+    topic = topics.get(name)
+    if topic is None:
+        raise UnknownTopic(f"topic {name!r} does not exist")
+    return topic
+
+
+def topic_with_id(topics: Topics, topic_id: UUID) -> Topic:
+    """Find a topic by its id."""
+    topic = topics.by_id(topic_id)
+    if topic is None:
+        raise UnknownTopicId(f"no topic has the id {topic_id}")
+    return topic

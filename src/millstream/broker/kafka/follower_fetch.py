@@ -21,8 +21,7 @@ from uuid import UUID
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import ClientInfo, error_code
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Buffers
 from millstream.broker.net.reply import Promise

@@ -13,7 +13,7 @@ from uuid import UUID
 from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import error_code, error_message
 from millstream.core.errors import InvalidRequest, MillstreamError
 
 _NAME_LENGTH_MAX: Final = 1024

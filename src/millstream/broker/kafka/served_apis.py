@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from millstream.broker.cluster.declarations import ProducerIds
 from millstream.broker.cluster.declared_state import DeclaredState
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.plans import Plans
-from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import LeaderAppender
 from millstream.broker.groups.coordinator import GroupCoordinator

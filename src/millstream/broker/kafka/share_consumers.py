@@ -12,23 +12,21 @@ import msgspec
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, error_code
 from millstream.broker.kafka.apis.subscription_apis import (
     AT_OFFSET,
     SubscriptionForget,
     SubscriptionList,
     SubscriptionSeek,
 )
-from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError, NotLeader, UnknownTopicId
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.subscription import QueueKey, Subscription
+from millstream.core.subscription import QueueKey, Subscription, Verb
 from millstream.core.topic import Topic
-from millstream.core.verb import Verb
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import (
     ForgetSubscriptionRequest,

@@ -13,8 +13,8 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
+from millstream.broker.cluster.declarations import ProducerIds
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers

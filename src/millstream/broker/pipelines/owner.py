@@ -13,8 +13,8 @@ from random import Random
 from typing import Protocol
 
 from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.errors import StoreRefused, StoreUnavailable

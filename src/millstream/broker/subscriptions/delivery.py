@@ -51,8 +51,7 @@ from millstream.core.errors import (
 from millstream.core.heap import trim_after
 from millstream.core.ids import Epoch, Offset
 from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
-from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings, Verb
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
 

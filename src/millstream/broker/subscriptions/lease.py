@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from millstream.core.errors import InvalidRecordState
 from millstream.core.ids import Offset
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 
 
 class DeltaKind(IntEnum):

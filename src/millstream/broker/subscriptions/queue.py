@@ -36,8 +36,7 @@ from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, KeyOrder, Supply
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset
-from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings, Verb
 
 CLOCK_STEP_MS: Final = 1000
 """Smaller steps back of the clock are ignored: everything ends late by at most this."""

@@ -13,8 +13,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import MillstreamError
-from millstream.core.subscription import AT_MOST_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, Verb
 
 NO_QUEUE_WAIT_S: Final = 1.0
 """How long an answer is delayed at most if this node has no queue of the subscription."""

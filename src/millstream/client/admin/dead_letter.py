@@ -41,8 +41,8 @@ from millstream.core.subscription import (
     LETTERS_PREFIX,
     NO_DEAD_LETTERS,
     START,
+    Verb,
 )
-from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import (
     LeasedMessage,
     SubscriptionClient,

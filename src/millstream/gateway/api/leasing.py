@@ -18,7 +18,7 @@ import msgspec
 
 from millstream.core.errors import MillstreamError, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.core.ids import NodeId
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive, ReceiveAnswer

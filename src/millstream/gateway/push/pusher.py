@@ -23,8 +23,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.metric import Histogram
-from millstream.core.subscription import AT_MOST_ONCE
-from millstream.core.verb import Verb
+from millstream.core.subscription import AT_MOST_ONCE, Verb
 from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push.endpoint import Answer, Endpoint, Verdict
 from millstream.gateway.push.event import content_of

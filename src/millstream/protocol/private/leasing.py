@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.private.subscription_messages import (

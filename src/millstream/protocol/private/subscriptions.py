@@ -19,8 +19,7 @@ from millstream.core.errors import (
     UnknownGroup,
 )
 from millstream.core.ids import NodeId, OffsetRange
-from millstream.core.subscription import LETTERS_PREFIX
-from millstream.core.verb import Verb
+from millstream.core.subscription import LETTERS_PREFIX, Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import (

@@ -30,8 +30,7 @@ from kio.schema.add_partitions_to_txn.v5.response import (
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, fenced_code, log_fenced
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, fenced_code, log_fenced
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError

@@ -18,8 +18,7 @@ from kio.schema.alter_client_quotas.v1.response import AlterClientQuotasResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.declared_state import ClientQuotas
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import TIMED_OUT, UPDATE, Users, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError

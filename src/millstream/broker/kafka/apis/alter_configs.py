@@ -16,11 +16,9 @@ from kio.schema.alter_configs.v2.response import AlterConfigsResourceResponse, A
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, topic_named
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE
 from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.broker.security.changes import settings_changed
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.topic import check_topic_name

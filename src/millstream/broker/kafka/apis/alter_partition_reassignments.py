@@ -25,9 +25,16 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import RequestDeadline, check_replicas, topic_named
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    RequestDeadline,
+    check_replicas,
+    error_code,
+    error_message,
+    topic_named,
+)
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import InvalidReplication, MillstreamError

@@ -20,8 +20,7 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.share_consumers import ShareOffsets
 from millstream.broker.security.changes import offsets_changed
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic

@@ -20,8 +20,7 @@ from kio.schema.alter_user_scram_credentials.v0.response import (
 )
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users, carried_out, change_of
 from millstream.broker.security.state import SecurityState

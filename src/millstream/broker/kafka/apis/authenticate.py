@@ -21,8 +21,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from millstream.broker.kafka.api import Need, PrivateApi
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import Need, PrivateApi, error_code
 from millstream.broker.security.audit import HTTP
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import is_api_token, split_token

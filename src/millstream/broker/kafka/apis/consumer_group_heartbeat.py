@@ -33,8 +33,7 @@ from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH, assignment_of
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, error_message
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
 

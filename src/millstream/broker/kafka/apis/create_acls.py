@@ -14,8 +14,7 @@ from kio.schema.create_acls.v3.request import AclCreation, CreateAclsRequest
 from kio.schema.create_acls.v3.response import AclCreationResult, CreateAclsResponse
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import CREATE, TIMED_OUT, Users, acl_change
 from millstream.broker.security.state import SecurityState

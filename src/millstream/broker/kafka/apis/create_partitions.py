@@ -15,12 +15,19 @@ from kio.schema.create_partitions.v3.request import CreatePartitionsRequest, Cre
 from kio.schema.create_partitions.v3.response import CreatePartitionsResponse, CreatePartitionsTopicResult
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.cluster.keys import Placement
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.store_values import Placement
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import RequestDeadline, check_replicas, topic_named
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    RequestDeadline,
+    check_replicas,
+    error_code,
+    error_message,
+    topic_named,
+)
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import (

@@ -21,13 +21,19 @@ from kio.schema.create_topics.v7.response import CreatableTopicConfigs, Creatabl
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i16, i32
 
+from millstream.broker.cluster.keys import Placement
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.store_values import Placement
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    RequestDeadline,
+    check_assignments,
+    error_code,
+    error_message,
+)
 from millstream.broker.kafka.setting_view import topic_settings
-from millstream.broker.kafka.topic_lookup import RequestDeadline, check_assignments
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import CREATE, Users, carried_out, change_of
 from millstream.core.errors import (

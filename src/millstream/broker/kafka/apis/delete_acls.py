@@ -14,9 +14,8 @@ from kio.schema.delete_acls.v3.response import DeleteAclsFilterResult, DeleteAcl
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8
 
-from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.apis.describe_acls import read_filter
-from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import DELETE, Users, acl_change, carried_out
 from millstream.broker.security.state import SecurityState

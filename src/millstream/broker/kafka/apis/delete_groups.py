@@ -17,8 +17,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import GroupId
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import DELETE, Users, carried_out, change_of

@@ -21,8 +21,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation

@@ -21,10 +21,17 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import TopicName
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    RequestDeadline,
+    error_code,
+    error_message,
+    topic_named,
+    topic_with_id,
+)
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.kafka.topic_lookup import RequestDeadline, topic_named, topic_with_id
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import DELETE, Users, carried_out, change_of
 from millstream.core.errors import InvalidRequest, MillstreamError

@@ -16,8 +16,7 @@ from kio.schema.describe_acls.v3.response import AclDescription, DescribeAclsRes
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8
 
-from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.state import SecurityState
 from millstream.core.acl import Acl, AclFilter, Operation, PatternType, Permission, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError

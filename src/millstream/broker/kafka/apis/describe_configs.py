@@ -28,8 +28,7 @@ from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message, topic_named
 from millstream.broker.kafka.setting_view import (
     SettingView,
     cluster_settings,
@@ -38,7 +37,6 @@ from millstream.broker.kafka.setting_view import (
     share_group_settings,
     topic_settings,
 )
-from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.config import Config
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import check_topic_name

@@ -19,8 +19,16 @@ from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import GroupDescription
-from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import (
+    GROUP_OPERATIONS,
+    NO_THROTTLE,
+    NOT_ASKED,
+    Api,
+    ClientInfo,
+    Versioned,
+    error_code,
+    error_message,
+)
 from millstream.core.errors import MillstreamError, UnknownGroup
 
 _FIRST_WITH_UNKNOWN_GROUP: Final = 6

@@ -24,8 +24,7 @@ from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.transactional_offsets import PendingProducer
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.log.transactions import Producer
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NO_EPOCH

@@ -26,8 +26,7 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.share_consumers import UNKNOWN, QueueOffset, ShareOffsets
 from millstream.core.errors import MillstreamError
 

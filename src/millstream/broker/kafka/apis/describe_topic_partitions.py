@@ -26,9 +26,15 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, NOT_ASKED, TOPIC_OPERATIONS, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    NOT_ASKED,
+    TOPIC_OPERATIONS,
+    Api,
+    ClientInfo,
+    error_code,
+    topic_named,
+)
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.partition_state import PartitionState

@@ -21,8 +21,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId, TopicName, TransactionalId
 from kio.static.primitive import TZAware, i16, i32, i32Timedelta
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import TransactionDescription
 from millstream.core.errors import MillstreamError

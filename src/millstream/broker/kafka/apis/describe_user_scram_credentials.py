@@ -16,8 +16,7 @@ from kio.schema.describe_user_scram_credentials.v0.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i32
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.security.state import SecurityState
 from millstream.core.credential import SCRAM_MECHANISMS
 from millstream.core.errors import MillstreamError

@@ -23,9 +23,15 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import RequestDeadline, topic_named
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    RequestDeadline,
+    error_code,
+    error_message,
+    topic_named,
+)
 from millstream.broker.security.audit import Change
 from millstream.broker.security.changes import UPDATE, Users, carried_out, change_of
 from millstream.core.errors import MillstreamError

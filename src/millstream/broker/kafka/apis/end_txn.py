@@ -19,8 +19,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code, fenced_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION, ProducerRef
 from millstream.core.errors import MillstreamError

@@ -25,8 +25,7 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import ClientInfo, error_code
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.segment_slice import SegmentSlice

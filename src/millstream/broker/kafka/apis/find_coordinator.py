@@ -21,8 +21,7 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
 from millstream.protocol.messages.codec import load_response_class

@@ -12,8 +12,7 @@ from kio.schema.heartbeat.v4.response import HeartbeatResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import MemberRef
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import CoordinatorLoading, MillstreamError
 
 

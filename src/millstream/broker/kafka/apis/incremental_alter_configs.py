@@ -32,17 +32,23 @@ from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.declared_state import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, check_needs
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    Api,
+    ClientInfo,
+    check_needs,
+    error_code,
+    error_message,
+    topic_named,
+)
 from millstream.broker.kafka.apis.describe_configs import (
     GROUP_RESOURCE,
     NODE_RESOURCE,
     TOPIC_RESOURCE,
     check_group_name,
 )
-from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.subscription_service import letter_needs
-from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.broker.security.changes import settings_changed
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import Operation, ResourceType

@@ -23,8 +23,7 @@ from kio.schema.init_producer_id.v5.response import InitProducerIdResponse
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code, fenced_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, fenced_code
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.transaction import InitRequest
 from millstream.core.errors import MillstreamError

@@ -18,8 +18,7 @@ from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Joined, JoinRequest
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code
 from millstream.core.errors import GroupFull, GroupNotAuthorized, InvalidRequest, MemberIdRequired, MillstreamError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)

@@ -15,8 +15,7 @@ from kio.schema.leave_group.v5.response import LeaveGroupResponse, MemberRespons
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Leaver, Left
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape

@@ -12,8 +12,7 @@ from kio.schema.list_groups.v5.response import ListedGroup, ListGroupsResponse
 from kio.schema.types import GroupId
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import MillstreamError
 
 

@@ -33,8 +33,7 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NO_EPOCH, NO_OFFSET, NO_TIMESTAMP_MS, Epoch, Offset

@@ -30,9 +30,17 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, NOT_ASKED, TOPIC_OPERATIONS, Api, ClientInfo, cluster_operations
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.broker.kafka.api import (
+    NO_THROTTLE,
+    NOT_ASKED,
+    TOPIC_OPERATIONS,
+    Api,
+    ClientInfo,
+    cluster_operations,
+    error_code,
+    topic_named,
+    topic_with_id,
+)
 from millstream.core.config import DEFAULT_LISTENER
 from millstream.core.errors import (
     CatalogUnavailable,

@@ -25,8 +25,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitAnswer, CommitRequest, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import ClientInfo, error_code
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.security.rights import Rights

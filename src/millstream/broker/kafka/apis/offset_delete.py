@@ -16,8 +16,7 @@ from kio.schema.offset_delete.v0.response import (
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.broker.security.changes import offsets_changed
 from millstream.core.errors import MillstreamError
 

@@ -25,8 +25,7 @@ from kio.static.primitive import i32, i64
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape

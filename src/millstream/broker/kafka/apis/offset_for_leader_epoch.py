@@ -19,8 +19,7 @@ from kio.schema.offset_for_leader_epoch.v4.response import (
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch
 

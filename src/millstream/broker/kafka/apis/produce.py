@@ -37,8 +37,7 @@ from typing import Final, NamedTuple, cast
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo, RefusedBatch
-from millstream.broker.kafka.errors import error_code, log_fenced
+from millstream.broker.kafka.api import ClientInfo, RefusedBatch, error_code, log_fenced
 from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.append import check_records, is_expensive_to_check

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from millstream.broker.coordination.shard import complete
-from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT, error_code, error_message
 from millstream.broker.subscriptions.state_shard import (
     LOAD_KEY,
     WRITE_KEY,

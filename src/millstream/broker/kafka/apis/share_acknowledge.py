@@ -29,8 +29,7 @@ from kio.schema.share_acknowledge.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.share_consumers import (
     CLOSES,
     OPENS,

@@ -39,8 +39,7 @@ from kio.schema.share_fetch.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.share_consumers import (
     CLOSES,

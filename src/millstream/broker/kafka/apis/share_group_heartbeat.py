@@ -26,8 +26,7 @@ from kio.static.primitive import i32
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.share.group import JOIN_EPOCH, LEFT_EPOCH, ShareAnswer, ShareHeartbeat
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import SubscriptionSettings

@@ -16,15 +16,13 @@ from collections.abc import Sequence
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, with_owned_worker
-from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, error_code, error_message, with_owned_worker
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.lease import Origin, Settlement
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import Offset
-from millstream.core.subscription import Subscription
-from millstream.core.verb import Verb
+from millstream.core.subscription import Subscription, Verb
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,

@@ -15,8 +15,7 @@ from kio.schema.sync_group.v5.response import SyncGroupResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import MemberRef, SyncRequest
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code
 from millstream.core.errors import InconsistentProtocol, MillstreamError
 
 _FIRST_WITH_PROTOCOL: Final = 5

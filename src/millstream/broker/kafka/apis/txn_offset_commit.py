@@ -26,8 +26,7 @@ from kio.schema.txn_offset_commit.v5.response import (
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code, log_fenced
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, log_fenced
 from millstream.broker.replication.acknowledgement import TransactionGate
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId

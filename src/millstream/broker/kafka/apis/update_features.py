@@ -17,9 +17,8 @@ from kio.schema.errors import ErrorCode
 from kio.schema.update_features.v2.request import FeatureUpdateKey, UpdateFeaturesRequest
 from kio.schema.update_features.v2.response import UpdateFeaturesResponse
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned, error_code, error_message
 from millstream.broker.kafka.apis.api_versions import Feature, ServedApi, features_of
-from millstream.broker.kafka.errors import error_code, error_message
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape

@@ -29,8 +29,7 @@ from kio.schema.write_txn_markers.v2.response import (
     WriteTxnMarkersResponse,
 )
 
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.api import Api, ClientInfo, error_code
 from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import InvalidRequest, InvalidTopicName, MillstreamError

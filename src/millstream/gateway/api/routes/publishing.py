@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from millstream.client.admin.messages import utc
 from millstream.client.admin.topics import find_topic
-from millstream.client.receipt import Receipt
+from millstream.client.message import Receipt
 from millstream.client.schemas import codecs_of
 from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
 from millstream.core.topic import SCHEMA_SUBJECT_LENGTH_MAX, check_topic_name

@@ -17,7 +17,7 @@ from millstream.client.admin.messages import utc
 from millstream.client.lease import Lease as Delivery
 from millstream.client.settling import Settler
 from millstream.core.errors import MillstreamError, UnknownGroup
-from millstream.core.verb import Verb
+from millstream.core.subscription import Verb
 from millstream.gateway.api.message import Decode, LeasedDocument, decoded_members, held_bytes, members_of
 from millstream.gateway.api.problem import Refused, invalid, status_of
 from millstream.gateway.api.route import Lane, NoFields, Request, Route
