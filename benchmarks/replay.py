@@ -27,12 +27,12 @@ from benchmarks.report import Table
 from confluent_kafka import Producer
 from rich.console import Console
 
-from millstream.core.event_time import EventTime
+from millstream.core.payload_columns import EventTime
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.jobs.replay import Replay, ReplayOrder
 from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
-from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.ranges import Range
 from millstream_testing.command import CommandLine

@@ -12,12 +12,11 @@ import deltalake
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, file_schema
 from millstream.pipelines.lake.rewriting import FileWork
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable, TopicPartition
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.table_file import ActiveFile, Written
 
 TOPIC: Final = "3f2b8c1e-0000-4000-8000-000000000001"
 LANDED: Final = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)

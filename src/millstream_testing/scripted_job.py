@@ -14,8 +14,8 @@ from typing import Any
 
 from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.pipeline import JobSettings, PipelineKind
+from millstream.pipelines.runtime.driver_messages import JobEvent, JobOrder, Pipes
 from millstream.pipelines.runtime.fault import Fault
-from millstream.pipelines.runtime.job_messages import JobEvent, JobOrder, Pipes
 
 HANG_S = 3600.0
 

@@ -39,7 +39,7 @@ from millstream.pipelines.jobs.land.file_tasks import FileTasks
 from millstream.pipelines.jobs.land.job import LandJob, make_job
 from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.jobs.land.upsert import UpsertJob
-from millstream.pipelines.lake import compaction
+from millstream.pipelines.lake import rewriting
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.keyed_table import BucketMerge
 from millstream.pipelines.lake.rewriting import Look, Rewrite
@@ -126,7 +126,7 @@ def plant(fault: str, folder: str) -> None:
         has_quarantine = lambda *_, metadata=None, **__: metadata is not None  # noqa: E731
         DeltaLog.commit = dying(DeltaLog.commit, after=True, when=has_quarantine)  # type: ignore[method-assign]
     elif fault.endswith("-compaction"):
-        compaction._replaced = dying(compaction._replaced, after=fault.startswith("after"))
+        rewriting._replaced = dying(rewriting._replaced, after=fault.startswith("after"))
     elif fault == "before-merge":
         UpsertJob._merge = dying(UpsertJob._merge, after=False)  # type: ignore[method-assign]
     elif fault == "after-commit":

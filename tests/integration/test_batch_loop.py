@@ -18,7 +18,7 @@ from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, stream_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
+from millstream.pipelines.jobs.transform.job import StreamLoop
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.protocol.private.transactions import GroupMember
 from millstream_testing.server import Server

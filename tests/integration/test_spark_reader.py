@@ -15,9 +15,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from millstream.core.errors import FilterError, LostData
 from millstream.pipelines.source.options import read_options
+from millstream.pipelines.source.reader import TopicStreamReader
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.pipelines.source.source import MillstreamSource
-from millstream.pipelines.source.stream_reader import TopicStreamReader
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 

@@ -404,7 +404,7 @@ class Broker:
         return stores
 
     async def _enter(self, stores: _Stores, etcd: str) -> None:
-        from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
+        from millstream.broker.cluster.registration import NodeIdentity, StartupChecks
 
         config, random = self._config, SystemRandom()
         claim = NodeIdentity(

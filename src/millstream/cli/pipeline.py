@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -11,11 +11,12 @@ from uuid import NAMESPACE_OID, uuid5
 
 import typer
 
-from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
+from millstream.cli import pipeline_rule, pipeline_run
 from millstream.cli.connection import ask, ask_pipelines
 from millstream.cli.options import (
     COMMON,
     Common,
+    IfMissing,
     Noun,
     Settings,
     Unset,
@@ -36,11 +37,13 @@ from millstream.cli.output import (
     print_settings,
     print_table,
 )
-from millstream.cli.pipeline_options import Name, flags_not_for
+from millstream.cli.pipeline_options import Flags, Name, flags_not_for
+from millstream.cli.pipeline_rule import read_rules
 from millstream.cli.pipeline_run import ByHand, Folder, Master, Memory, look_up, refuse_without_spark
-from millstream.core.errors import InvalidPipeline
+from millstream.core.errors import InvalidPipeline, PipelineExists
 from millstream.core.job import code_hash
-from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS, Pipeline, PipelineKind
+from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS, Pipeline, PipelineKind, check_pipeline
+from millstream.core.pipeline_rules import check_rules
 from millstream.core.setting import HIDDEN
 from millstream.pipelines.jobs.error_reason import headline
 
@@ -120,8 +123,6 @@ app = Noun(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
     no_args_is_help=True,
 )
-app.add_typer(pipeline_create.app, name="create")
-app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(spread(pipeline_run.run, without=flags_not_for(None)))
 app.command("backfill")(backfill)
 app.command("requarantine")(requarantine)
@@ -365,3 +366,70 @@ def _shown(key: str, value: Any) -> Any:
     if key == "error":
         return headline(value) or None
     return value
+
+
+create_app = Noun(
+    help="Create a pipeline that lands, transforms or routes messages, or runs a program, and start it.",
+    no_args_is_help=True,
+)
+
+Stopped = Annotated[bool, typer.Option("--stopped", help="Create it stopped; start it later with pipeline start.")]
+
+
+_KINDS: Final = {
+    PipelineKind.LAND: "Turn topics into tables, and keep them up to date, every message exactly once.",
+    PipelineKind.TRANSFORM: "Write the rows of a SQL statement over topics to a topic, exactly once.",
+    PipelineKind.ROUTE: "Write messages to topics according to rules, exactly once; millstream pipeline rule changes "
+    "the rules.",
+    PipelineKind.JOB: "Run your own PySpark program: once, at an interval, on a schedule, or continuously.",
+    PipelineKind.LEDGER: "Land the events of subscriptions with --ledger in a table, exactly once, and audit them "
+    "every night.",
+}
+
+
+def _command(kind: PipelineKind) -> Callable[..., None]:
+    def create(
+        name: Name, flags: Flags, stopped: Stopped = False, if_missing: IfMissing = False, common: Common = COMMON
+    ) -> None:
+        notes = _declare(name, kind, flags, common, stopped=stopped, if_missing=if_missing)
+        text = _outcome(one_line(name), kind, is_new=notes is not None, stopped=stopped)
+        document = {"pipeline": name, "kind": kind, "created": notes is not None}
+        print_noted(document, text, notes or (), as_json=common.as_json)
+
+    return spread(create, without=flags_not_for(kind))
+
+
+for _kind, _text in _KINDS.items():
+    create_app.command(_kind.value, help=_text)(_command(_kind))
+app.add_typer(create_app, name="create")
+app.add_typer(pipeline_rule.app, name="rule")
+
+
+def _outcome(name: str, kind: PipelineKind, *, is_new: bool, stopped: bool) -> str:
+    if not is_new:
+        return f"Pipeline {name} already exists."
+    if stopped:
+        return f"Created pipeline {name}; start it with: millstream pipeline start {name}"
+    if kind is PipelineKind.JOB:
+        return f"Created job {name}; see its runs with: millstream pipeline runs {name}"
+    return f"Created pipeline {name}; check its progress with: millstream pipeline describe {name}"
+
+
+def _declare(
+    name: str, kind: PipelineKind, flags: Flags, common: Common, *, stopped: bool, if_missing: bool
+) -> list[str] | None:
+    """Declare it and return notes; None if it exists."""
+    settings = flags.settings_of(kind)
+    rules = () if flags.rules is None else read_rules(flags.rules)
+    # Errors in it are reported even when no broker answers.
+    check_pipeline(name, kind, settings)
+    check_rules(kind, rules)
+    try:
+        return ask_pipelines(
+            common,
+            lambda pipelines: pipelines.create(name, kind, settings, rules=rules, is_wanted=not stopped),
+        ).notes
+    except PipelineExists:
+        if not if_missing:
+            raise
+        return None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from millstream.pipelines.jobs.job import JobKind, TimeWindow
     from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
-    from millstream.pipelines.runtime.job_messages import JobEvent, JobOrder
+    from millstream.pipelines.runtime.driver_messages import JobEvent, JobOrder
     from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
     from millstream.pipelines.source.access import Access
@@ -305,7 +305,7 @@ def run_job(
     as_json: bool,
 ) -> None:
     """Run a job's program once, in its own process that prints here; a dry run writes nothing."""
-    from millstream.pipelines.runtime.job_messages import JobOrder
+    from millstream.pipelines.runtime.driver_messages import JobOrder
 
     if is_declared and not dry:
         raise InvalidPipeline(f"job {pipeline.name!r} is run by a node: millstream pipeline trigger {pipeline.name}")
@@ -356,7 +356,7 @@ def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
     """Give the process its order, and return its last word."""
     import msgspec
 
-    from millstream.pipelines.runtime.job_messages import JobEvent, JobReply
+    from millstream.pipelines.runtime.driver_messages import JobEvent, JobReply
 
     if process.stdin is None or process.stdout is None:
         return JobEvent()

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.lease import Lease, NoSettler, read_leased
-from millstream.client.message import Message
+from millstream.client.message import Lease, Message, NoSettler, read_leased
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic

@@ -16,8 +16,7 @@ from operator import attrgetter
 from time import monotonic
 from typing import Final
 
-from millstream.client.lease import Lease, read_leased
-from millstream.client.message import Message
+from millstream.client.message import Lease, Message, read_leased
 from millstream.client.settling import RETRIED, Completion, Settlement, Settler
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
-from millstream.client.lease import Lease
+from millstream.client.message import Lease
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange

@@ -12,10 +12,9 @@ from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
-from millstream.core.event_time import MESSAGE_TIME, EventTime
 from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
-from millstream.core.payload_columns import check_landed, parse_columns
+from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_landed, parse_columns
 from millstream.core.regex import compile_regex
 from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
 from millstream.core.setting import (
@@ -903,7 +902,7 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.JOB: JobSettings,
     PipelineKind.LEDGER: LedgerSettings,
 }
-"""The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`; those
+"""The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline.py`; those
 of users have separate drivers, `pipelines/runtime/job_driver.py`.
 """
 

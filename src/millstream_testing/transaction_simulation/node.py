@@ -25,10 +25,9 @@ from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit, TxnOffsetCommitCall
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.quota_meter import QuotaMeters
-from millstream.broker.kafka.transaction_service import PartitionMarkers
+from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers
 from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError

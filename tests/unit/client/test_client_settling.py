@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from millstream.client.lease import Lease
-from millstream.client.message import Message
+from millstream.client.message import Lease, Message
 from millstream.client.settling import Completion, Settlement, Settler
 from millstream.core.errors import (
     BrokerUnreachable,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.client.lease import Lease, read_leased
-from millstream.client.message import Message
+from millstream.client.message import Lease, Message, read_leased
 from millstream.core.errors import CorruptBatch
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.batch import HEADER_BYTES, read_header, seal_batch

@@ -9,8 +9,8 @@ from uuid import UUID
 
 import pytest
 
-from millstream.client.lease import Lease
 from millstream.client.live_receiver import LiveReceiver
+from millstream.client.message import Lease
 from millstream.core.errors import UnknownTopic
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from millstream.client.connection import Wanted, wanted_settings
-from millstream.client.lease import Lease, read_leased
+from millstream.client.message import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
 from millstream.core.ids import message_id

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from millstream.client import receiver as module
 from millstream.client import settling
-from millstream.client.lease import Lease
+from millstream.client.message import Lease
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.client.settling import AcceptedRanges

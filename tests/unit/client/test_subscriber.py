@@ -13,8 +13,7 @@ import pytest
 
 from millstream.client import subscriber as module
 from millstream.client.idempotent_handler import IdempotentHandler
-from millstream.client.lease import Lease
-from millstream.client.message import Message, Reject, RetryLater
+from millstream.client.message import Lease, Message, Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import Verb

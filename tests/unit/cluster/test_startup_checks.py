@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.broker.cluster import startup_checks
+from millstream.broker.cluster import registration
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.keys import NodeRegistration
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
+from millstream.broker.cluster.registration import NodeIdentity, StartupChecks
 from millstream.broker.cluster.store import Put
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
@@ -197,7 +197,7 @@ async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
 
 
 async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_checks, "CATALOG_S_MAX", 0.01)
+    monkeypatch.setattr(registration, "CATALOG_S_MAX", 0.01)
     scene = Scene(MINE)
     scene.catalog.moves.clear()
     await scene.knows(cluster_id="id", admitted__2="mine")

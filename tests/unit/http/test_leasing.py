@@ -11,9 +11,9 @@ import pytest
 
 from millstream.core.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.core.subscription import Verb
-from millstream.gateway.api import leasing as module
-from millstream.gateway.api.leasing import Leasing
+from millstream.gateway.api import services as module
 from millstream.gateway.api.record_reader import RecordReader
+from millstream.gateway.api.services import Leasing
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     LeasedRange,

@@ -32,9 +32,8 @@ from millstream.broker.kafka.apis.init_producer_id import InitProducerId
 from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
-from millstream.broker.kafka.transaction_service import PartitionMarkers
+from millstream.broker.kafka.transaction_service import CoordinatorGate, PartitionMarkers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config

@@ -18,7 +18,7 @@ from millstream.core.errors import ColumnMismatch, StalePlan
 from millstream.pipelines.lake.columns import RAW, extended
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written, from_json, to_json
+from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,

@@ -16,9 +16,9 @@ from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.keyed_table import BucketMerge, KeyedTable, merge_result
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, MergeRule
-from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.table import open_table
+from millstream.pipelines.lake.table_file import Written
 from millstream_testing.lake_rows import land
 
 TOPIC = "00000000-0000-0000-0000-000000000001"

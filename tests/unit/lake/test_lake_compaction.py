@@ -14,14 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.pipelines.lake import compaction
-from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake import rewriting
 from millstream.pipelines.lake.columns import RAW, extended
-from millstream.pipelines.lake.compaction import Compacted
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.rewriting import Compacted
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
 
 HOUR_OVER = LANDED + timedelta(hours=1)
@@ -102,18 +101,18 @@ def test_two_compactions_at_once_and_an_append(table: DeltaTable, storage: Stora
 def test_a_compaction_that_comes_late_replaces_nothing(
     table: DeltaTable, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewritten = compaction._rewritten
+    rewritten = rewriting._rewritten
 
     def meanwhile(
         log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
     ) -> list[Written]:
         written = rewritten(log, files, schema, progress)
         with monkeypatch.context() as patched:
-            patched.setattr(compaction, "_rewritten", rewritten)
+            patched.setattr(rewriting, "_rewritten", rewritten)
             assert DeltaTable(storage).compact(before=HOUR_OVER).files_after == 1
         return written
 
-    monkeypatch.setattr(compaction, "_rewritten", meanwhile)
+    monkeypatch.setattr(rewriting, "_rewritten", meanwhile)
     assert table.compact(before=HOUR_OVER) == Compacted()
     assert delta_rows(storage) == everything()
 

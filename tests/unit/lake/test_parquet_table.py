@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.compaction import Compacted
 from millstream.pipelines.lake.parquet_table import ParquetTable
+from millstream.pipelines.lake.rewriting import Compacted
 from millstream.pipelines.lake.storage import Storage
 from millstream_testing.lake_rows import (
     LANDED,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.event_time import EventTime
+from millstream.core.payload_columns import EventTime
 from millstream.core.pipeline import LandSettings
 from millstream.pipelines.jobs.land import event_time
 from millstream.pipelines.jobs.land.event_time import EventFolders, EventTimeRule, event_times

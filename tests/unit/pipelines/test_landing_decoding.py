@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import column_of, field_of, grown, payload_fields, table_schema, type_of
 from millstream.pipelines.jobs.land.job import given_fields, merge_schema
-from millstream.pipelines.lake.column_path import narrower
+from millstream.pipelines.lake.columns import narrower
 
 FIELDS = pa.schema(
     [

@@ -12,8 +12,7 @@ import pytest
 
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.plan import PartitionPlan
-from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.sources import PartitionPlan, Source
 from millstream.pipelines.jobs.land.task import Report
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.delta_table import DeltaTable

@@ -21,12 +21,10 @@ from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
 from millstream.pipelines.jobs.land.inference import column_of, payload_fields
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
-from millstream.pipelines.jobs.land.plan import plans
-from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.sources import Source, plans
 from millstream.pipelines.jobs.land.task import Landing
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.opening import open_table
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream_testing.lake_rows import in_this_process
 
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"

@@ -15,7 +15,7 @@ from millstream.pipelines.jobs.land import duplicates
 from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated
 from millstream.pipelines.jobs.land.task import Report, from_rows, to_arrow
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.table_file import Written
 
 NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))

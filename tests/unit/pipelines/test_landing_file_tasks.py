@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
-from millstream.pipelines.jobs.land.plan import FILE_BYTES
-from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.jobs.land.sources import FILE_BYTES
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table_file import ActiveFile
 from millstream_testing.lake_rows import LANDED
 
 

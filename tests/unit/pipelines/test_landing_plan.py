@@ -7,8 +7,15 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN, PartitionPlan, plans, tasks, topic_ranges
-from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.sources import (
+    FILE_BYTES,
+    TASK_BYTES_MIN,
+    PartitionPlan,
+    Source,
+    plans,
+    tasks,
+    topic_ranges,
+)
 from millstream.pipelines.source.ranges import Range
 
 

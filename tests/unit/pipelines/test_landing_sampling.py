@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.pipelines.jobs.land.sampling import SAMPLE_ALL_MAX, decide, sample_ranges
+from millstream.pipelines.jobs.land.inference import SAMPLE_ALL_MAX, decide, sample_ranges
 from millstream.pipelines.source.ranges import Range
 
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from millstream.client.admin.groups import describe_group
 from millstream.core.errors import UnknownGroup
 from millstream.core.pipeline import GROUP_PREFIX
+from millstream.pipelines.runtime.child import LeftoverGroups
 from millstream.pipelines.runtime.claim import Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT
-from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
 from millstream.pipelines.source.link import Link
 from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.core.errors import CorruptState
-from millstream.pipelines.jobs.transform.stream_loop import Ends, StreamCheckpoint, read_offsets
+from millstream.pipelines.jobs.transform.job import Ends, StreamCheckpoint, read_offsets
 
 
 def begin(folder: Path, number: int, *sources: Ends | None) -> None:

@@ -12,8 +12,8 @@ import pytest
 from millstream.core.errors import IllegalGeneration, MillstreamError, ProducerFenced
 from millstream.core.ids import ProducerId
 from millstream.pipelines.jobs.batch_loop import BatchLoop
-from millstream.pipelines.jobs.transform import stream_loop as stream_writing
-from millstream.pipelines.jobs.transform.stream_loop import Ends, StreamCheckpoint, StreamWriting
+from millstream.pipelines.jobs.transform import job as stream_writing
+from millstream.pipelines.jobs.transform.job import Ends, StreamCheckpoint, StreamWriting
 from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.options import WriteOptions
 from millstream.protocol.private.transactions import TransactionalProducer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from millstream.broker.kafka.transaction_service import CoordinatorGate
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_sender import MarkerRoutes, MarkerSender
 from millstream.broker.transactions.transaction import Initialized, InitRequest, Member, ProducerRef, TransactionFilter
 from millstream.core.clock import SystemClock

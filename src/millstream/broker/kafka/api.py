@@ -297,7 +297,7 @@ def refuse_unless_described(header: RequestHeader, client: ClientInfo) -> Buffer
     return encode_private(header, Response(error=int(ErrorCode.cluster_authorization_failed), message=refused))
 
 
-# -- error codes and messages of responses; `protocol/wire/error_codes.py` has the table. Anything outside the error tree
+# -- error codes and messages of responses; `protocol/wire/error_codes.py` has the table. Whatever is outside the tree
 # is a defect of the broker, and clients get UNKNOWN_SERVER_ERROR.
 
 _MESSAGE_LENGTH_MAX: Final = 2000

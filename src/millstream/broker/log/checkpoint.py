@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.journal import Capture, sync_folders, sync_segments
 from millstream.broker.log.ledger import Ledger
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import (
@@ -22,7 +23,6 @@ from millstream.broker.log.segment import (
     segment_path,
 )
 from millstream.broker.log.state import FORMAT, LogState, encode_state
-from millstream.broker.log.sync import Capture, sync_folders, sync_segments
 
 _logger = logging.getLogger(__name__)
 

@@ -44,9 +44,9 @@ from millstream.protocol.private.mirror_messages import (
     QueueKeyMessage,
     QueueSnapshot,
 )
+from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.group_offsets import commit_offsets, committed_by_group, list_groups
-from millstream.protocol.wire.topic_configs import topic_configs
 
 if TYPE_CHECKING:
     from millstream.broker.mirror.service import MirrorRun

@@ -12,7 +12,7 @@ from millstream.core.mirror import MirrorSettings
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import OFFER_KEY
-from millstream.protocol.wire.acls import describe_acls
+from millstream.protocol.wire.admin_requests import describe_acls
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream.protocol.wire.credentials import Credentials, client_tls

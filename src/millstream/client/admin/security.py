@@ -32,7 +32,7 @@ from millstream.protocol.private.security_messages import (
     SecretsResponse,
     TokenDescription,
 )
-from millstream.protocol.wire.acls import describe_acls, filter_fields
+from millstream.protocol.wire.admin_requests import describe_acls, filter_fields
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 

@@ -12,11 +12,11 @@ from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.setting import suggestion
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
+from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED
-from millstream.protocol.wire.topic_configs import topic_configs
 
 if TYPE_CHECKING:
     from millstream.client.admin.node_status import DamagedOffsets
@@ -34,7 +34,7 @@ async def describe_topic(
     """Return a topic's partitions, offsets, settings and damage, which takes the whole status of its leaders."""
     from millstream.client.admin.node_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds
-    from millstream.protocol.wire.topic_configs import topic_configs
+    from millstream.protocol.wire.admin_requests import topic_configs
 
     topic = await find_topic(client, name, advice=advice)
     bounds, configs = await asyncio.gather(

@@ -3,21 +3,226 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import Final
 
+import msgspec
+
 from millstream.client.publisher import Publisher
-from millstream.gateway.api.leasing import Leasing
+from millstream.core.errors import MillstreamError, NotFound, QuotaExceeded, RequestTimedOut
+from millstream.core.ids import NodeId
+from millstream.core.subscription import Verb
 from millstream.gateway.api.problem import RETRY_S, Refused
-from millstream.gateway.api.record_reader import RecordReader
+from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import REQUESTS_MAX, Pressure
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.leasing import LeaseRequests
+from millstream.protocol.private.subscription_messages import Receive, ReceiveAnswer
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, remaining
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 from millstream.protocol.wire.node_status import BrokerStatus
+
+_logger = logging.getLogger(__name__)
+
+NODES_S: Final = 1.0
+"""How long the list of nodes is cached."""
+
+PAUSE_S: Final = 0.1
+ANSWER_S: Final = 15.0
+GIVE_BACK_S: Final = 5.0
+HUNG_S: Final = 10.0
+"""How long a node that did not answer in time is asked after all others."""
+_PASSING: Final = (*TRANSIENT, RequestTimedOut)
+
+
+class Leasing:
+    """Leases messages of subscriptions from the nodes that lead their partitions; returns those no client received.
+
+    A node answers once it has messages, so while a client waits all nodes are asked at once, each on a connection of
+    its own. As soon as one has answered, the requests to the others are cancelled, and what they have leased by then is
+    returned.
+    """
+
+    def __init__(self, client: Client, reader: RecordReader) -> None:
+        self._client = client
+        self._reader = reader
+        self._subscriptions = SubscriptionClient(client)
+        self._requests = LeaseRequests()
+        self._nodes: list[NodeId] = []
+        self._known_until = 0.0
+        self._hung_until: dict[NodeId, float] = {}
+        self._turn = 0
+
+    async def receive(self, request: Receive) -> list[LeasedMessage]:
+        """Lease messages, waiting for some if there are none now; raise if no node could be asked."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.wait_ms / 1000
+        nodes = await self._all_nodes()
+        messages: list[LeasedMessage] = []
+        refused: list[MillstreamError] = []
+        if len(nodes) > 1 or not request.wait_ms:
+            nodes, at_once = self._in_turn(nodes), msgspec.structs.replace(request, wait_ms=0)
+            messages = await self._confirmed(request, await self._at_once(nodes, at_once, refused))
+        while not messages and (left_s := deadline - loop.time()) > 0:
+            asked_at = loop.time()
+            waiting = msgspec.structs.replace(request, wait_ms=int(left_s * 1000) + 1)
+            nodes = await self._all_nodes()
+            refused.clear()
+            messages = await self._confirmed(request, await self._first(nodes, waiting, refused))
+            if not messages and loop.time() - asked_at < PAUSE_S:
+                # Leaders may have moved: the nodes answered at once that they have nothing.
+                self._nodes = []
+                await asyncio.sleep(min(PAUSE_S, left_s))
+        if not messages and refused:
+            throttled = next((error for error in refused if isinstance(error, QuotaExceeded)), None)
+            if throttled is not None or len(refused) == len(nodes):
+                self._nodes = []
+                raise throttled or refused[0]
+        return messages
+
+    async def close(self) -> None:
+        """Return messages that arrive late, for requests whose clients have gone."""
+        await self._requests.close()
+
+    async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
+        """Return messages that never reached the client they were leased for; that does not count as a delivery.
+
+        Leases that cannot be returned expire.
+        """
+        if messages:
+            with suppress(MillstreamError, TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
+
+    async def _confirmed(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
+        """Keep the messages whose leases still hold, however long the answers were on their way."""
+        try:
+            return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
+        except asyncio.CancelledError:
+            await self.give_back(request.subscription, request.worker, messages)
+            raise
+
+    async def _at_once(
+        self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
+    ) -> list[LeasedMessage]:
+        """Ask one node after the other for messages that are available, up to the limits of the request."""
+        messages: list[LeasedMessage] = []
+        wanted = 0
+        try:
+            for node in nodes:
+                rest = remaining(request, messages)
+                if rest is None:
+                    break
+                try:
+                    messages += await self._from(node, rest)
+                except (QuotaExceeded, *_PASSING) as error:
+                    refused.append(error)
+            wanted = _fitting(messages, request)
+        finally:
+            # Surplus, or all of it when the client has gone or another node refuses.
+            await self.give_back(request.subscription, request.worker, messages[wanted:])
+        return messages[:wanted]
+
+    def _in_turn(self, nodes: Sequence[NodeId]) -> list[NodeId]:
+        """Rotate the nodes, leaving out those that hang unless all do."""
+        now = asyncio.get_running_loop().time()
+        self._hung_until = {node: until for node, until in self._hung_until.items() if now < until}
+        self._turn += 1
+        first = self._turn % len(nodes)
+        turned = [*nodes[first:], *nodes[:first]]
+        return [node for node in turned if node not in self._hung_until] or turned
+
+    async def _first(
+        self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
+    ) -> list[LeasedMessage]:
+        """Ask all nodes at once and return the first messages; nothing if none has any."""
+        asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
+        is_wanted = False
+        messages: list[LeasedMessage] = []
+        try:
+            for answered in asyncio.as_completed(asking):
+                try:
+                    if await answered:
+                        break
+                except (QuotaExceeded, *_PASSING) as error:
+                    refused.append(error)
+            is_wanted = True
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+            received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
+            messages += chain.from_iterable(received)
+            wanted = _fitting(messages, request) if is_wanted else 0
+            # Surplus, or all of it when the client has gone.
+            await self.give_back(request.subscription, request.worker, messages[wanted:])
+        return messages[:wanted]
+
+    async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
+        pool = await self._client.pool_for(node)
+        try:
+            leased = await self._requests.ask(pool, request, timeout_s=ANSWER_S + request.wait_ms / 1000)
+        except RequestTimedOut:
+            self._hung_until[node] = asyncio.get_running_loop().time() + HUNG_S
+            raise
+        answer = leased.answer
+        if answer.error:
+            raise _refused(answer, request.subscription)
+        if (held_back := answer.held_back) is not None:
+            raise held_back
+        try:
+            unpacked = await self._reader.read_leased(node, leased, request.max_bytes)
+        except BaseException:
+            self._requests.give_back(pool, request, answer.partitions)
+            raise
+        await self._settle_rest(request, unpacked)
+        return unpacked.messages
+
+    async def _settle_rest(self, request: Receive, unpacked: ReadRecords) -> None:
+        """Return messages leased beyond the requested bytes, and release those that cannot be read."""
+        name, worker = request.subscription, request.worker
+        try:
+            await self.give_back(name, worker, unpacked.surplus)
+            for message, reason in unpacked.unreadable:
+                extra = {"subscription": name, "partition": f"{message.topic}-{message.partition}"}
+                _logger.warning(
+                    "message cannot be delivered: %s", reason, extra={**extra, "offset": message.record.offset}
+                )
+                with suppress(MillstreamError):
+                    await self._subscriptions.settle(name, worker, [message], Verb.RELEASE, reason=reason)
+        except BaseException:
+            await self.give_back(name, worker, unpacked.messages)
+            raise
+
+    async def _all_nodes(self) -> list[NodeId]:
+        now = asyncio.get_running_loop().time()
+        if not self._nodes or now >= self._known_until:
+            self._nodes = sorted((await self._client.metadata(())).nodes)
+            self._known_until = now + NODES_S
+        return self._nodes
+
+
+def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
+    """Count the messages within the request's limits, at least one; compressed batches hold more than their size."""
+    left_bytes = request.max_bytes
+    for count, message in enumerate(messages[: request.max_records]):
+        left_bytes -= message.size
+        if left_bytes < 0 and count:
+            return count
+    return min(len(messages), request.max_records)
+
+
+def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:
+    error = error_from_code(answer.error, answer.message)
+    return error if answer.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")
+
 
 CLIENT_ID: Final = "millstream-gateway"
 TIMEOUT_S: Final = 15.0

@@ -18,7 +18,7 @@ from typing import Final
 
 from millstream.broker.push_board import PushReport
 from millstream.client import settling
-from millstream.client.lease import Lease
+from millstream.client.message import Lease
 from millstream.core.backoff import Backoff
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId

@@ -23,7 +23,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.pipelines.lake.columns import added_columns, partition_columns
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import BOUNDED, Written
+from millstream.pipelines.lake.table_file import BOUNDED, Written
 
 CONFIGURATION: Final[Mapping[str, str]] = {
     # Checkpoints keep opening a table fast; old commits are deleted once a checkpoint covers them.

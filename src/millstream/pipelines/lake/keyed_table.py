@@ -28,10 +28,7 @@ import pyarrow.parquet as pq
 from deltalake.transaction import RemoveAction
 
 from millstream.core.errors import CorruptState, InvalidSetting, StalePlan
-from millstream.pipelines.lake.active_files import ActiveFile
-from millstream.pipelines.lake.column_path import Place, values_at
-from millstream.pipelines.lake.columns import APPEND_DAY
-from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
+from millstream.pipelines.lake.columns import APPEND_DAY, Place, values_at
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog, added
 from millstream.pipelines.lake.delta_table import DeltaTable, Mark, is_done, next_offset_key, next_offsets
 from millstream.pipelines.lake.merging import (
@@ -49,11 +46,11 @@ from millstream.pipelines.lake.merging import (
     key_hashes,
     tombstone_schema,
 )
-from millstream.pipelines.lake.rewriting import Run
+from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, compact
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
+from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream.pipelines.lake.task_writer import GROUP_BYTES, OpenFile, RowWriter, read_group, row_groups, shaped
-from millstream.pipelines.lake.written_file import Written
 
 BUCKETS: Final = "buckets"
 STAGED: Final = "changes"

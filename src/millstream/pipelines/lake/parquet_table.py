@@ -15,17 +15,14 @@ from typing import Any
 import pyarrow as pa
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
-from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
+from millstream.pipelines.lake.columns import Place
 from millstream.pipelines.lake.delta_log import CONFIGURATION, DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable, landed_since
-from millstream.pipelines.lake.rewriting import Run, first_name
-from millstream.pipelines.lake.scan import Rows
+from millstream.pipelines.lake.delta_table import DeltaTable, Rows, landed_since
+from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, first_name
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
+from millstream.pipelines.lake.table_file import Written
 from millstream.pipelines.lake.task_writer import RowWriter
-from millstream.pipelines.lake.widening import Widening
-from millstream.pipelines.lake.written_file import Written
 
 
 class FallbackFiles:

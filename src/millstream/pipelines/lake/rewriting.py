@@ -1,6 +1,7 @@
-"""Work of tasks on single files of a table whose columns are widened: checking and rewriting them.
+"""Rewrites files of a table: small ones are compacted, and columns are widened.
 
-Both can be pickled, and return a result as text.
+Checking and rewriting single files for a wider column is the work of tasks: both can be pickled, and return a result as
+text.
 """
 
 from __future__ import annotations
@@ -8,22 +9,35 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+import deltalake
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from deltalake.transaction import RemoveAction
 
-from millstream.pipelines.lake.active_files import ActiveFile
-from millstream.pipelines.lake.column_path import Place, values_at
-from millstream.pipelines.lake.columns import file_schema
+from millstream.core.errors import Conflict
+from millstream.pipelines.lake.columns import Place, file_schema, narrower, retyped, values_at
+from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.task_writer import BATCH_ROWS, OpenFile, read_group, row_groups
-from millstream.pipelines.lake.written_file import Written, from_json, to_json
+from millstream.pipelines.lake.table_file import ActiveFile, Written, active_files, from_json, to_json
+from millstream.pipelines.lake.task_writer import (
+    BATCH_ROWS,
+    FILE_BYTES,
+    OpenFile,
+    TaskWriter,
+    ordered,
+    read_group,
+    row_groups,
+)
 
 EXACT_MAX: Final = 2**53
 """Doubles hold every integer up to here."""
@@ -208,3 +222,184 @@ def _farthest(column: pa.Array, way: Place) -> int | None:
     bounds = pc.min_max(values)
     ends = [end for end in (bounds["min"].as_py(), bounds["max"].as_py()) if end is not None]
     return max(ends, key=abs, default=None)
+
+
+SMALL_BYTES: Final = FILE_BYTES // 2
+ROUND_BYTES_MAX: Final = 8 * FILE_BYTES
+ROUND_FILES_MAX: Final = 1000
+COMPACTION_ATTEMPTS_MAX: Final = 100
+
+
+class Compacted(NamedTuple):
+    """The result of a compaction."""
+
+    files_before: int = 0
+    files_after: int = 0
+    rows: int = 0
+
+    def plus(self, other: Compacted) -> Compacted:
+        """Return the sum of both."""
+        return Compacted(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def compact(
+    log: DeltaLog, *, before: datetime, small_bytes: int, progress: Callable[[], None] = lambda: None
+) -> Compacted:
+    """Compact the files of hours that ended before a time; `progress` is called from time to time.
+
+    There is one commit of removes and adds per partition of the table, for exactly the version of the log in which all
+    replaced files were seen. Concurrent compactions replace them once, and files landed meanwhile are left alone.
+    """
+    table = log.refresh()
+    total = Compacted()
+    if table is None:
+        return total
+    schema = log.schema()
+    for files in list(_rounds(list(active_files(table)), before, small_bytes)):
+        written = _rewritten(log, files, schema, progress)
+        if _replaced(log, files, written):
+            total = total.plus(Compacted(len(files), len(written), sum(file.rows for file in written)))
+    return total
+
+
+def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iterator[list[ActiveFile]]:
+    """Yield the small files of a partition of the table and a topic that one commit compacts."""
+    folders: dict[tuple[tuple[tuple[str, str], ...], str], list[ActiveFile]] = defaultdict(list)
+    for file in files:
+        if file.bytes < small_bytes and file.hour_start + timedelta(hours=1) <= before:
+            folders[file.values, file.topic_id].append(file)
+    for _folder, small in sorted(folders.items()):
+        taken: list[ActiveFile] = []
+        for file in sorted(small, key=lambda file: (file.offsets or (0, 0), file.path)):
+            if sum(each.bytes for each in taken) + file.bytes > ROUND_BYTES_MAX or len(taken) >= ROUND_FILES_MAX:
+                yield taken
+                taken = []
+            taken.append(file)
+        if len(taken) > 1:
+            yield taken
+
+
+def _rewritten(
+    log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
+) -> list[Written]:
+    """Write the rows of files, in order, to new ones."""
+    writer = TaskWriter(log.storage, schema, files[0].topic_id, values=dict(files[0].values))
+    source = log.storage.files()
+    try:
+        for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):
+            writer.write(batch)
+            progress()
+        return writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:
+    """Replace files by others; False if one of them is not part of the table any more."""
+    paths = {file.path for file in files}
+    for _attempt in range(COMPACTION_ATTEMPTS_MAX):
+        log.refresh()
+        if not paths <= set(log.paths()):
+            return log.holds(written)
+        now = int(time.time() * 1000)
+        removed = [RemoveAction(file.path, False, now, file.bytes, file.partition_values) for file in files]
+        if log.commit([*removed, *added(written, data_change=False)], {}):
+            return True
+    return log.holds(written)
+
+
+WIDENING_ATTEMPTS_MAX: Final = 20
+_GIB: Final = 1024**3
+
+
+class Widening:
+    """Widens long columns to double: every file is rewritten, and one commit replaces them all.
+
+    Delta has no such type change that today's readers understand. The commit, which also has the new schema, is for
+    exactly the version in which the replaced files were seen. If files were landed or compacted meanwhile, it comes too
+    late: then only the new files are written, and it is tried again.
+    """
+
+    def __init__(self, log: DeltaLog, source: Files, *, run: Run, bytes_max: int, may_be_deleted: bool = False) -> None:
+        self._log = log
+        self._source = source
+        self._run = run
+        self._bytes_max = bytes_max
+        self._may_be_deleted = may_be_deleted
+        self._written: dict[str, list[Written]] = {}
+        """The rewritten files, by the path of the original."""
+
+    def widen(self, places: Sequence[Place]) -> dict[Place, str]:
+        """Make long paths double; return the reasons for those that stay long."""
+        table = self._log.refresh()
+        if table is None:
+            return {}
+        files = list(active_files(table))
+        size = sum(file.bytes for file in files)
+        if size > self._bytes_max:
+            return dict.fromkeys(places, self._too_large(size))
+        refused = self._inexact(files, places)
+        wanted = [place for place in places if place not in refused]
+        if wanted:
+            self._replace(wanted)
+        return refused
+
+    def _too_large(self, size: int) -> str:
+        return (
+            f"its table has {size / _GIB:.1f} GiB, and the limit is {self._bytes_max / _GIB:.1f} GiB: "
+            "raise widen.max.bytes of the pipeline to widen it"
+        )
+
+    def _inexact(self, files: Sequence[ActiveFile], places: Sequence[Place]) -> dict[Place, str]:
+        """Return the paths with numbers that doubles cannot hold, with the reasons."""
+        look = Look(source=self._source, places=tuple(places))
+        refused: dict[Place, str] = {}
+        for found in self._run(look, files).values() if files else ():
+            for place, number in zip(places, numbers_found(found), strict=True):
+                if number is not None:
+                    refused[place] = f"it has {number}, which doubles cannot hold exactly"
+        return refused
+
+    def _replace(self, places: Sequence[Place]) -> None:
+        for _attempt in range(WIDENING_ATTEMPTS_MAX):
+            table = self._log.refresh()
+            if table is None or not self._is_wanted(table, places):
+                # Another run did it, or deleted the table.
+                self._discard(kept=self._log.paths())
+                return
+            files = list(active_files(table))
+            schema = retyped(schema_of(table), places, pa.float64())
+            self._rewrite([file for file in files if file.path not in self._written], schema)
+            present = [new for file in files for new in self._written[file.path]]
+            if self._log.replace_all(present, schema):
+                self._discard(kept=[file.path for file in present])
+                return
+        self._log.refresh()
+        self._discard(kept=self._log.paths())
+        raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers keep committing")
+
+    def _is_wanted(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
+        schema = schema_of(table)
+        return any(narrower(schema, retyped(schema, places, pa.float64())))
+
+    def _rewrite(self, files: Sequence[ActiveFile], schema: pa.Schema) -> None:
+        rewrite = Rewrite(
+            source=self._source, storage=self._log.storage, schema=schema, may_be_deleted=self._may_be_deleted
+        )
+        try:
+            done = self._run(rewrite, files) if files else {}
+        except BaseException:
+            # Files of an earlier attempt were refused, and this one is not tried.
+            self._discard(kept=self._log.paths())
+            raise
+        self._written.update({path: from_json(result) for path, result in done.items()})
+
+    def _discard(self, kept: Sequence[str]) -> None:
+        """Delete written files that are not part of the table: the commit that named them was refused."""
+        held = set(kept)
+        for files in self._written.values():
+            for file in files:
+                if file.path not in held:
+                    self._log.storage.delete(file.path)
+        self._written = {}

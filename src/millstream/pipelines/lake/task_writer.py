@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from millstream.pipelines.lake.active_files import topic_of
 from millstream.pipelines.lake.columns import (
     APPEND_DAY,
     APPEND_HOUR,
@@ -28,7 +27,7 @@ from millstream.pipelines.lake.columns import (
     partition_columns,
 )
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written, has_group_bounds, stats_json
+from millstream.pipelines.lake.table_file import Written, has_group_bounds, stats_json, topic_of
 
 _LOWEST: Final = -(2**62)
 

@@ -10,30 +10,32 @@ import logging
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
+from uuid import UUID
 
 import msgspec
 
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.owner import PipelineOwner
-from millstream.broker.pipelines.report_board import PipelineBoard
+from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport, State
 from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
-from millstream.client.admin.pipelines import storage_in
+from millstream.client.admin.backlog import Backlogs, Reader, reader_of
+from millstream.client.admin.groups import describe_group
+from millstream.client.admin.pipelines import PipelineClient, storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
-from millstream.core.errors import MillstreamError, UnknownPipeline
-from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.core.errors import MillstreamError, UnknownGroup, UnknownPipeline
+from millstream.core.pipeline import GROUP_PREFIX, Pipeline, PipelineKind
 from millstream.pipelines.jobs.installation import missing_packages
-from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
-from millstream.pipelines.runtime.driver_reports import DEATHS_MAX, DriverReports
-from millstream.pipelines.runtime.lag_watch import LagWatch
-from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
-from millstream.pipelines.runtime.spark_session import remove_left_behind
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.spark_session import DIED, remove_left_behind
+from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import child_environment
 
 _logger = logging.getLogger(__name__)
@@ -406,3 +408,306 @@ class PipelineChild(SupervisedChild):
     def _is_parked_here(self, pipeline: Pipeline) -> bool:
         parked = self._parked.get(pipeline.name)
         return parked is not None and parked[0] == pipeline
+
+
+LAG_CLIENT_ID: Final = "millstream-pipeline-lag"
+LAG_LOOK_S: Final = 5.0
+PAUSE_S_MIN: Final = 1.0
+"""The minimum time between measurements, however often something changes."""
+SHARE_MAX: Final = 10
+"""The pause after a slow measurement, as a multiple of its duration."""
+PAUSE_S_MAX: Final = 30.0
+"""The longest pause: a measurement may have been slow because a node did not answer."""
+TIMEOUT_S: Final = 10.0
+
+
+class LagWatch:
+    """Measures the lag of every pipeline at the brokers every few seconds, whether or not it is running.
+
+    The lag in a driver's report is from its last batch; a pipeline that fails, is parked or was stopped reports none.
+    """
+
+    def __init__(
+        self,
+        brokers: str,
+        declared: Callable[[], Sequence[Pipeline]],
+        take: Callable[[Mapping[str, int]], None],
+    ) -> None:
+        """Measure the pipelines that `declared` returns, and pass the lags to `take`."""
+        self._brokers = brokers
+        self._declared = declared
+        self._take = take
+        self._news = asyncio.Event()
+        self._lags: dict[str, int] = {}
+        self._read: dict[tuple[UUID, int], Reader | None] = {}
+        """The readers of each version of a pipeline; statements and rules may be long."""
+
+    def look(self) -> None:
+        """Measure soon, since something has changed."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Measure until cancelled; a background task of the broker."""
+        while True:
+            # No connection is made while no pipeline is declared.
+            while not self._declared():
+                self._lags.clear()
+                await self._wait(None)
+            try:
+                async with Client.connect(self._brokers, client_id=LAG_CLIENT_ID, timeout_s=TIMEOUT_S) as client:
+                    await self._keep_looking(client)
+            except (MillstreamError, OSError) as error:
+                _logger.debug("the lag of pipelines is unknown", extra={"error": str(error)})
+                await asyncio.sleep(LAG_LOOK_S)
+
+    async def _keep_looking(self, client: Client) -> None:
+        backlogs = Backlogs(client)
+        while declared := self._declared():
+            began = time.monotonic()
+            found = await backlogs.lags(self._readers(declared))
+            names = {one.name for one in declared}
+            # The last known lag holds for what could not be measured now.
+            self._lags = {name: lag for name, lag in {**self._lags, **found}.items() if name in names}
+            if self._declared():
+                # Otherwise another node reports by now.
+                self._take(dict(self._lags))
+            took_s = time.monotonic() - began
+            await asyncio.sleep(min(max(PAUSE_S_MIN, took_s * SHARE_MAX), PAUSE_S_MAX))
+            await self._wait(LAG_LOOK_S - PAUSE_S_MIN)
+
+    def _readers(self, declared: Iterable[Pipeline]) -> list[Reader]:
+        known = self._read
+        self._read = {}
+        for one in declared:
+            key = (one.pipeline_id, one.version)
+            self._read[key] = known[key] if key in known else reader_of(one)
+        return [reader for reader in self._read.values() if reader is not None]
+
+    async def _wait(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._news.clear()
+
+
+GROUPS_CLIENT_ID: Final = "millstream-pipeline-groups"
+PAUSE_S: Final = 12.0
+"""Slightly longer than a driver's session."""
+
+
+class LeftoverGroups:
+    """Deletes the groups of deleted pipelines; on every node, since the one that ran them may be gone too.
+
+    A run deletes its pipeline's group when it learns of the deletion, and deleting a pipeline that is not running
+    deletes the group at once. But a driver that was killed stays a member until its session expires.
+    """
+
+    def __init__(self, brokers: str, is_declared: Callable[[str], bool], *, pause_s: float = PAUSE_S) -> None:
+        self._brokers = brokers
+        self._is_declared = is_declared
+        self._pause_s = pause_s
+        self._known: frozenset[str] = frozenset()
+        self._undeclared: set[str] = set()
+        self._news = asyncio.Event()
+
+    def take(self, declared: Iterable[str]) -> None:
+        """Compare with the declared pipelines; missing ones were deleted."""
+        before, self._known = self._known, frozenset(declared)
+        self._undeclared |= before - self._known
+        if self._undeclared:
+            self._news.set()
+
+    async def run(self) -> None:
+        """Delete groups until cancelled; a background task of the broker."""
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(self._pause_s)
+            self._news.clear()
+            try:
+                async with Client.connect(self._brokers, client_id=GROUPS_CLIENT_ID, timeout_s=TIMEOUT_S) as client:
+                    for name in sorted(self._undeclared):
+                        await self._settle(client, name)
+            except (MillstreamError, OSError) as error:
+                _logger.debug("groups of deleted pipelines will be checked again", extra={"error": str(error)})
+            if self._undeclared:
+                self._news.set()
+
+    async def _settle(self, client: Client, name: str) -> None:
+        try:
+            if await self._is_settled(client, name):
+                self._undeclared.discard(name)
+        except MillstreamError as error:
+            # Its coordinator is unavailable; those of other groups may not be.
+            _logger.debug("a group will be checked again", extra={"pipeline": name, "error": str(error)})
+
+    async def _is_settled(self, client: Client, name: str) -> bool:
+        """Whether nothing is left of a deleted pipeline, or its group has another owner."""
+        if self._is_declared(name):
+            return True
+        try:
+            found = await describe_group(client, f"{GROUP_PREFIX}{name}")
+        except UnknownGroup:
+            return True
+        if found.members:
+            # A manual run of an undeclared pipeline keeps its progress.
+            return not all(one.client_id.startswith(DRIVER_CLIENT) for one in found.members)
+        await PipelineClient(client).forget_deleted(name)
+        return True
+
+
+DEATHS_MAX: Final = 3
+
+
+class DriverReports:
+    """What the broker knows of the pipelines that its driver runs, across several drivers.
+
+    A driver counts from its own start; the counts of earlier ones are added here. The pipelines that were running when
+    a driver died are remembered too: three deaths in a row, without a successful step in between, are blamed on the
+    pipeline.
+    """
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._reports: dict[str, PipelineReport] = {}
+        self._earlier: dict[str, PipelineReport] = {}
+        self._kept: frozenset[str] | None = None
+        """The declared pipelines, once known."""
+        self._under_way: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self._failed = ""
+        self._stuck = ""
+        self._ended = ("", 0)
+        self._down_ms = 0
+        """Since when drivers have died without one that reported in between."""
+
+    def apply(self, event: DriverEvent) -> None:
+        if event.reports is not None:
+            reports = {one.name: one for one in event.reports}
+            for name, known in self._reports.items():
+                if name not in reports or _was_restarted(known, reports[name]):
+                    self._keep(known)
+            self._reports = reports
+            self._ended = ("", 0)
+            self._down_ms = 0
+        if event.begun:
+            self._under_way.add(event.begun)
+        if event.ended:
+            self._under_way.discard(event.ended)
+            if event.is_well:
+                del self._deaths[event.ended]
+        if event.failed:
+            self._failed = event.failed
+            self._stuck = event.stuck
+
+    def _keep(self, report: PipelineReport) -> None:
+        """Keep the counts of a run that was stopped, parked or restarted."""
+        if self._kept is None or report.name in self._kept:
+            self._earlier[report.name] = self._with_earlier(report)
+
+    def driver_ended(self, code: int, *, is_death: bool) -> None:
+        """Record the end of the driver; an unexpected one makes the running pipelines suspects.
+
+        A driver that was replaced because of one pipeline has reported it, and the others are not suspected.
+        """
+        under_way, self._under_way = self._under_way, set()
+        reason, self._failed = self._failed, ""
+        stuck, self._stuck = self._stuck, ""
+        if is_death and stuck:
+            self._deaths[stuck] += 1
+        elif is_death:
+            self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
+        if is_death:
+            self._ended = (reason or _end(code), int(time.time() * 1000))
+            self._down_ms = self._down_ms or self._ended[1]
+        for name, report in self._reports.items():
+            total = self._with_earlier(report)
+            self._earlier[name] = self._ended_with(total) if is_death else total
+        self._reports = {}
+
+    def is_suspect(self, name: str) -> bool:
+        """Whether it was running when the last driver died."""
+        return self._deaths[name] > 0
+
+    def blamed(self) -> list[tuple[str, str]]:
+        """Return the pipelines with too many deaths, with the last reason; each once."""
+        found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
+        for name in found:
+            del self._deaths[name]
+        return [(name, self._ended[0]) for name in found]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget pipelines that were deleted."""
+        self._kept = kept = frozenset(names)
+        for known in (self._earlier, self._deaths):
+            for name in [name for name in known if name not in kept]:
+                del known[name]
+
+    def reports(self, due: Iterable[Pipeline], *, is_running: bool, idle_reason: str) -> list[PipelineReport]:
+        """Return a report for each pipeline; one without a driver's report is waiting, with the reason if there is
+        one.
+        """
+        return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
+
+    def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
+        """Return the last reports of pipelines that are not run any more, as far as they ran here."""
+        return [
+            self._with_earlier(
+                PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
+            )
+            for one in declared
+            if one.name in self._earlier
+        ]
+
+    def _report_of(self, pipeline: Pipeline, *, is_running: bool, idle_reason: str) -> PipelineReport:
+        report = self._reports.get(pipeline.name)
+        if report is not None:
+            return self._with_earlier(report)
+        reason, at_ms = self._ended
+        state: State = "starting" if is_running or not reason else "retrying"
+        if idle_reason:
+            state, reason, at_ms = "waiting", idle_reason, int(time.time() * 1000)
+        blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
+        total = self._with_earlier(blank)
+        if not reason:
+            return total
+        return msgspec.structs.replace(total, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
+
+    def _ended_with(self, report: PipelineReport) -> PipelineReport:
+        """Mark a report as restarted because its driver died."""
+        reason, at_ms = self._ended
+        return msgspec.structs.replace(report, restarts=report.restarts + 1, last_error=reason, last_error_ms=at_ms)
+
+    def _with_earlier(self, report: PipelineReport) -> PipelineReport:
+        before = self._earlier.get(report.name)
+        if before is None:
+            return report
+        return msgspec.structs.replace(
+            report,
+            rows=report.rows + before.rows,
+            batches=report.batches + before.batches,
+            restarts=report.restarts + before.restarts,
+            stalls=report.stalls + before.stalls,
+            counts=dict(Counter(report.counts) + Counter(before.counts)),
+            levels={**before.levels, **report.levels},
+            last_error=report.last_error or before.last_error,
+            last_error_ms=report.last_error_ms or before.last_error_ms,
+        )
+
+
+def _was_restarted(known: PipelineReport, report: PipelineReport) -> bool:
+    """Whether a report is of a later run in the same driver, which counts from its own start."""
+    return (report.rows, report.batches, report.restarts, report.stalls) != (
+        max(known.rows, report.rows),
+        max(known.batches, report.batches),
+        max(known.restarts, report.restarts),
+        max(known.stalls, report.stalls),
+    )
+
+
+def _end(code: int) -> str:
+    if code == DIED:
+        return "the driver's Java died: killed, or out of memory; spark.log in the node's data folder may say why"
+    return f"the driver ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"

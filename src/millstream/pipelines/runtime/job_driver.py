@@ -26,9 +26,17 @@ from millstream.core.job import parse_memory
 from millstream.core.log_format import set_up_logging
 from millstream.core.pipeline import Pipeline, PipelineKind, named_texts
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.driver_messages import (
+    DRIVER_CLIENT,
+    LOST,
+    DriverEvent,
+    JobEvent,
+    JobOrder,
+    Options,
+    Pipes,
+    Wanted,
+)
 from millstream.pipelines.runtime.fault import Fault, fault_of
-from millstream.pipelines.runtime.job_messages import LOST, JobEvent, JobOrder, Pipes
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, DEFAULTS_VARIABLE, SAMPLE_VARIABLE
 

@@ -37,10 +37,9 @@ from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipel
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
 from millstream.core.tasks import within
-from millstream.pipelines.runtime.driver_messages import Options
+from millstream.pipelines.runtime.driver_messages import LOST, JobEvent, JobOrder, JobReply, Options
 from millstream.pipelines.runtime.fault import Fault
 from millstream.pipelines.runtime.job_environment import PackagesFailed, install, resolve
-from millstream.pipelines.runtime.job_messages import LOST, JobEvent, JobOrder, JobReply
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WEIGHTS
 from millstream.pipelines.source.access import TOKEN_MS, connection_access
 from millstream.protocol.wire.client import Client

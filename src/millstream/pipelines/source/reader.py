@@ -1,8 +1,9 @@
-"""Topics as a table: the messages that exist when the query is planned, divided into tasks."""
+"""Topics as a table, with the messages that exist when the query is planned, and as a stream; divided into tasks."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,6 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSourceReader,
+    DataSourceStreamReader,
     EqualTo,
     Filter,
     GreaterThan,
@@ -20,14 +22,23 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 
-from millstream.core.errors import LostData
+from millstream.core.errors import LostData, MillstreamError
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import EARLIEST, ByTime, Named, Offsets, ReadOptions
-from millstream.pipelines.source.ranges import Range, admit_tasks, ranges_between, split
+from millstream.pipelines.source.options import EARLIEST, LATEST, ByTime, Named, Offsets, ReadOptions
+from millstream.pipelines.source.ranges import Range, admit_tasks, admitted, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape
 from millstream.pipelines.source.spark_errors import iterate_without_traceback, without_traceback
+from millstream.protocol.wire.group_offsets import commit_offsets
 
 _UNBOUND: Final = 2**63 - 1
 
@@ -247,3 +258,189 @@ def check_start(
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
         for topic, offsets in start.items()
     }
+
+
+PATIENCE_S: Final = 0.5
+"""How long an idle query waits for messages before it asks again."""
+
+
+class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads topics as they grow. Offsets have the form of Spark's Kafka source: by topic and partition."""
+
+    def __init__(self, options: ReadOptions, shape: Shape) -> None:
+        self._options = options
+        self._shape = shape
+        self._until: Offsets | None = None
+        """Where a run that reads only existing messages ends."""
+        self._waited_since = time.monotonic()
+        self._committed: dict[str, Any] | None = None
+
+    # -- what Spark asks on the driver ------------------------------------------------------------------------
+
+    @without_traceback
+    def initialOffset(self) -> dict[str, Any]:
+        """Return where a new query starts."""
+        options, survey = self._options, OffsetResolver(self._options)
+        there = survey.partitions()
+        position = options.starting or LATEST
+        start = survey.resolve(position, there, "starting")
+        if options.reaches_lake:
+            from millstream.pipelines.source.landed_history import LandedHistory
+
+            return to_json(LandedHistory(survey, options).lowered(start, there))
+        return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """Return the limit of a batch."""
+        limit = self._options.offsets_max
+        return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
+
+    @without_traceback
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Record the current end: the run ends there, however much is added meanwhile."""
+        survey = OffsetResolver(self._options)
+        self._until = survey.latest(survey.partitions())
+
+    @without_traceback
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """Return where the next batch ends; everything before its start is done, and committed to the group."""
+        self._commit_to_group(start)
+        begin = from_json(start)
+        end = self._end(begin)
+        if end == begin and self._until is None:
+            OffsetResolver(self._options).wait_for_more(begin, PATIENCE_S)
+            end = self._end(begin)
+        starts = self._with_new(begin, end)
+        if isinstance(limit, ReadMaxRows):
+            end = admitted(starts, end, limit.max_rows)
+        if self._waits_for_more(starts, end):
+            return start
+        self._waited_since = time.monotonic()
+        return to_json(end)
+
+    @without_traceback
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """Return the end of the topics, whatever a batch takes; lag is measured against it."""
+        survey = OffsetResolver(self._options)
+        return to_json(survey.latest(survey.partitions()))
+
+    @without_traceback
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Return the tasks of a batch."""
+        options, survey = self._options, OffsetResolver(self._options)
+        ends = from_json(end)
+        starts = self._with_new(from_json(start), ends)
+        asked: dict[str, dict[int, int]] = {}
+        for one in ranges_between(starts, ends):
+            asked.setdefault(one.topic, {})[one.partition] = one.start
+        landed: list[Range] = []
+        if asked and options.reaches_lake:
+            from millstream.pipelines.source.landed_history import LandedHistory
+
+            landed, asked = LandedHistory(survey, options).taken(asked, ends)
+        there = {topic: list(offsets) for topic, offsets in asked.items()}
+        found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
+        ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
+        pieces = split(
+            [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
+        )
+        return admit_tasks(pieces, options)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Note that Spark has processed everything before."""
+        self._commit_to_group(end)
+
+    # -- what executors do ------------------------------------------------------------------------------------
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one task."""
+        return read_task(partition, self._options, self._shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the driver signs in by: tasks find what they sign in by in their ranges."""
+        return {**self.__dict__, "_options": self._options.for_tasks()}
+
+    # -- how --------------------------------------------------------------------------------------------------
+
+    def _end(self, begin: Offsets) -> Offsets:
+        """Return the available end offsets; never before the start, since partitions do not shrink for a reader."""
+        if self._until is not None:
+            end = self._until
+        else:
+            survey = OffsetResolver(self._options)
+            end = survey.latest(survey.partitions())
+        self._check_partitions_exist(begin, end)
+        merged = {
+            topic: {number: max(offset, begin.get(topic, {}).get(number, 0)) for number, offset in offsets.items()}
+            for topic, offsets in end.items()
+        }
+        # Deleted partitions have been reported; they stay where they were.
+        for topic, offsets in begin.items():
+            merged[topic] = {**offsets, **merged.get(topic, {})}
+        return merged
+
+    def _check_partitions_exist(self, begin: Offsets, end: Offsets) -> None:
+        """Report a topic that was deleted, or ends before the query's position, as lost data."""
+        lost = [
+            (topic, number, end.get(topic, {}).get(number, 0), offset)
+            for topic, offsets in begin.items()
+            for number, offset in offsets.items()
+            if end.get(topic, {}).get(number, 0) < offset
+        ]
+        if not lost:
+            return
+        error = LostData(lost)
+        if self._options.fail_on_data_loss:
+            raise error
+        _logger.warning("%s; failOnDataLoss is false, so the query continues", error)
+
+    def _with_new(self, begin: Offsets, end: Offsets) -> Offsets:
+        """Return starts for every partition: added ones start at their first record."""
+        new = {
+            topic: [number for number in offsets if number not in begin.get(topic, {})]
+            for topic, offsets in end.items()
+        }
+        new = {topic: numbers for topic, numbers in new.items() if numbers}
+        if not new:
+            return begin
+        first = OffsetResolver(self._options).earliest(new)
+        return {topic: {**begin.get(topic, {}), **first.get(topic, {})} for topic in {**begin, **first}}
+
+    def _waits_for_more(self, start: Offsets, end: Offsets) -> bool:
+        """Whether a batch would be too small to be worth it and may still wait."""
+        wished = self._options.offsets_min
+        if wished is None or self._until is not None:
+            return False
+        waited_ms = (time.monotonic() - self._waited_since) * 1000
+        size = sum(map(len, ranges_between(start, end)))
+        return size < wished and waited_ms < self._options.trigger_delay_ms
+
+    def _commit_to_group(self, end: dict[str, Any]) -> None:
+        """Commit progress to a consumer group, for tools that show lag; Spark never reads it."""
+        options = self._options
+        if options.group_id is None or end == self._committed:
+            return
+        offsets = {
+            TopicPartition(topic, PartitionIndex(number)): offset
+            for topic, listed in from_json(end).items()
+            for number, offset in listed.items()
+        }
+        link = OffsetResolver(options).link
+        try:
+            link.call(commit_offsets(link.client, options.group_id, offsets))
+            self._committed = end
+        except MillstreamError as error:
+            _logger.warning("progress was not committed to group %s: %s", options.group_id, error)
+
+
+def to_json(offsets: Offsets) -> dict[str, Any]:
+    """Encode offsets as in Spark's checkpoint."""
+    return {
+        topic: {str(number): offset for number, offset in sorted(listed.items())}
+        for topic, listed in sorted(offsets.items())
+    }
+
+
+def from_json(offsets: dict[str, Any]) -> Offsets:
+    """Decode offsets from a checkpoint."""
+    return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}

@@ -36,8 +36,8 @@ from millstream.protocol.schemas.codec import (
 )
 from millstream.protocol.schemas.formats import COMPILED
 from millstream.protocol.schemas.framing import HEADERS, Framed, read_indexes, unframe
+from millstream.protocol.wire.admin_requests import topic_configs
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.topic_configs import topic_configs
 
 Convert = Callable[[Any], Any]
 PRECISION_MAX: Final = 38

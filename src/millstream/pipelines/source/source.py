@@ -71,9 +71,9 @@ class MillstreamSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return a reader of arriving messages."""
         from millstream.pipelines.source.options import read_options, refuse_ending
+        from millstream.pipelines.source.reader import TopicStreamReader
         from millstream.pipelines.source.shape import shape_of
         from millstream.pipelines.source.sql_table import options_to_read
-        from millstream.pipelines.source.stream_reader import TopicStreamReader
 
         given = options_to_read(schema, self.options)
         refuse_ending(given)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from millstream.client.admin.messages import utc
-from millstream.client.lease import Lease as Delivery
+from millstream.client.message import Lease as Delivery
 from millstream.client.settling import Settler
 from millstream.core.errors import MillstreamError, UnknownGroup
 from millstream.core.subscription import Verb

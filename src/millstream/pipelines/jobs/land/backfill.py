@@ -26,17 +26,15 @@ from millstream.core.pipeline import UPSERT, LandSettings, Pipeline
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.plan import PartitionPlan
-from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.sources import PartitionPlan, Source
 from millstream.pipelines.jobs.land.task import Landing, Report, Work
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.jobs.land.upsert import UpsertJob, keyed
-from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.columns import UNREADABLE_BATCH
 from millstream.pipelines.lake.delta_table import DeltaTable, Mark
 from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table_file import ActiveFile, Written
 from millstream.pipelines.lake.task_writer import BATCH_ROWS
-from millstream.pipelines.lake.written_file import Written
 from millstream.pipelines.source.access import Access
 from millstream.pipelines.source.options import BROKERS, read_options
 

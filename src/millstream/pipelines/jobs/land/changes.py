@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from millstream.core.errors import InvalidSetting
 from millstream.core.pipeline import DEBEZIUM, NO_DECODING, LandSettings
 from millstream.pipelines.jobs.land.inference import column_of
-from millstream.pipelines.lake.column_path import Place, path_text, values_at
+from millstream.pipelines.lake.columns import Place, path_text, values_at
 from millstream.pipelines.lake.merging import DELETED, KEY, ORDER, canonical_keys
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import Filter, compile_filter

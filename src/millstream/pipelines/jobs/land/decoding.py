@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from millstream.pipelines.jobs.land.inference import dropped_fields, grown, grown_by, joined_schemas, type_of
-from millstream.pipelines.lake.column_path import ELEMENT, Place, path_text, retyped
+from millstream.pipelines.lake.columns import ELEMENT, Place, path_text, retyped
 from millstream.pipelines.source.rows import NESTING_MAX, is_text_too_deep, is_too_deep
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.table_file import Written
 
 SAMPLED: Final = 100
 """The number of messages per partition in the sample."""

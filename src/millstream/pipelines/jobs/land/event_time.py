@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.core.event_time import HOUR, EventTime
-from millstream.pipelines.lake.column_path import values_at
-from millstream.pipelines.lake.columns import EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR
+from millstream.core.payload_columns import HOUR, EventTime
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR, values_at
 
 NO_TIME: Final = ", and the table is partitioned by it"
 """How the reason for a row without an event time ends."""

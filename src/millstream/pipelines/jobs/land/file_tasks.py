@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar
 
 import pyarrow as pa
 
-from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN
+from millstream.pipelines.jobs.land.sources import FILE_BYTES, TASK_BYTES_MIN
 from millstream.pipelines.lake.rewriting import FileShare, FileWork
 
 COLUMNS: Final = "path string, result string"

@@ -45,17 +45,13 @@ from millstream.pipelines.jobs.land.dry_run import (
 )
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, Share, shares_of
-from millstream.pipelines.jobs.land.inference import RECORD_NAMES, payload_fields
-from millstream.pipelines.jobs.land.plan import PartitionPlan, plans, tasks
-from millstream.pipelines.jobs.land.sampling import decide, sample_ranges, shown_columns
-from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
+from millstream.pipelines.jobs.land.inference import RECORD_NAMES, decide, payload_fields, sample_ranges, shown_columns
+from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, PartitionPlan, Source, Sources, plans, tasks
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, widest
-from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
 from millstream.pipelines.lake.rewriting import FileWork
-from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.table import LakeTable, open_table
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options

@@ -23,10 +23,9 @@ from millstream.pipelines.jobs.land.changes import NO_ORDER, ChangeRule, Flags, 
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.event_time import NO_TIME, TOO_MANY, EventFolders, EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, KEYED_NAMES, RECORD_NAMES, column_of, grown_by
-from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
+from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH, Place
+from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
-from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.options import BROKERS, OFFSET_EARLIEST, ReadOptions, read_options
 from millstream.pipelines.source.ranges import Range

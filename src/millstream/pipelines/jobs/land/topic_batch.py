@@ -9,15 +9,13 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from millstream.core.event_time import EventTime
+from millstream.core.payload_columns import EventTime
 from millstream.pipelines.jobs.land.changes import ChangeRule
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.jobs.land.inference import CLOUD_EVENT, field_of, grown_by, table_schema
-from millstream.pipelines.jobs.land.plan import PartitionPlan, topic_ranges
-from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, topic_ranges
 from millstream.pipelines.jobs.land.task import Report, Work
-from millstream.pipelines.lake.column_path import Place, narrower, retyped
-from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW
+from millstream.pipelines.lake.columns import EVENT_COLUMNS, RAW, Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.task_writer import RowWriter

@@ -22,8 +22,7 @@ from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source
 from millstream.pipelines.jobs.land.task import Report
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.column_path import Place
-from millstream.pipelines.lake.columns import RAW, TOPIC_ID
+from millstream.pipelines.lake.columns import RAW, TOPIC_ID, Place
 from millstream.pipelines.lake.keyed_table import BucketMerge, KeyedTable, merge_result
 from millstream.pipelines.lake.merging import MergeRule
 from millstream.pipelines.lake.storage import Storage

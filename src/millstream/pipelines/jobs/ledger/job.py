@@ -21,14 +21,13 @@ from millstream.core.topic import SUBSCRIPTIONS
 from millstream.pipelines.jobs.group_offsets import commit_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land.job import report_landed
-from millstream.pipelines.jobs.land.plan import PartitionPlan, plans, tasks, topic_ranges
-from millstream.pipelines.jobs.land.sources import Source, Sources
+from millstream.pipelines.jobs.land.sources import PartitionPlan, Source, Sources, plans, tasks, topic_ranges
 from millstream.pipelines.jobs.land.task import Reading, log_start
 from millstream.pipelines.jobs.ledger.audit import HARMLESS, AuditReport, Place, SparkTasks, TaskRunner, audit, mark
 from millstream.pipelines.jobs.ledger.events import decode_events
 from millstream.pipelines.jobs.ledger.table import AUDITED, LedgerTable, ledger_storage
+from millstream.pipelines.lake.table_file import Written, from_json, to_json
 from millstream.pipelines.lake.task_writer import RowWriter
-from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range, admitted

@@ -23,8 +23,8 @@ from millstream.pipelines.lake.delta_log import COMMITS_KEPT, DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import TopicPartition
+from millstream.pipelines.lake.table_file import Written
 from millstream.pipelines.lake.task_writer import RowWriter
-from millstream.pipelines.lake.written_file import Written
 
 NAME: Final = "__ledger"
 """The folder of the table in a lake."""

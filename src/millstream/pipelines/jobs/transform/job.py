@@ -6,18 +6,425 @@ aggregates, DISTINCT, joins of topics) runs as a Spark stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import json
+import logging
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
-from millstream.core.errors import InvalidPipeline
-from millstream.core.pipeline import Pipeline, TransformSettings
-from millstream.pipelines.jobs.batch_loop import TASK_ROWS_MIN, BatchLoop, Plan, parts_of, set_job_batch
+from millstream.core.errors import CorruptState, InvalidPipeline
+from millstream.core.pipeline import LATEST, SKIP, Pipeline, TransformSettings
+from millstream.pipelines.jobs.batch_loop import (
+    CLIENT_ID,
+    TASK_ROWS_MIN,
+    BatchLoop,
+    Plan,
+    is_refused,
+    parts_of,
+    read_part,
+    set_job_batch,
+    skipping,
+    stream_of,
+)
+from millstream.pipelines.jobs.group_offsets import Offsets, commit_offsets
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
-from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
-from millstream.pipelines.source.batch_commit import Part
+from millstream.pipelines.jobs.transform.statement import explain_errors
+from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
+from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.batch_commit import Batch, Part
+from millstream.pipelines.source.options import BROKERS, WriteOptions
+from millstream.pipelines.source.ranges import ranges_between
 from millstream.pipelines.source.target_topic import make_topics
+from millstream.protocol.private.transactions import TransactionalProducer, Transactions
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+
+Ends = dict[str, dict[int, int]]
+
+_VERSION: Final = "v1"
+_NO_OFFSET: Final = "-"
+
+
+class StreamCheckpoint:
+    """The folder in which Spark keeps the state and progress of a stream."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ends(self, number: int) -> Ends:
+        """Return the end offsets of a batch; empty if the record is gone."""
+        path = self.folder / "offsets" / str(number)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return {}
+        if len(lines) < 2 or lines[0] != _VERSION:
+            raise CorruptState(f"{path} has an unknown format")
+        ends: Ends = {}
+        for line in lines[2:]:
+            for topic, numbers in ({} if line == _NO_OFFSET else read_offsets(line)).items():
+                known = ends.setdefault(topic, {})
+                for partition, offset in numbers.items():
+                    # A topic that a statement reads twice may have two positions: the smaller one is done.
+                    known[partition] = min(offset, known.get(partition, offset))
+        return ends
+
+    def is_at(self, committed: Offsets) -> bool:
+        """Whether the stream ended there: with its last batch, or the one before if the last is not committed."""
+        last = self._last()
+        return any(_agree(self.ends(number), committed) for number in (last, last - 1))
+
+    def query_id(self) -> str:
+        """Return Spark's id of the stream; empty if there is none yet."""
+        try:
+            return str(json.loads((self.folder / "metadata").read_text(encoding="utf-8"))["id"])
+        except FileNotFoundError:
+            return ""
+        except (ValueError, KeyError, TypeError):
+            raise CorruptState(f"{self.folder / 'metadata'} has an unknown format") from None
+
+    def archive_unless_at(self, committed: Offsets, *, last_batch: int = -1) -> bool:
+        """Archive the checkpoint if the stream did not end where the pipeline did; return whether that is so.
+
+        Another statement has continued since, the group was reset, or the folder is an old copy: its state does not
+        belong to the messages that come next. A checkpoint with fewer batches than were committed is such a copy even
+        if it ends at the same offsets, since some batches only advance time; Spark would reuse their numbers for other
+        batches.
+        """
+        if self._last() < 0 or (self._last() >= last_batch and self._is_whole() and self.is_at(committed)):
+            return False
+        before = self.folder.with_name(f"{self.folder.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        self.folder.rename(before)
+        return True
+
+    def _is_whole(self) -> bool:
+        """Whether the last file is complete; a power failure may have left half of it."""
+        try:
+            self.ends(self._last())
+        except CorruptState:
+            return False
+        return True
+
+    def _last(self) -> int:
+        """Return the number of the last batch that was started; -1 if there is none."""
+        names: list[str] = []
+        with suppress(FileNotFoundError):
+            names = [one.name for one in (self.folder / "offsets").iterdir()]
+        return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
+def read_offsets(text: Any) -> Ends:
+    """Parse the offsets of a source by topic and partition; raise `CorruptState` if they are malformed."""
+    try:
+        document = json.loads(text) if isinstance(text, str) else text
+        return {topic: {int(number): int(offset) for number, offset in ns.items()} for topic, ns in document.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptState(f"offsets of a stream cannot be read: {error}") from None
+
+
+def _agree(ends: Ends, committed: Offsets) -> bool:
+    return bool(ends) and all(
+        committed.get(topic, {}).get(number) == offset
+        for topic, numbers in ends.items()
+        for number, offset in numbers.items()
+    )
+
+
+class _NotWrittenError(Exception):
+    """Raised to Spark when a batch failed."""
+
+
+class _ClosedError(Exception):
+    """The stream was stopped before the batch was committed."""
+
+
+class StreamWriting:
+    """The function of `foreachBatch` for one run of a stream."""
+
+    def __init__(
+        self, loop: BatchLoop, options: WriteOptions, checkpoint: StreamCheckpoint, query_id: Future[str], stream: str
+    ) -> None:
+        """Write for the checkpoint `query_id`; `stream` is part of the names of all attempts."""
+        self._loop = loop
+        self._options = options
+        self._checkpoint = checkpoint
+        self._query_id = query_id
+        self._stream = stream
+        self._run = uuid4().hex[:12]
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._counted: Counter[str] = Counter()
+        self.lost: Callable[[int, Ends], int] = lambda _number, _ends: 0
+        """Returns how many offsets a batch that ends there leaves out."""
+        self.failure: BaseException | None = None
+        """Why the last batch was not written."""
+
+    def __call__(self, frame: DataFrame, number: int) -> None:
+        """Write a batch, unless an earlier call has."""
+        batch = Batch(self._query_id.result(), number, self._run, self._stream)
+        try:
+            ends = self._checkpoint.ends(number)
+            if not ends:
+                raise CorruptState(f"Spark has no record of the end offsets of batch {number}")
+            lost = self.lost(number, ends)
+            rows = self._commit(frame, batch, ends)
+        except BaseException as error:
+            self.failure = error
+            # Spark parses the full text of its errors, and fails on long ones.
+            raise _NotWrittenError(f"batch {number} was not written") from None
+        if rows is not None:
+            with self._lock:
+                self._counted.update({"written": rows, "lost": lost} if lost else {"written": rows})
+
+    def counts(self) -> Counter[str]:
+        """Return the counts so far."""
+        with self._lock:
+            return Counter(self._counted)
+
+    def close(self) -> None:
+        """Commit nothing from here on; wait for a commit in progress."""
+        with self._lock:
+            self._is_closed = True
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, frame: DataFrame, batch: Batch, ends: Ends) -> int | None:
+        """Return the number of rows written; None if the batch was committed before."""
+        if self._loop.is_taken(batch):
+            self._remember(frame, batch)
+            return None
+        offsets = self._loop.link.start(self._loop.prepare_offsets(batch, ends))
+        try:
+            parts = self._parts(frame, batch)
+            is_done = self._complete(batch, parts, offsets)
+        except BaseException as error:
+            self._loop.give_up(batch, offsets)
+            if not (is_refused(error) and self._loop.is_taken(batch)):
+                raise
+            # Another run was faster.
+            self._remember(frame, batch)
+            return None
+        return sum(part.rows for part in parts if part.member is not None) if is_done else None
+
+    def _complete(self, batch: Batch, parts: list[Part], offsets: Future[TransactionalProducer]) -> bool:
+        members = [part.member for part in parts if part.member is not None]
+        members.append(offsets.result())
+        link = self._loop.link
+        with self._lock:
+            if self._is_closed:
+                raise _ClosedError
+            return link.call(Transactions(link.client).complete_batch(batch.query, batch.number, members))
+
+    def _remember(self, frame: DataFrame, batch: Batch) -> None:
+        """Count a committed batch into the state: tasks notice that its rows exist, and write nothing."""
+        self._parts(frame, batch)
+
+    def _parts(self, frame: DataFrame, batch: Batch) -> list[Part]:
+        return [read_part(row.part) for row in written(frame, self._options, batch).collect()]
+
+
+_logger = logging.getLogger(__name__)
+
+AWAIT_S: Final = 1
+
+TABLES_S: Final = 30.0
+"""The shortest time between restarts of a stream because a table changed."""
+
+
+class StreamLoop:
+    """A statement with state, run as a Spark stream whose state and progress are in a checkpoint.
+
+    It is started with the first step, and steps report its progress. Rows are written exactly once, by the same commit
+    as those of batches: it is identified by the checkpoint's id and the number of the batch, which Spark repeats with
+    the same messages and state if it has no record of its end. The group's offsets are part of that commit. A changed
+    statement, whose state is empty, therefore starts exactly where the one before ended, and so does one whose
+    checkpoint is lost or belongs to another position.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, context: JobContext, settings: TransformSettings, prepared: PreparedQuery
+    ) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._prepared = prepared
+        self._loop = BatchLoop(pipeline, context, settings)
+        self._checkpoint = StreamCheckpoint(prepared.stream_folder / "checkpoint")
+        self._query: StreamingQuery | None = None
+        self._writing: StreamWriting | None = None
+        self._began = 0.0
+        self._ends: Ends = {}
+        self._seen = -1
+        self._reported: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        """Counts of streams that were restarted since."""
+
+    def step(self) -> Step:
+        """Wait for progress of the stream and return it."""
+        if self._query is None:
+            self._query = self._start()
+        self._wait(self._query)
+        rows = self._take_progress(self._query)
+        lag = sum(map(len, ranges_between(self._ends, self._latest())))
+        if rows or not lag:
+            self._follow_tables()
+        return Step(rows=rows, lag=lag, counts=self._counts(), is_open=lag > 0 and not rows)
+
+    def close(self) -> None:
+        """Stop the stream; unfinished work is repeated."""
+        if self._writing is not None:
+            # First, since Spark does not wait for its callback, and the next run asks for the committed offsets.
+            self._writing.close()
+            self._counted += self._writing.counts()
+            self._writing = None
+        if self._query is not None:
+            self._query.stop()
+            self._query = None
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, query: StreamingQuery) -> None:
+        from pyspark.errors import StreamingQueryException
+
+        try:
+            query.awaitTermination(AWAIT_S)
+        except StreamingQueryException as error:
+            # Raise the original error; Spark only knows that the batch failed.
+            raise (self._writing and self._writing.failure) or error from None
+
+    def _start(self) -> StreamingQuery:
+        self._ends = self._beginnings()
+        for topic, view in self._prepared.views.items():
+            self._prepared.marked(topic, self._stream(topic, view)).createOrReplaceTempView(f"`{topic}`")
+        frame = as_messages(self._prepared.frame(), self._prepared.options)
+        query_id: Future[str] = Future()
+        stream = stream_of(self._pipeline.pipeline_id)
+        self._writing = StreamWriting(self._loop, self._prepared.options, self._checkpoint, query_id, stream)
+        if self._settings.on_lost == SKIP:
+            first = {topic: dict(numbers) for topic, numbers in self._ends.items()}
+            self._writing.lost = lambda number, ends: self._lost(first, number, ends)
+        writer = (
+            frame.writeStream.foreachBatch(self._writing)
+            .option("checkpointLocation", str(self._checkpoint.folder))
+            .outputMode(self._prepared.output_mode)
+            .queryName(f"{self._pipeline.name}-{self._pipeline.pipeline_id}")
+        )
+        _make_active(self._prepared.spark)
+        query = explain_errors(self._settings.sql, writer.start)
+        query_id.set_result(str(query.id))
+        self._began = time.monotonic()
+        self._seen = -1
+        return query
+
+    def _beginnings(self) -> Ends:
+        """Return the pipeline's position, where a stream without a checkpoint starts."""
+        survey = self._loop.survey(self._prepared.statement.topics)
+        there = survey.partitions()
+        link, group = self._loop.link, self._pipeline.group
+        committed = self._loop.committed()
+        query = self._checkpoint.query_id()
+        if self._checkpoint.archive_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
+            _logger.warning(
+                "a stream restarts with an empty state: its checkpoint is not at the pipeline's position",
+                extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
+            )
+        first = survey.latest(there) if self._settings.start == LATEST else survey.earliest(there)
+        ends = {
+            topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
+            for topic, numbers in there.items()
+        }
+        if self._settings.start == LATEST and not all(topic in committed for topic in ends):
+            # Otherwise a later run that starts at the end would skip messages that arrive before the first batch.
+            link.call(commit_offsets(link.client, group, ends, self._context.member()))
+        return ends
+
+    def _stream(self, topic: str, view: TopicView) -> DataFrame:
+        stream = (
+            self._prepared.spark.readStream.format("millstream")
+            .option(BROKERS, self._context.brokers)
+            .options(**self._context.access.as_options())
+            .option("kafka.client.id", CLIENT_ID)
+            .option("subscribe", topic)
+            .option("startingOffsets", json.dumps({topic: self._ends[topic]}))
+            .option("maxOffsetsPerTrigger", str(self._settings.batch_max))
+            .option("columns", ",".join(view.records))
+            .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
+            .option("failOnUnreadable", "false")
+            .load()
+        )
+        access = self._prepared.loop.reading_access([topic])
+        decode = decoding(view, self._prepared.accumulator, self._context.brokers, access)
+        return stream.mapInArrow(Marked(decode), view.schema)
+
+    def _counts(self) -> dict[str, int]:
+        """Return the counts since the last step."""
+        now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
+        now["undecoded"] = sum(one.undecoded for one in self._prepared.accumulator.read().values())
+        new = {name: number - self._reported[name] for name, number in now.items()}
+        self._reported = now
+        return new
+
+    def _follow_tables(self) -> None:
+        """Restart the stream from its checkpoint if a table has changed: Spark reads tables once per stream."""
+        if time.monotonic() - self._began > TABLES_S and any(table.has_changed() for table in self._prepared.tables):
+            self.close()
+
+    def _take_progress(self, query: StreamingQuery) -> int:
+        new = [one for one in query.recentProgress if one.batchId > self._seen]
+        rows = 0
+        for one in new:
+            if one.numInputRows:
+                # While idle, Spark reports under the number of the next batch.
+                self._seen = one.batchId
+            rows += one.numInputRows
+            for source in one.sources:
+                for topic, numbers in (read_offsets(source.endOffset) if source.endOffset else {}).items():
+                    self._ends.setdefault(topic, {}).update(numbers)
+        return rows
+
+    def _lost(self, first: Ends, number: int, ends: Ends) -> int:
+        """Return how many offsets of a batch retention deleted unread, which Spark was configured to skip."""
+        before = self._checkpoint.ends(number - 1) if number else first
+        start = {
+            topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
+            for topic, numbers in ends.items()
+        }
+        earliest = self._loop.survey(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
+        there = {
+            topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
+            for topic, numbers in earliest.items()
+        }
+        return skipping(start, there)[1]
+
+    def _latest(self) -> Mapping[str, Mapping[int, int]]:
+        survey = self._loop.survey(self._prepared.statement.topics)
+        latest = survey.latest(survey.partitions())
+        for topic, numbers in latest.items():
+            for number in numbers:
+                self._ends[topic].setdefault(number, 0)
+        return latest
+
+
+def _make_active(spark: SparkSession) -> None:
+    """Make a session active in this thread: Spark looks up Python data sources there, and only its first thread has
+    one.
+    """
+    jvm: Any = spark._jvm
+    spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
+
 
 WAIT_S = 1.0
 """How long to wait for the first message of a topic whose columns have to be inferred."""
