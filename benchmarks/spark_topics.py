@@ -36,8 +36,7 @@ from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
 
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.jobs.job import Job, JobContext
-from millstream.pipelines.jobs.kinds import JOBS
+from millstream.pipelines.jobs.job import JOBS, Job, JobContext
 from millstream.spark.session import session
 from millstream_testing.server import Server
 

@@ -15,8 +15,7 @@ import random
 import threading
 from collections.abc import Iterator
 
-from millstream.broker.log.files import Readable
-from millstream.broker.log.kernel_sync import BackgroundSync, SyncListener
+from millstream.broker.log.files import BackgroundSync, Readable, SyncListener
 from millstream.core.errors import DataFolderInUse
 
 SECTOR_BYTES = 64

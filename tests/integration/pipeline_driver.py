@@ -31,8 +31,7 @@ import millstream.pipelines.jobs.route.job as task
 import millstream.pipelines.jobs.transform.output_rows as output_rows
 import millstream.pipelines.source.row_producer as attempt
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.kinds import JOBS
+from millstream.pipelines.jobs.job import JOBS, JobContext
 from millstream.protocol.private.transactions import Transactions
 from millstream.spark.session import session
 

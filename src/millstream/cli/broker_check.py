@@ -14,7 +14,7 @@ from millstream.cli.connection import CLIENT_ID, command_credentials
 from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
-from millstream.client.admin.node_status import DamagedOffsets, damage_in, node_status
+from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.topics import min_in_sync
 from millstream.core.errors import (

@@ -13,9 +13,9 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import Settings, flag, given_text, parse_assignments, parse_settings
+from millstream.core.job import parse_duration_ms
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime
 from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
-from millstream.core.schedule import parse_duration_ms
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 

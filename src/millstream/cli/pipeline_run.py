@@ -413,7 +413,7 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
 
 def refuse_without_spark() -> None:
     """Raise `CommandFailed` with what to install if Spark is missing."""
-    from millstream.pipelines.jobs.installation import missing_packages
+    from millstream.pipelines.runtime.spark_session import missing_packages
 
     missing = missing_packages()
     if missing:

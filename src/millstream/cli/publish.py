@@ -236,7 +236,7 @@ async def _publish(client: Client, order: _Order) -> int:
 
 async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
     """Return the error with the cluster's own explanation, if it can be asked."""
-    from millstream.client.admin.node_status import timeout_with_reasons
+    from millstream.client.admin.cluster_status import timeout_with_reasons
 
     with suppress(MillstreamError):
         return await timeout_with_reasons(client, f"cannot publish to {order.topic!r} now, {error}")

@@ -341,7 +341,7 @@ def _row(one: dict[str, Any]) -> list[Any]:
 
 
 def _print_damage(described: dict[str, Any]) -> None:
-    from millstream.client.admin.node_status import DamagedOffsets
+    from millstream.client.admin.cluster_status import DamagedOffsets
 
     lost = [
         DamagedOffsets(described["topic"], one["partition"], each["first"], each["next"])

@@ -31,7 +31,7 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
-from millstream.core.partitioner import partition_for_key
+from millstream.core.topic import partition_for_key
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client

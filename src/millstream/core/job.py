@@ -1,4 +1,4 @@
-"""Runs of jobs: users' own Spark programs, whose code and history are in the catalog."""
+"""Jobs, users' own Spark programs: when they run, their code, and the runs that the catalog keeps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,198 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
 from hashlib import sha256
 from typing import Any, Final
 from uuid import UUID
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from millstream.core.errors import InvalidSetting
+
+ONCE: Final = "once"
+SKIP: Final = "skip"
+ALL: Final = "all"
+MISSED: Final = (ONCE, SKIP, ALL)
+"""What to do about missed times: one run for all of them, none, or one for each."""
+
+_UNIT_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?\s*\Z")
+_YEARS_MAX: Final = 9
+"""Within which every date of a calendar occurs, 29 February included."""
+_MONTHS: Final = {
+    name: at
+    for at, name in enumerate(["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"], 1)
+}
+_DAYS: Final = {name: at for at, name in enumerate(["sun", "mon", "tue", "wed", "thu", "fri", "sat"])}
+_SHORT: Final = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+}
+
+
+def parse_duration_ms(text: str, *, name: str) -> int:
+    """Parse a duration such as `90s`, `15m` or `1h`; a plain number is in seconds."""
+    found = _DURATION.match(text)
+    if found is None:
+        raise InvalidSetting(f"{name} is a duration such as 90s, 15m, 1h or 1d, not {text!r}")
+    return round(float(found[1]) * _UNIT_MS[found[2] or "s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Cron:
+    """The times of a cron expression: minute, hour, day of the month, month, day of the week."""
+
+    minutes: frozenset[int]
+    hours: frozenset[int]
+    days: frozenset[int]
+    months: frozenset[int]
+    weekdays: frozenset[int]
+    """0 is Sunday."""
+    either_day: bool
+    """Whether a day has to fit only one of `days` and `weekdays`, as cron has it when both are restricted."""
+    zone: tzinfo
+
+    @classmethod
+    def parse(cls, text: str, zone: str = "UTC") -> Cron:
+        """Parse an expression; raise `InvalidSetting` with the field that is wrong."""
+        fields = _SHORT.get(text.strip().lower(), text).split()
+        if len(fields) != 5:
+            raise InvalidSetting(
+                f"cron is five fields (minute hour day month weekday) such as `0 3 * * *`, or @hourly, @daily, "
+                f"@weekly, @monthly; this one has {len(fields)}: {text!r}"
+            )
+        weekdays = _field("weekday", fields[4], 0, 7, _DAYS)
+        made = cls(
+            minutes=_field("minute", fields[0], 0, 59),
+            hours=_field("hour", fields[1], 0, 23),
+            days=_field("day", fields[2], 1, 31),
+            months=_field("month", fields[3], 1, 12, _MONTHS),
+            weekdays=frozenset(day % 7 for day in weekdays),
+            either_day=not fields[2].startswith("*") and not fields[4].startswith("*"),
+            zone=_zone(zone),
+        )
+        if made.next_ms(0) is None:
+            raise InvalidSetting(f"cron {text!r} names a date that no year has")
+        return made
+
+    def next_ms(self, after_ms: int) -> int | None:
+        """Return the first time after another one, in milliseconds; None if there is none for years."""
+        local = datetime.fromtimestamp(after_ms / 1000, UTC).astimezone(self.zone).replace(tzinfo=None)
+        day = local.replace(hour=0, minute=0, second=0, microsecond=0)
+        last = day + timedelta(days=_YEARS_MAX * 366)
+        while day <= last:
+            if day.month in self.months and self._has_day(day):
+                for hour in sorted(self.hours):
+                    for minute in sorted(self.minutes):
+                        # A time that the change to summer time leaves out becomes the one after the gap.
+                        at = day.replace(hour=hour, minute=minute, tzinfo=self.zone)
+                        at_ms = round(at.timestamp() * 1000)
+                        if at_ms > after_ms:
+                            return at_ms
+            day += timedelta(days=1)
+        return None
+
+    def _has_day(self, day: datetime) -> bool:
+        in_month, in_week = day.day in self.days, day.isoweekday() % 7 in self.weekdays
+        return (in_month or in_week) if self.either_day else (in_month and in_week)
+
+
+def _zone(name: str) -> tzinfo:
+    try:
+        return UTC if name == "UTC" else ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError):
+        raise InvalidSetting(f"timezone {name!r} is not known; take a name such as Europe/Berlin, or UTC") from None
+
+
+def _field(name: str, text: str, low: int, high: int, names: Mapping[str, int] | None = None) -> frozenset[int]:
+    found: set[int] = set()
+    for part in text.lower().split(","):
+        whole, slash, step_text = part.partition("/")
+        step = _number(name, step_text, 1, high, {}) if slash else 1
+        first, dash, last = whole.partition("-")
+        if whole == "*":
+            start, end = low, high
+        else:
+            start = _number(name, first, low, high, names or {})
+            end = _number(name, last, low, high, names or {}) if dash else (high if slash else start)
+        if end < start:
+            raise InvalidSetting(
+                f"the {name} of a cron expression has the range {whole!r}, which ends before it begins"
+            )
+        found.update(range(start, end + 1, step))
+    return frozenset(found)
+
+
+def _number(name: str, text: str, low: int, high: int, names: Mapping[str, int]) -> int:
+    if text in names:
+        return names[text]
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise InvalidSetting(f"the {name} of a cron expression is between {low} and {high}, not {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When runs are due; without a pace and without a cron expression, only when someone asks for one."""
+
+    every_ms: int = 0
+    cron: Cron | None = None
+    missed: str = ONCE
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it runs only on request."""
+        return not self.every_ms and self.cron is None
+
+    def due_ms(self, last_ms: int | None, *, created_ms: int, now_ms: int) -> int | None:
+        """Return the time of the next run, which may be past; None if there is none.
+
+        `last_ms` is the time for which the last run was, not the time at which it began.
+        """
+        if self.is_empty:
+            return None
+        if last_ms is None and self.every_ms:
+            # At once, and then at that pace.
+            return min(created_ms, now_ms)
+        before_ms = created_ms if last_ms is None else last_ms
+        due_ms = self._after(before_ms)
+        if due_ms is None or due_ms > now_ms or self.missed == ALL:
+            return due_ms
+        latest_ms, next_ms = self._around(due_ms, now_ms)
+        if self.missed == ONCE or next_ms is None:
+            return latest_ms
+        # A time that has only just come is not missed.
+        return latest_ms if now_ms - latest_ms < _LATE_MS else next_ms
+
+    def _after(self, time_ms: int) -> int | None:
+        return self.cron.next_ms(time_ms) if self.cron is not None else time_ms + self.every_ms
+
+    def _around(self, due_ms: int, now_ms: int) -> tuple[int, int | None]:
+        """Return the last time up to now, and the next one, given a time that is past."""
+        if self.cron is None:
+            latest_ms = due_ms + (now_ms - due_ms) // self.every_ms * self.every_ms
+            return latest_ms, latest_ms + self.every_ms
+        latest_ms, next_ms = due_ms, self.cron.next_ms(due_ms)
+        if next_ms is not None and next_ms <= now_ms:
+            # Look back from now in growing steps, rather than forward through what may be years.
+            back_ms = 60_000
+            while (found := self.cron.next_ms(now_ms - back_ms)) is None or found > now_ms:
+                back_ms *= 2
+            latest_ms, next_ms = found, self.cron.next_ms(found)
+            while next_ms is not None and next_ms <= now_ms:
+                latest_ms, next_ms = next_ms, self.cron.next_ms(next_ms)
+        return latest_ms, next_ms
+
+
+_LATE_MS: Final = 60_000
+"""How late a run may begin before its time counts as missed."""
+
 
 ENTRY: Final = "run"
 """The function that a job's code defines."""

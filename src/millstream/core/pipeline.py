@@ -12,11 +12,10 @@ from uuid import UUID
 
 from millstream.core.credential import NO_OWNER, Owner
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
-from millstream.core.job import CODE_LENGTH_MAX, check_code, parse_functions, parse_memory
+from millstream.core.job import CODE_LENGTH_MAX, MISSED, ONCE, Cron, Schedule, check_code, parse_functions, parse_memory
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime, check_landed, parse_columns
 from millstream.core.regex import compile_regex
-from millstream.core.schedule import MISSED, ONCE, Cron, Schedule
 from millstream.core.setting import (
     HIDDEN,
     SealedValue,

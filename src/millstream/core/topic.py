@@ -1,4 +1,4 @@
-"""Topics and their settings."""
+"""Topics, their settings, and the partition of a key."""
 
 from __future__ import annotations
 
@@ -490,3 +490,33 @@ def check_topic_name(name: str, *, noun: str = "topic") -> None:
         raise InvalidTopicName(
             f"{noun} name {name!r} may hold only letters, digits, '.', '_' and '-' (no spaces, no other alphabets)"
         )
+
+
+_SEED = 0x9747B28C
+_MULTIPLIER = 0x5BD1E995
+_ROTATION = 24
+_MASK = 0xFFFFFFFF
+
+
+def partition_for_key(key: bytes, partitions: int) -> int:
+    """Return the partition of a key by the rule of Kafka's Java client, so that all tools agree.
+
+    It is the murmur2 hash of the key, sign bit cleared, modulo the number of partitions. (librdkafka's default differs;
+    it follows this rule with `partitioner=murmur2_random`.)
+    """
+    return (murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+def murmur2(data: bytes) -> int:
+    """Return the unsigned 32-bit murmur2 hash with Kafka's seed."""
+    length = len(data)
+    h = _SEED ^ length
+    whole = length & ~3
+    for at in range(0, whole, 4):
+        k = int.from_bytes(data[at : at + 4], "little") * _MULTIPLIER & _MASK
+        k = (k ^ k >> _ROTATION) * _MULTIPLIER & _MASK
+        h = h * _MULTIPLIER & _MASK ^ k
+    if whole < length:
+        h = (h ^ int.from_bytes(data[whole:], "little")) * _MULTIPLIER & _MASK
+    h = (h ^ h >> 13) * _MULTIPLIER & _MASK
+    return h ^ h >> 15

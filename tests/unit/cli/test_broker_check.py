@@ -18,7 +18,7 @@ from millstream import __version__
 from millstream.cli import broker_check
 from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import ExitCode
-from millstream.client.admin.node_status import DamagedOffsets
+from millstream.client.admin.cluster_status import DamagedOffsets
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 from millstream_testing.security import Certificates
 

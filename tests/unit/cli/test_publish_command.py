@@ -8,7 +8,7 @@ import pytest
 
 from millstream.cli import publish
 from millstream.client import publisher as publishing
-from millstream.client.admin import node_status
+from millstream.client.admin import cluster_status
 from millstream.core.errors import BrokerUnreachable, PublishFailed, RequestTimedOut, StorageFailure
 from millstream.protocol.wire.client import Client
 
@@ -36,7 +36,7 @@ async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -
 
     monkeypatch.setattr(publishing, "Publisher", Publisher)
     monkeypatch.setattr(Publisher, "error", error)
-    monkeypatch.setattr(node_status, "node_status", no_status)
+    monkeypatch.setattr(cluster_status, "node_status", no_status)
     order = publish._Order(
         topic="orders",
         value="x",

@@ -20,7 +20,7 @@ from millstream.core.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.core.partitioner import partition_for_key
+from millstream.core.topic import partition_for_key
 from millstream.protocol.records.record import NewRecord
 from millstream.protocol.wire.client import Client
 from millstream_testing.producer_ledger import ProducerLedger

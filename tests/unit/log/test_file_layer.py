@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.log.files import DiskFiles, Files, write_fully
-from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.files import DiskFiles, Files, OpenFiles, write_fully
 from millstream.core.errors import DataFolderInUse
 from millstream_testing.files import SECTOR_BYTES, MemoryFiles
 

@@ -12,7 +12,7 @@ import pytest
 
 from millstream.broker.log import store as store_module
 from millstream.broker.log.commit import Commit
-from millstream.broker.log.kernel_sync import SLOTS, KernelSync, SyncListener
+from millstream.broker.log.files import SLOTS, KernelSync, SyncListener
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock

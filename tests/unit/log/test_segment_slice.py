@@ -6,8 +6,8 @@ from uuid import UUID
 
 import pytest
 
+from millstream.broker.log.files import OpenFiles
 from millstream.broker.log.log import Log
-from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
 from millstream.broker.log.store import LogStore

@@ -12,7 +12,7 @@ import pytest
 from millstream.core.errors import InvalidSetting
 from millstream.core.job import parse_functions
 from millstream.core.pipeline import Pipeline, PipelineKind, check_pipeline
-from millstream.pipelines.jobs.transform.functions import returned_type
+from millstream.pipelines.jobs.transform.prepared_query import returned_type
 
 CODE = (
     "def vat(total) -> float:\n    return total * 0.2\n\n\ndef bare(total):\n    return total\n\n\nshout = str.upper\n"

@@ -5,7 +5,7 @@ from aiokafka.partitioner import murmur2 as independent_murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.core.partitioner import murmur2, partition_for_key
+from millstream.core.topic import murmur2, partition_for_key
 
 
 @pytest.mark.parametrize(

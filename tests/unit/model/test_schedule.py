@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.schedule import Cron, Schedule, parse_duration_ms
+from millstream.core.job import Cron, Schedule, parse_duration_ms
 
 MINUTE_MS = 60_000
 START = datetime(2026, 11, 16, tzinfo=UTC)

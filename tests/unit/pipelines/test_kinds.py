@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from millstream.core.pipeline import SETTINGS, PipelineKind
-from millstream.pipelines.jobs.kinds import JOBS, LazyJobKind
+from millstream.pipelines.jobs.job import JOBS, LazyJobKind
 
 
 @pytest.mark.parametrize("kind", JOBS)

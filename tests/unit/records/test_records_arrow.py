@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidBatch
-from millstream.core.partitioner import murmur2
+from millstream.core.topic import murmur2
 from millstream.protocol.records.arrow import NAMES, SCHEMA, decode_arrow, from_arrow, to_arrow
 from millstream.protocol.records.batch import BatchHeader, iterate_headers
 from millstream.protocol.records.columns import BinaryColumn, Columns

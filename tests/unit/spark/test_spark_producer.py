@@ -12,7 +12,7 @@ import pytest
 
 from millstream.core.errors import InvalidBatch, MillstreamError
 from millstream.core.ids import Offset, ProducerId
-from millstream.core.partitioner import murmur2
+from millstream.core.topic import murmur2
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.row_producer import RowProducer

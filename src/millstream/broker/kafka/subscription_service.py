@@ -172,7 +172,7 @@ class SubscriptionService:
         text = "Records of the ledger that were deleted before they had landed."
         yield counter("millstream_ledger_overflowed", text, self.states.retention.overflows)
         if self._engine is not None:
-            from millstream.broker.subscriptions.delivery_metrics import delivery_metrics, letter_metrics
+            from millstream.broker.subscriptions.engine import delivery_metrics, letter_metrics
 
             yield from delivery_metrics(self._engine.deliveries, self._name_of, self.clock)
             yield from letter_metrics(self._open_letters(), self.clock)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.files import BackgroundSync, Files, write_fully
 from millstream.broker.log.journal import Capture, Journal, Reservation, sync_folders, sync_segments, unjournaled_bytes
-from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import REPAIR_SUFFIX, Segment, segment_path

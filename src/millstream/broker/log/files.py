@@ -11,16 +11,18 @@ import ctypes
 import errno
 import fcntl
 import os
+import platform
 import re
 import resource
+import struct
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
-from millstream.broker.log.kernel_sync import BackgroundSync, KernelSync
 from millstream.core.errors import DataFolderInUse
 
 _SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
@@ -289,3 +291,243 @@ def write_fully(files: Files, descriptor: int, data: Readable, position: int) ->
         if taken <= 0:
             raise OSError(errno.EIO, "the disk accepted no bytes of a write")
         written += taken
+
+
+SLOTS: Final = 16
+"""How many syncs may be under way."""
+
+
+class SyncListener(Protocol):
+    """Waits for one sync."""
+
+    def sync_ended(self, error: OSError | None) -> None:
+        """Take the outcome at once; nothing else may happen here, since the loop may be in the middle of something."""
+
+    def proceed(self) -> None:
+        """Act on the outcome."""
+
+
+class BackgroundSync(Protocol):
+    """What syncs files in the background."""
+
+    def begin(self, descriptor: int, listener: SyncListener) -> bool:
+        """Begin to sync a file; return False if that has to be done otherwise."""
+
+    def drain(self) -> None:
+        """Wait here until all have ended; code that blocks the loop on its own sync needs that first."""
+
+    def close(self) -> None:
+        """Wait for the rest, and begin no more."""
+
+
+class _Calls(NamedTuple):
+    """The numbers of the system calls, which glibc has no functions for."""
+
+    setup: int
+    destroy: int
+    submit: int
+    get_events: int
+
+
+_CALLS: Final = {"x86_64": _Calls(206, 207, 209, 208), "aarch64": _Calls(0, 1, 2, 4)}
+# The kernel's `struct iocb` and `struct io_event`, on machines of either kind.
+_REQUEST: Final = struct.Struct("<QIiHhIQQqQII")
+_EVENT: Final = struct.Struct("<QQqq")
+_FDSYNC: Final = 3
+_NOTIFIES: Final = 1
+_no_wait = ctypes.create_string_buffer(16)
+
+
+class KernelSync:
+    """Has the kernel sync files in the background: no thread, and one wake-up of the loop for each.
+
+    A thread that syncs has to take the interpreter's lock before and after the call, and a busy loop keeps it for up to
+    five milliseconds at a time; its hand-overs also cost more CPU time than the sync. Linux syncs a file asynchronously
+    (`IOCB_CMD_FDSYNC` of io_submit) and counts up an event descriptor that the loop watches. What a sync promises, and
+    that an error is reported once, is the same as for fdatasync(2). Where the system has or allows no such call, `open`
+    returns None, and a thread syncs.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, calls: _Calls, context: int) -> None:
+        self._loop = loop
+        self._calls = calls
+        self._context = context
+        self._requests = [ctypes.create_string_buffer(_REQUEST.size) for _ in range(SLOTS)]
+        self._pointers = [(ctypes.c_void_p * 1)(ctypes.addressof(request)) for request in self._requests]
+        self._events = ctypes.create_string_buffer(_EVENT.size * SLOTS)
+        self._free = list(range(SLOTS))
+        self._listeners: dict[int, SyncListener] = {}
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add_reader(self._event, self._collect)
+
+    @classmethod
+    def open(cls, loop: asyncio.AbstractEventLoop) -> KernelSync | None:
+        """Start watching for ends of syncs; None where the system offers none in the background."""
+        calls = _CALLS.get(platform.machine())
+        if sys.platform != "linux" or calls is None:
+            return None
+        context = ctypes.c_ulong(0)
+        if _call(calls.setup, SLOTS, ctypes.addressof(context)) != 0:
+            return None
+        return cls(loop, calls, context.value)
+
+    def begin(self, descriptor: int, listener: SyncListener) -> bool:
+        """Begin to sync a file; return False if that has to be done otherwise."""
+        if not self._free:
+            return False
+        slot = self._free[-1]
+        _REQUEST.pack_into(
+            self._requests[slot], 0, slot, 0, 0, _FDSYNC, 0, descriptor, 0, 0, 0, 0, _NOTIFIES, self._event
+        )
+        if _call(self._calls.submit, self._context, 1, ctypes.addressof(self._pointers[slot])) != 1:
+            return False
+        self._free.pop()
+        self._listeners[slot] = listener
+        return True
+
+    def drain(self) -> None:
+        """Wait here until all have ended; code that blocks the loop on its own sync needs that first."""
+        while self._listeners:
+            for listener in self._take_ended(least=1):
+                self._loop.call_soon(listener.proceed)
+
+    def close(self) -> None:
+        """Wait for the rest, and begin no more."""
+        self.drain()
+        self._loop.remove_reader(self._event)
+        _call(self._calls.destroy, self._context)
+        os.close(self._event)
+
+    def _collect(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        for listener in self._take_ended(least=0):
+            listener.proceed()
+
+    def _take_ended(self, least: int) -> list[SyncListener]:
+        """Pass on the outcomes of those that have ended, of so many at least; return who waits for them."""
+        patience = 0 if least else ctypes.addressof(_no_wait)
+        count = _call(self._calls.get_events, self._context, least, SLOTS, ctypes.addressof(self._events), patience)
+        if count < 0 and ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), "the outcome of a sync could not be read")
+        listeners = []
+        for at in range(max(0, count)):
+            slot, _, result, _ = _EVENT.unpack_from(self._events, at * _EVENT.size)
+            self._free.append(slot)
+            listener = self._listeners.pop(slot)
+            listener.sync_ended(None if result == 0 else OSError(-result, os.strerror(-result)))
+            listeners.append(listener)
+        return listeners
+
+
+@cache
+def _system_call() -> Callable[..., int]:
+    # The interpreter's lock is kept: the calls are short, and taking it again is what costs.
+    found = ctypes.PyDLL(None, use_errno=True).syscall
+    found.restype = ctypes.c_long
+    return cast("Callable[..., int]", found)
+
+
+def _call(number: int, *arguments: int) -> int:
+    return _system_call()(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+
+
+class OpenFile(Protocol):
+    """What can be held open; `descriptor` is -1 while it is not."""
+
+    path: str
+    descriptor: int
+    used: bool
+    pins: int
+    released: bool
+    """Whether it is no longer part of anything, so that its path may belong to something else."""
+
+    def closed(self) -> None:
+        """Drop the state that is in memory only while the file is open."""
+
+
+class OpenFiles:
+    """Opens files when they are needed and closes those that have not been used for a while.
+
+    It holds those of all logs together, so that ten thousand partitions do not need ten thousand descriptors.
+
+    Files are chosen by second chance: users set `used`, which is all that the hot path pays. A pinned file is in use by
+    a thread or a response and is not closed before it is unpinned.
+    """
+
+    def __init__(self, files: Files, limit: int) -> None:
+        self.files = files
+        self._limit = limit
+        self._pinned = 0
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+        self._closing: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def descriptor(self, opened: OpenFile, *, create: bool = False) -> int:
+        """Return the descriptor of a file, opening it if necessary."""
+        opened.used = True
+        if opened.descriptor >= 0:
+            return opened.descriptor
+        if len(self._open) >= self._limit:
+            self._make_room()
+        opened.descriptor = self.files.open(opened.path, create=create)
+        self._open[id(opened)] = opened
+        return opened.descriptor
+
+    def pin(self, opened: OpenFile) -> int:
+        """Open a file for a thread or a response; `unpin` must follow."""
+        descriptor = self.descriptor(opened)
+        self._pinned += not opened.pins
+        opened.pins += 1
+        return descriptor
+
+    @property
+    def has_room_to_pin(self) -> bool:
+        """Whether enough files are left that can be closed for others."""
+        return self._pinned < self._limit // 2
+
+    def unpin(self, opened: OpenFile) -> None:
+        """Release one pin of a file."""
+        opened.pins -= 1
+        self._pinned -= not opened.pins
+        if opened.pins == 0 and id(opened) in self._closing:
+            self._closing.discard(id(opened))
+            self._close(opened)
+
+    def release(self, opened: OpenFile) -> None:
+        """Close a file that will not be used again, at the latest when it is unpinned."""
+        opened.released = True
+        if opened.descriptor < 0:
+            return
+        if opened.pins:
+            self._closing.add(id(opened))
+        else:
+            self._close(opened)
+
+    def close(self, opened: OpenFile) -> None:
+        """Close a file whose name now refers to something else, unless it is in use."""
+        if opened.descriptor >= 0 and not opened.pins:
+            self._close(opened)
+
+    def close_all(self) -> None:
+        """Close everything; no thread may use the files any more."""
+        self._closing.clear()
+        for opened in list(self._open.values()):
+            self._close(opened)
+
+    def _make_room(self) -> None:
+        for _ in range(2 * len(self._open)):
+            key, opened = next(iter(self._open.items()))
+            if not opened.used and not opened.pins:
+                self._close(opened)
+                return
+            opened.used = False
+            self._open.move_to_end(key)
+
+    def _close(self, opened: OpenFile) -> None:
+        del self._open[id(opened)]
+        descriptor, opened.descriptor = opened.descriptor, -1
+        self.files.close(descriptor)
+        opened.closed()

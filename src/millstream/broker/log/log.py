@@ -17,9 +17,8 @@ from uuid import UUID
 from millstream.broker.log.append import AppendedRange as AppendedRange
 from millstream.broker.log.append import append_checked, append_fast, append_replica
 from millstream.broker.log.damage import LostRange
-from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.files import Files, OpenFiles, write_fully
 from millstream.broker.log.log_contents import LogContents, ProducerReplay, read_producers
-from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Found, HeavyBatch, Lookup, Reader
 from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired

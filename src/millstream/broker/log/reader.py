@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from millstream.broker.log.epochs import EpochHistory
-from millstream.broker.log.files import Files
-from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.files import Files, OpenFiles
 from millstream.broker.log.scan import (
     FRAME_BYTES,
     Frame,

@@ -13,8 +13,7 @@ from typing import NamedTuple, overload
 
 from crc32c import crc32c
 
-from millstream.broker.log.files import Files
-from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.files import Files, OpenFiles
 from millstream.broker.log.state import SegmentState, SwapName
 from millstream.protocol.records.batch import BatchHeader
 

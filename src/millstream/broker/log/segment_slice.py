@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.files import OpenFiles
 from millstream.broker.log.scan import UNREADABLE_ERRORS
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import CorruptBatch, StorageFailure

@@ -20,14 +20,12 @@ from uuid import UUID
 from millstream.broker.log.checkpoint import Checkpoints
 from millstream.broker.log.commit import DIRECT_LOGS_MAX, Commit
 from millstream.broker.log.compaction import Compaction, Compactor, Job
-from millstream.broker.log.files import Files
+from millstream.broker.log.files import BackgroundSync, Files, OpenFiles
 from millstream.broker.log.folder import DataFolder
 from millstream.broker.log.journal import Journal, remove_journal
-from millstream.broker.log.kernel_sync import BackgroundSync
 from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import ProducerReplay, RecoveryReport
-from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
 from millstream.broker.log.retention import RetentionFloors

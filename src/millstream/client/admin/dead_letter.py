@@ -31,7 +31,6 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId
-from millstream.core.partitioner import partition_for_key
 from millstream.core.subscription import (
     ATTEMPTS,
     DEAD_LETTER_TOPIC,
@@ -43,6 +42,7 @@ from millstream.core.subscription import (
     START,
     Verb,
 )
+from millstream.core.topic import partition_for_key
 from millstream.protocol.private.subscriptions import (
     LeasedMessage,
     SubscriptionClient,

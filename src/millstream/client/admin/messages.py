@@ -156,7 +156,7 @@ async def find_message(
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
         raise NotFound(_nothing(where, offset, start, end)) from None
     except CorruptBatch:
-        from millstream.client.admin.node_status import find_damage
+        from millstream.client.admin.cluster_status import find_damage
 
         for lost in await find_damage(client, topic, [partition]) or ():
             if lost.first <= offset < lost.next_offset:

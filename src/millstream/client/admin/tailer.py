@@ -19,7 +19,7 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 
 if TYPE_CHECKING:
-    from millstream.client.admin.node_status import DamagedOffsets
+    from millstream.client.admin.cluster_status import DamagedOffsets
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
@@ -258,7 +258,7 @@ class Tailer:
 
 async def step_over_damage(client: Client, topic: str, positions: dict[TopicPartition, Offset]) -> list[DamagedOffsets]:
     """Move positions past what the brokers' disks lost; return what was passed over, nothing if no damage is known."""
-    from millstream.client.admin.node_status import find_damage
+    from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic
 
     found = await find_topic(client, topic)

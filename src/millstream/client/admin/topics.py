@@ -19,7 +19,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.fetch import READ_UNCOMMITTED
 
 if TYPE_CHECKING:
-    from millstream.client.admin.node_status import DamagedOffsets
+    from millstream.client.admin.cluster_status import DamagedOffsets
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -32,7 +32,7 @@ async def describe_topic(
     client: Client, name: str, *, advice: str | None = None, with_damage: bool = True
 ) -> dict[str, Any]:
     """Return a topic's partitions, offsets, settings and damage, which takes the whole status of its leaders."""
-    from millstream.client.admin.node_status import find_damage
+    from millstream.client.admin.cluster_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds
     from millstream.protocol.wire.admin_requests import topic_configs
 

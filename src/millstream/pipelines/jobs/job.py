@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from millstream.core.pipeline import Pipeline, Rule
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.protocol.private.transactions import GroupMember
 
@@ -88,3 +89,23 @@ class JobKind(Protocol):
 
     def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
         """Make a job for a pipeline; raise an error of `core/errors.py` if it cannot be run as declared."""
+
+
+class LazyJobKind:
+    """A kind of job that is imported when the first one is made."""
+
+    def __init__(self, kind: PipelineKind) -> None:
+        self.module = f"millstream.pipelines.jobs.{kind}.job"
+
+    def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
+        kind: JobKind = import_module(self.module).JOB
+        return kind(pipeline, context)
+
+
+JOBS: Final[Mapping[PipelineKind, JobKind]] = {
+    kind: LazyJobKind(kind) for kind in PipelineKind if kind is not PipelineKind.JOB
+}
+"""The pipeline kinds: each is the class `JOB` of `pipelines/jobs/<kind>/job.py`, imported when one is run.
+
+Users' own jobs are not among them: each has its own process, `runtime/job_driver.py`.
+"""

@@ -25,8 +25,7 @@ import msgspec
 from millstream.core.log_format import set_up_logging
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.jobs.job import JobContext, JobKind
-from millstream.pipelines.jobs.kinds import JOBS, LazyJobKind
+from millstream.pipelines.jobs.job import JOBS, JobContext, JobKind, LazyJobKind
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings

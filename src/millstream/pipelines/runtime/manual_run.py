@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import Job, JobContext, JobKind
-from millstream.pipelines.jobs.kinds import JOBS
+from millstream.pipelines.jobs.job import JOBS, Job, JobContext, JobKind
 from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally
 from millstream.pipelines.runtime.spark_session import kill_java
 from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch, activity_of

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import importlib
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +28,7 @@ from millstream.pipelines.source.session import session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
 
 PREFIX: Final = "millstream-scratch-"
 _REMOVE_S_MAX: Final = 5.0
@@ -228,3 +231,18 @@ def _end_with(java: Any) -> None:
     if not _closing.is_set():
         remove_scratch()
         os._exit(DIED)
+
+
+HOW: Final = "install them with `make spark`, or with pip install '.[spark]' in a clone"
+"""How to install them."""
+_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
+
+
+def missing_packages() -> str:
+    """Return, as a sentence, what has to be installed to run pipelines; empty if nothing is missing."""
+    importlib.invalidate_caches()  # it may have been installed since this process was started
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if not missing:
+        return ""
+    named = ", ".join(missing)
+    return f"pipelines run on Spark, and packages are missing ({named}); {HOW}"

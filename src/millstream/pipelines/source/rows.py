@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from millstream.client.admin.node_status import find_damage
+from millstream.client.admin.cluster_status import find_damage
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
 from millstream.core.ids import NO_TIMESTAMP_MS

@@ -17,7 +17,7 @@ import msgspec
 
 from millstream.core.errors import ProtocolViolation, QuotaExceeded
 from millstream.core.ids import NodeId
-from millstream.core.partitioner import partition_for_key
+from millstream.core.topic import partition_for_key
 from millstream.protocol.private.message import decode, encode
 from millstream.protocol.records.batch import COMPRESSION_NONE
 from millstream.protocol.records.record import NewRecord, encode_batch

@@ -1,15 +1,18 @@
-"""A prepared statement: its topics as views, its lake tables, and the analysis of Spark's plan."""
+"""A prepared statement: its topics as views, its lake tables, its functions, and the analysis of Spark's plan."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from importlib import import_module
 from math import ceil
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -17,11 +20,11 @@ import pyarrow.dataset as pads
 from deltalake import DeltaTable
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.pipeline import BY_SCHEMA, NO_DECODING, Pipeline, TransformSettings, named_texts
+from millstream.core.pipeline import BY_SCHEMA, FUNCTIONS_CODE, NO_DECODING, Pipeline, TransformSettings, named_texts
 from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.transform.functions import register_functions
+from millstream.pipelines.jobs.own_job import load_module
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written_by_job
 from millstream.pipelines.jobs.transform.payload_schema import (
     KeptSchemas,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from millstream.pipelines.lake.storage import Storage
+
 
 HANDED_BYTES_MAX: Final = 64 * 1024 * 1024
 """Up to this size, table rows go through the driver, which is faster than starting tasks."""
@@ -661,3 +665,54 @@ def _check_topics(setting: str, named: Iterable[str], statement: Statement) -> N
         if topic not in statement.topics:
             meant = suggestion(topic, statement.topics) or f"; it reads: {', '.join(statement.topics)}"
             raise InvalidSetting(f"{setting} names {topic!r}, a topic that the statement does not read{meant}")
+
+
+_TYPES: Final = {
+    "str": "string",
+    "int": "bigint",
+    "float": "double",
+    "bool": "boolean",
+    "bytes": "binary",
+    "Decimal": "decimal(38,18)",
+    "datetime": "timestamp",
+    "date": "date",
+}
+"""Spark's types by the annotations of Python; anything else is a type in Spark's notation."""
+_OPTIONAL: Final = re.compile(r"(?:\w+\.)?Optional\[(.*)\]|(.*?)\s*\|\s*None")
+
+
+def register_functions(spark: SparkSession, settings: TransformSettings) -> None:
+    """Make the functions of a statement callable; raise `InvalidSetting` if one cannot be."""
+    code = named_texts(FUNCTIONS_CODE, settings.functions_code)
+    modules: dict[str, ModuleType] = {}
+    for name, module in settings.modules().items():
+        if module not in modules:
+            modules[module] = _module(module, code.get(module))
+        function = getattr(modules[module], name, None)
+        if not callable(function):
+            raise InvalidSetting(f"module {module!r} has no function {name!r}")
+        if hasattr(function, "evalType") and hasattr(function, "returnType"):
+            spark.udf.register(name, function)
+        else:
+            spark.udf.register(name, function, returned_type(name, function))
+
+
+def returned_type(name: str, function: Any) -> str:
+    """Return the type of a function's results, in Spark's notation, by its annotation."""
+    given = getattr(function, "__annotations__", {}).get("return")
+    if given is None:
+        raise InvalidSetting(f"say what function {name!r} returns: `def {name}(…) -> float`")
+    is_type = isinstance(given, type)
+    text = given.__name__ if is_type else str(given).strip("'\"")
+    found = _OPTIONAL.fullmatch(text)
+    text = text if found is None else (found[1] or found[2])
+    return _TYPES.get(text.rpartition(".")[2], text)
+
+
+def _module(name: str, code: str | None) -> ModuleType:
+    if code is not None:
+        return load_module(code, f"millstream_functions_{name.replace('.', '_')}", f"<{name}.py>")
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InvalidSetting(f"the module {name!r} of a function cannot be imported: {error}") from error
