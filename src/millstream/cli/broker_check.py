@@ -243,7 +243,7 @@ def _warned(status: dict[str, Any]) -> Iterator[Finding]:
 
 
 async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The status of each node; empty for one that gives none."""
+    """Return the status of each node; empty for one that gives none."""
     found: dict[int, dict[str, Any]] = {}
     for node in sorted((await client.metadata([])).nodes):
         answer = status if node == status["node_id"] else await node_status(client, node)
@@ -252,7 +252,7 @@ async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[st
 
 
 def _lost_of_all(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
-    """What the disks of all nodes lost, each with what to say before it: the node, where there are several."""
+    """Return what the disks of all nodes lost, each with what to say before it: the node, where there are several."""
     return [
         (f"node {node}: " if len(statuses) > 1 else "", one)
         for node, status in statuses.items()

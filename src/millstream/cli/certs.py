@@ -172,7 +172,7 @@ def _issue(
 
 
 def host_name(host: str) -> x509.GeneralName:
-    """The alternative name of a certificate for a name or an address."""
+    """Return the alternative name of a certificate for a name or an address."""
     from cryptography import x509
 
     try:

@@ -101,7 +101,7 @@ def chosen_profile() -> Profile | None:
 
 
 def _secret(flag: str, variable: str) -> str:
-    """A secret of a file or of the environment; never of the command line, which others can see."""
+    """Return a secret of a file or of the environment; never of the command line, which others can see."""
     path = _given.get(flag)
     if path is None:
         return os.environ.get(variable, "")

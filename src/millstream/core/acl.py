@@ -240,7 +240,7 @@ def parse_name(kind: type[EnumT], text: str) -> EnumT:
 
 
 def canonical_host(text: str) -> str:
-    """One spelling for each address, since IPv6 has many; anything else stays as it is."""
+    """Return one spelling for each address, since IPv6 has many; anything else stays as it is."""
     try:
         return str(ip_address(text))
     except ValueError:

@@ -126,7 +126,7 @@ def check_user_name(name: str) -> None:
 
 
 def user_principal(name: str) -> str:
-    """The principal of a user with a password."""
+    """Return the principal of a user with a password."""
     return f"User:{name}"
 
 
@@ -178,7 +178,7 @@ def is_api_token(text: str) -> bool:
 
 
 def split_token(text: str) -> tuple[str, str]:
-    """The id and the secret of an API token, which are its user and its password in SASL/PLAIN."""
+    """Return the id and the secret of an API token, which are its user and its password in SASL/PLAIN."""
     token_id, _, secret = text.partition(".")
     return token_id, secret
 
@@ -189,14 +189,14 @@ def hash_password(mechanism: str, password: str, salt: bytes, iterations: int) -
 
 
 def salted(credential: ScramCredential, password: str) -> bytes:
-    """A password, salted as a credential says."""
+    """Return a password, salted as a credential says."""
     return hash_password(credential.mechanism, password, credential.salt, credential.iterations)
 
 
 def derive(
     user: str, mechanism: str, salted_password: bytes, *, salt: bytes = b"", iterations: int = ITERATIONS
 ) -> ScramCredential:
-    """The keys of a salted password."""
+    """Return the keys of a salted password."""
     return ScramCredential(
         user=user,
         mechanism=mechanism,
@@ -208,12 +208,12 @@ def derive(
 
 
 def mac(mechanism: str, key: bytes, message: bytes) -> bytes:
-    """The HMAC of a mechanism."""
+    """Return the HMAC of a mechanism."""
     return hmac.digest(key, message, _HASHES[mechanism])
 
 
 def digest(mechanism: str, message: bytes) -> bytes:
-    """The hash of a mechanism."""
+    """Return the hash of a mechanism."""
     return hashlib.new(_HASHES[mechanism], message).digest()
 
 

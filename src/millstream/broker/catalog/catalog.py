@@ -413,7 +413,7 @@ class Catalog:
             connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def broker_settings(self) -> dict[str, dict[str, str]]:
-        """What was set for all nodes, and for each of them."""
+        """Return what was set for all nodes, and for each of them."""
         with self._read() as connection:
             return {row.scope: dict(row.overrides) for row in connection.execute(select(broker_settings))}
 
@@ -437,7 +437,7 @@ class Catalog:
             return overrides
 
     def security(self) -> DeclaredSecurity:
-        """Every user, token and access rule."""
+        """Return every user, token and access rule."""
         with self._read() as connection:
             return DeclaredSecurity(
                 credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),

@@ -95,7 +95,7 @@ class EtcdAddress:
         return read_secret(self.password_file, flag="--etcd-password-file")
 
     def stamp(self) -> tuple[int, ...]:
-        """What changes with the files of TLS."""
+        """Return what changes with the files of TLS."""
         found = (os.stat(name) for name in (self.ca, self.key, self.certificate) if name)
         return tuple(number for one in found for number in (one.st_ino, one.st_mtime_ns))
 

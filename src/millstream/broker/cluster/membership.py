@@ -43,7 +43,7 @@ class Node:
         return self.node_id if self.machine is None else self.machine
 
     def reached_at(self, listener: str) -> Node:
-        """The node as other nodes reach it that meet at a listener.
+        """Return the node as other nodes reach it that meet at a listener.
 
         While a cluster moves its nodes to another listener, each meets the others where its own settings say.
         """

@@ -131,7 +131,7 @@ class Registry:
         return len(self._groups) + len(self._consumers)
 
     def __iter__(self) -> Iterator[Group]:
-        """The classic groups."""
+        """Return the classic groups."""
         return iter(self._groups.values())
 
     @property

@@ -157,12 +157,12 @@ def with_owned_worker(request: W, client: ClientInfo) -> W:
 
 
 def owner_of(client: ClientInfo) -> Owner | None:
-    """The client as the owner of what it declares; None where it is not known, or acts for others."""
+    """Return the client as the owner of what it declares; None where it is not known, or acts for others."""
     return None if client.rights is None else client.rights.owner
 
 
 def cluster_operations(client: ClientInfo) -> i32:
-    """The operations that a client may do on the cluster; returned only if it may describe it."""
+    """Return the operations that a client may perform on the cluster, if it may describe it."""
     rights = client.rights
     if rights is None:
         return CLUSTER_OPERATIONS
@@ -245,7 +245,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
 
     @abstractmethod
     async def needs(self, request: RequestT) -> Sequence[Need]:
-        """What a client has to be allowed to do for this request."""
+        """Return the permissions that a client needs for this request."""
 
     def starts_at_once(self, request: RequestT) -> bool:
         """Whether a request is worked on as it arrives, as `Api` explains."""
@@ -290,7 +290,7 @@ def encode_private(header: RequestHeader, response: Any) -> Buffers:
 
 
 def refuse_unless_described(header: RequestHeader, client: ClientInfo) -> Buffers | None:
-    """The response to a private request about the node, from a client that may not describe the cluster."""
+    """Return the response to a private request about the node, from a client that may not describe the cluster."""
     if client.rights is None or client.rights.check(Operation.DESCRIBE, ResourceType.CLUSTER):
         return None
     refused = f"{client.rights.principal} may not describe the cluster"
@@ -352,7 +352,7 @@ class RequestDeadline:
         self._end = self._time() + min(max(timeout.total_seconds(), _DEADLINE_S_MIN), _DEADLINE_S_MAX)
 
     def left_s(self, what: str) -> float:
-        """The time that is left for a change; raise `RequestTimedOut` if it cannot begin any more."""
+        """Return the time that is left for a change; raise `RequestTimedOut` if it cannot begin any more."""
         left = self._end - self._time()
         if left <= 0:
             raise RequestTimedOut(f"{what}: not begun within the time that the request allows; send it again")

@@ -60,7 +60,7 @@ class Dispatch:
         await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:
-        """The number and latency of requests by API."""
+        """Yield the number and latency of requests by API."""
         yield Metric(
             "millstream_request_seconds",
             "histogram",

@@ -183,7 +183,7 @@ class Partitions(Protocol):
     """Where partitions are found."""
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
-        """One partition by the topic's id."""
+        """Return one partition by the topic's id."""
 
 
 class FollowerFetch:
@@ -208,7 +208,7 @@ class FollowerFetch:
         self._stopping = False
 
     def __len__(self) -> int:
-        """How many followers have a session."""
+        """Return how many followers have a session."""
         return len(self._sessions)
 
     def stop(self) -> None:
@@ -273,7 +273,7 @@ class FollowerFetch:
         return session
 
     def _open(self, node: NodeId) -> FollowerSession:
-        """A new session in the place of the one that the node had."""
+        """Return a new session in the place of the one that the node had."""
         previous = self._sessions.pop(node, None)
         if previous is not None:
             previous.close()

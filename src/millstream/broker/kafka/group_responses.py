@@ -32,7 +32,7 @@ def check_text(name: str, text: str | None) -> None:
 
 
 def milliseconds(value: int) -> i32Timedelta:
-    """A time as answers have it."""
+    """Return a time in the type that responses use."""
     return i32Timedelta.parse(timedelta(milliseconds=value))
 
 

@@ -190,7 +190,7 @@ def _read_name(frame: memoryview, at: int) -> tuple[str, int]:
 
 
 def _read_length(frame: memoryview, at: int) -> tuple[int, int]:
-    """A compact length below 2**28 and where it ends; `ValueError` for null and for a larger one."""
+    """Return a compact length below 2**28 and where it ends; `ValueError` for null and for a larger one."""
     value = frame[at]
     at += 1
     if value > _ONE_BYTE_MAX:
@@ -254,7 +254,7 @@ def write_one(header: RequestHeader, portion: Portion, throttle_ms: int) -> Buff
 
 @lru_cache(maxsize=_TOPICS_REMEMBERED)
 def _start_of_one(topic: str | UUID, flexible: bool) -> bytes:
-    """An array of one topic with an array of one partition, up to the partition."""
+    """Return an array of one topic with an array of one partition, up to the partition."""
     writer = Writer(flexible=flexible)
     writer.array_length(1)
     _write_topic(writer, topic)

@@ -152,13 +152,13 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
 
 
 def _changed_while_running(settings: BrokerSettings, name: str) -> list[Synonym]:
-    """What was set for this node, and for all nodes."""
+    """Return what was set for this node, and for all nodes."""
     found = ((settings.own.get(name), SOURCE_BROKER), (settings.of(ALL_NODES).get(name), SOURCE_ALL_BROKERS))
     return [Synonym(name, value, source) for value, source in found if value is not None]
 
 
 def cluster_settings(settings: BrokerSettings) -> Iterator[SettingView]:
-    """What was set for all nodes while they ran."""
+    """Yield what was set for all nodes while they ran."""
     for name, value in sorted(settings.of(ALL_NODES).items()):
         if name in DYNAMIC:
             yield SettingView(DYNAMIC[name], (Synonym(name, value, SOURCE_ALL_BROKERS),), read_only=False)
@@ -212,7 +212,7 @@ def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[S
 
 
 def share_group_settings(subscription: Subscription | None) -> Iterator[SettingView]:
-    """Every setting of a share group, which is a subscription; the defaults when it is not declared."""
+    """Yield every setting of a share group, which is a subscription; the defaults when it is not declared."""
     overrides = {} if subscription is None else subscription.shown_overrides()
     for _, declared in settings_of(SubscriptionSettings):
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]

@@ -60,7 +60,7 @@ class ShareOffsets:
         self._forget = SubscriptionForget(service)
 
     async def of_group(self, name: str) -> dict[tuple[str, int], QueueOffset]:
-        """Every partition on which a group has begun."""
+        """Return every partition on which a group has begun."""
         if self._service.declared.get(name) is None:
             return {}
         found, stored = await self._ask_all(name, set())
@@ -158,7 +158,7 @@ class ShareSessions:
         return len(self._by_member)
 
     def open(self, member: SessionKey, presence: Presence) -> ShareSession | ErrorCode:
-        """A new session, in place of one that the member had."""
+        """Return a new session, in place of one that the member had."""
         self.close(member)
         if len(self._by_member) >= SESSIONS_MAX:
             return ErrorCode.share_session_limit_reached
@@ -249,7 +249,7 @@ class ShareConsumers:
         return len(self._sessions)
 
     def worker(self, member_id: str) -> str:
-        """The name under which a member holds leases."""
+        """Return the name under which a member holds leases."""
         return f"share/{member_id}"
 
     def session(
@@ -277,7 +277,7 @@ class ShareConsumers:
         return opened
 
     def partition(self, topic_id: UUID, index: int) -> Partition:
-        """A partition that this node leads."""
+        """Return a partition that this node leads."""
         topic = self.service.topics.by_id(topic_id)
         if topic is None or topic.is_internal:
             raise UnknownTopicId(f"no topic that can be shared has the id {topic_id}")
@@ -286,7 +286,7 @@ class ShareConsumers:
         return partition
 
     async def delivery(self, subscription: Subscription, place: SharePartition) -> Delivery:
-        """The queue of a share group on a partition."""
+        """Return the queue of a share group on a partition."""
         engine = await self.service.engine()
         return await engine.delivery(subscription, self.partition(*place))
 
@@ -348,7 +348,7 @@ class ShareConsumers:
                     found.release_worker(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
-        """Where to ask instead, for a partition that is not led here."""
+        """Return where to ask instead, for a partition that is not led here."""
         topics = self.service.topics
         topic = topics.by_id(place[0]) if error is not None and error_code(error) in _MOVED else None
         state = None if topic is None else topics.state_of(topic, place[1])
@@ -357,14 +357,14 @@ class ShareConsumers:
     def leaders(
         self, errors: Mapping[SharePartition, MillstreamError | None], client: ClientInfo
     ) -> list[tuple[Node, str, int]]:
-        """The nodes to ask instead, each with its address for this client."""
+        """Return the nodes to ask instead, each with its address for this client."""
         leaders = {self.leader(place, error).node_id for place, error in errors.items()}
         nodes = self._membership.nodes_of(client.listener, client.reached_at)
         return [one for one in nodes if one[0].node_id in leaders]
 
 
 def check_member_id(member_id: str | None) -> str:
-    """The id of a member as Kafka has them, or `InvalidRequest`."""
+    """Return the id of a member as Kafka has them, or `InvalidRequest`."""
     if not member_id or len(member_id) > MEMBER_ID_LENGTH_MAX:
         raise InvalidRequest(f"a member id has 1 to {MEMBER_ID_LENGTH_MAX} characters")
     return member_id
@@ -373,7 +373,7 @@ def check_member_id(member_id: str | None) -> str:
 def settlements_of(
     batches: Sequence[AcknowledgementBatch], *, renews: bool = False
 ) -> tuple[list[Settlement], list[Settlement]]:
-    """The acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
+    """Return the acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
     verbs: list[Settlement] = []
     gaps: list[Settlement] = []
     before = -1

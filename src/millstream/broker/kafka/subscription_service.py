@@ -97,7 +97,7 @@ class ShareTopics:
         return kept
 
     async def of(self, subscription: Subscription) -> tuple[str, ...]:
-        """The topics of a subscription, as all nodes together know them."""
+        """Return the topics of a subscription, as all nodes together know them."""
         if subscription.topics:
             return subscription.topics
         now_s = self._clock.monotonic()
@@ -204,7 +204,7 @@ class SubscriptionService:
         await self._peers.close()
 
     async def engine(self) -> Engine:
-        """The queues, loaded when they are first needed."""
+        """Return the queues, loaded when they are first needed."""
         if self._loading is None and not self._closed:
             self._loading = self._supervise("loading of subscriptions", self._load_engine())
         if self._engine is None and self._loading is not None:
@@ -274,12 +274,12 @@ class SubscriptionService:
             await self.declared.delete(LETTERS_PREFIX + topic)
 
     def _letter_topics(self) -> set[str]:
-        """Every topic that is declared as a dead letter topic."""
+        """Return every topic that is declared as a dead letter topic."""
         settings = [self.declared.settings_of(one) for one in self.declared.all()]
         return {one.dead_letter_topic for one in settings if one.has_dead_letters}
 
     def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
-        """The partitions of dead letter topics that this node leads, each with the queue of its open letters."""
+        """Yield the partitions of dead letter topics that this node leads, each with the queue of its open letters."""
         for name in sorted(self._letter_topics()):
             topic = self.topics.get(name)
             letter_subscription = self.declared.get(LETTERS_PREFIX + name)
@@ -386,7 +386,7 @@ class SubscriptionService:
         return None if declared is None else declared.name
 
     async def topics_of(self, name: str) -> Sequence[str]:
-        """The topics of a subscription; of a share group those of its members."""
+        """Return the topics of a subscription; of a share group those of its members."""
         declared = await self.declared.find(name)
         return declared.topics or sorted(self.share_topics.members(name))
 

@@ -188,19 +188,19 @@ class SchemaRegistry:
         return self._last
 
     def subjects(self) -> list[QualifiedSubject]:
-        """Every subject, also those all of whose versions are deleted, in order."""
+        """Return every subject, also those all of whose versions are deleted, in order."""
         return sorted(self._subjects)
 
     def contexts(self) -> list[str]:
-        """Every context that has a subject, and the default one."""
+        """Return every context that has a subject, and the default one."""
         return sorted({".", *(subject.context for subject in self._subjects)})
 
     def versions(self, subject: QualifiedSubject) -> Registered:
-        """The versions of a subject."""
+        """Return the versions of a subject."""
         return Registered(self._subjects.get(self._aliased(subject), {}).values())
 
     async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
-        """The versions of a subject; raise the error of an unknown subject."""
+        """Return the versions of a subject; raise the error of an unknown subject."""
         found = self.versions(subject)
         if not found.select(deleted=deleted):
             await self.load()
@@ -210,7 +210,7 @@ class SchemaRegistry:
         return found
 
     async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
-        """One version of a subject: a number, or `latest`."""
+        """Return one version of a subject: a number, or `latest`."""
         number = parse_version(wanted)
         found = await self.find_versions(subject, deleted=deleted)
         chosen = _choose(found.select(deleted=deleted), number)
@@ -222,7 +222,7 @@ class SchemaRegistry:
         return chosen
 
     async def find_schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema:
-        """The schema with an id in the context of a subject; one without a context may be in any that has it."""
+        """Return the schema with an id in the context of a subject; one without a context may be in any that has it."""
         found = self._schema(schema_id, subject)
         if found is None:
             await self.load()
@@ -241,7 +241,7 @@ class SchemaRegistry:
         )
 
     async def find_by_guid(self, guid: str) -> list[StoredSchema]:
-        """The schemas with a guid: one in each context that has this content."""
+        """Return the schemas with a guid: one in each context that has this content."""
         if guid not in self._by_guid:
             await self.load()
         found = self._by_guid.get(guid)
@@ -250,25 +250,25 @@ class SchemaRegistry:
         return [found[key] for key in sorted(found)]
 
     def max_id(self, context: str) -> int:
-        """The largest id that a schema of a context has had."""
+        """Return the largest id that a schema of a context has had."""
         return self._max_ids.get(context, 0)
 
     def schema_of(self, version: SubjectVersion) -> StoredSchema:
-        """The schema of a version."""
+        """Return the schema of a version."""
         return self._schemas[version.subject.context, version.schema_id]
 
     def uses(self, schema: StoredSchema) -> list[SubjectVersion]:
-        """The versions, deleted ones included, that have a schema."""
+        """Return the versions, deleted ones included, that have a schema."""
         places = sorted(self._uses.get((schema.context, schema.schema_id), ()))
         return [self._subjects[subject][version] for subject, version in places]
 
     def referrers(self, version: SubjectVersion) -> list[int]:
-        """The ids of the schemas that refer to a version and are in use."""
+        """Return the ids of the schemas that refer to a version and are in use."""
         keys = self._referrers.get((version.subject, version.version), set())
         return sorted({key[1] for key in keys if any(not use.is_deleted for use in self.uses(self._schemas[key]))})
 
     async def render(self, schema: StoredSchema, wanted: str) -> str:
-        """The text of a schema in the format that a client asks for."""
+        """Return the text of a schema in the format that a client asks for."""
         if wanted not in ("resolved", "serialized", COMPILED):
             return schema.content.text
         key = (schema.context, schema.schema_id, wanted)
@@ -281,7 +281,7 @@ class SchemaRegistry:
         return self._rendered[key]
 
     async def compile(self, subject: QualifiedSubject, new: NewSchema) -> str:
-        """A schema that is not registered, as codecs need it."""
+        """Return a schema that is not registered, as codecs need it."""
         content = await self._parse(subject, new)
         return await self._examiner.render(await self._text_of(content, subject.context), COMPILED)
 
@@ -542,22 +542,22 @@ class SchemaRegistry:
     # -- settings -------------------------------------------------------------------------------------------
 
     def settings(self, subject: QualifiedSubject) -> SubjectSettings:
-        """What was set for exactly this subject or context."""
+        """Return what was set for exactly this subject or context."""
         return self._settings.get(subject) or SubjectSettings(subject=subject)
 
     def config(self, subject: QualifiedSubject) -> Mapping[str, Any]:
-        """The configuration that applies to a subject."""
+        """Return the configuration that applies to a subject."""
         merged: dict[str, Any] = {LEVEL: DEFAULT_LEVEL}
         for scope in _scopes(subject):
             merged.update(self.settings(scope).config)
         return merged
 
     def level(self, subject: QualifiedSubject) -> str:
-        """The compatibility level that applies to a subject."""
+        """Return the compatibility level that applies to a subject."""
         return str(self.config(subject)[LEVEL])
 
     def mode(self, subject: QualifiedSubject) -> str:
-        """The mode that applies to a subject; one that overrides is that of the context."""
+        """Return the mode that applies to a subject; one that overrides is that of the context."""
         modes = [mode for scope in _scopes(subject) if (mode := self.settings(scope).mode) is not None]
         if READONLY_OVERRIDE in modes[:2]:
             return READONLY_OVERRIDE
@@ -609,7 +609,7 @@ class SchemaRegistry:
     # -- memory ---------------------------------------------------------------------------------------------
 
     def all_settings(self) -> list[SubjectSettings]:
-        """The configuration and mode of every subject and context that has any."""
+        """Return the configuration and mode of every subject and context that has any."""
         return [self._settings[subject] for subject in sorted(self._settings)]
 
     async def follow(
@@ -716,7 +716,7 @@ class SchemaRegistry:
             self._referrers[_within(schema.context, reference.subject), reference.version].discard(key)
 
     def _aliased(self, subject: QualifiedSubject) -> QualifiedSubject:
-        """The subject that a name stands for."""
+        """Return the subject that a name stands for."""
         alias = self.settings(subject).config.get("alias")
         return _within(subject.context, alias) if isinstance(alias, str) and alias else subject
 
@@ -774,13 +774,13 @@ def _choose(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVe
 
 
 def _within(context: str, subject: str) -> QualifiedSubject:
-    """A subject by a name that a schema of this context uses."""
+    """Return a subject by a name that a schema of this context uses."""
     parsed = QualifiedSubject.parse(subject)
     return parsed if subject.startswith(":.") else QualifiedSubject(context, parsed.name)
 
 
 def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:
-    """Where settings of a subject are looked for, the closest last."""
+    """Return where settings of a subject are looked for, the closest last."""
     scopes = [QualifiedSubject(GLOBAL_CONTEXT, ""), QualifiedSubject(subject.context, "")]
     return [*scopes, subject] if subject.name else scopes
 

@@ -166,7 +166,7 @@ class Assertions:
 
 
 def public_text(key: Ed25519PrivateKey) -> str:
-    """The public part of a key, as a registration carries it."""
+    """Return the public part of a key, as a registration carries it."""
     return key.public_key().public_bytes_raw().hex()
 
 

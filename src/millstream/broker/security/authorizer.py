@@ -112,7 +112,7 @@ class AclSnapshot:
         return any(_is_open(acl, denied) for acl in allowed)
 
     def _about(self, kind: ResourceType, name: str) -> Iterator[Acl]:
-        """Every rule whose pattern covers a resource."""
+        """Yield every rule whose pattern covers a resource."""
         yield from self._exact.get((kind, name), ())
         # Names of groups may begin with an asterisk; Kafka does not count those among what the wildcard covers.
         if not name.startswith(WILDCARD):

@@ -207,7 +207,7 @@ class Listeners:
         return self.endpoints()[self.own_listener]
 
     def endpoints(self) -> Mapping[str, Address]:
-        """The advertised address of each listener."""
+        """Return the advertised address of each listener."""
         return {
             bound.config.name: parse_address(bound.config.advertise or bound.address, name="advertise")
             for bound in self._bound
@@ -327,7 +327,7 @@ class Listeners:
 
 
 def address_of(bound: socket.socket) -> str:
-    """The address that a socket is bound to, as people write it."""
+    """Return the address that a socket is bound to, as people write it."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

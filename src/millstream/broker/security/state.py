@@ -37,10 +37,10 @@ CREDENTIALS_MAX: Final = 100_000
 TOKENS_MAX: Final = 100_000
 TOKENS_PER_OWNER_MAX: Final = 10_000
 CHAIN_MAX: Final = 8
-"""How many tokens are created one with the other."""
+"""The maximum length of a chain of tokens, each created with the one before."""
 _LOGGED_MAX: Final = 20
 _REFRESH_S_MIN: Final = 1.0
-"""How often an unknown token makes a node read the catalog, which another node may have changed."""
+"""The minimum time between two reads of the catalog for unknown tokens, which another node may have created."""
 
 
 def parse_super_users(text: str) -> frozenset[str]:
@@ -97,7 +97,7 @@ class SecurityState(Holder):
         return self._tokens
 
     def token_chain(self, token_id: str) -> tuple[ApiToken, ...]:
-        """A token, the one that it was created with, and so on; empty unless all of them are valid."""
+        """Return a token, the one that it was created with, and so on; empty unless all of them are valid."""
         chain: list[ApiToken] = []
         now_ms = time.time() * 1000
         while token_id:
@@ -109,7 +109,7 @@ class SecurityState(Holder):
         return tuple(chain)
 
     async def find_token(self, token_id: str) -> tuple[ApiToken, ...]:
-        """The same; a token that is not known here is looked for in the catalog, a bounded number of times."""
+        """Return the chain of a token; one that is unknown here is looked up in the catalog, at a bounded rate."""
         if token_id not in self._tokens:
             asked_at = time.monotonic()
             async with self._refreshing:
@@ -119,15 +119,15 @@ class SecurityState(Holder):
                     try:
                         await self.load()
                     except CatalogUnavailable as error:
-                        _logger.debug("an unknown token cannot be looked for", exc_info=error)
+                        _logger.debug("an unknown token cannot be looked up", exc_info=error)
         return self.token_chain(token_id)
 
     def owner(self, principal: str) -> Owner:
-        """A principal as the owner of what it changes."""
+        """Return a principal as the owner of what it changes."""
         return Owner(principal=principal, has_password=self._has_password(principal))
 
     def is_gone(self, owner: Owner) -> bool:
-        """Whether an owner was a user that is deleted by now."""
+        """Whether an owner was a user that has been deleted."""
         return owner.has_password and not self._has_password(owner.principal)
 
     def _has_password(self, principal: str) -> bool:
@@ -145,7 +145,9 @@ class SecurityState(Holder):
         """Store a token, durably, and remove those that have expired."""
         chain = self.token_chain(token.parent)
         if len(chain) >= CHAIN_MAX - 1:
-            raise InvalidRequest(f"a token cannot be created with one that is the {len(chain)}th of its kind")
+            raise InvalidRequest(
+                f"this token is the {len(chain)}th of a chain, each created with the one before; use an earlier one"
+            )
         kept = [one for one in self._tokens.values() if one.expires_ms > token.created_ms]
         if len(kept) >= TOKENS_MAX or sum(one.owner == token.owner for one in kept) >= TOKENS_PER_OWNER_MAX:
             raise InvalidRequest(
@@ -188,7 +190,7 @@ class SecurityState(Holder):
             await self._declarations.call(Catalog.store_sightings, sightings)
 
     async def _change(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
-        # What the catalog has must hold here too, also if the client that asked for it has left.
+        # A change that the catalog has stored must apply here too, even if the client has disconnected.
         await finish(self._store(change, sightings))
 
     async def _store(self, change: SecurityChange, sightings: SightingChange | None) -> None:
@@ -211,6 +213,6 @@ class SecurityState(Holder):
         self._credentials = {(one.user, one.mechanism): one for one in declared.credentials}
         self._tokens = {one.token_id: one for one in declared.tokens}
         if declared.acls != self.snapshot.acls:
-            # Another object makes every connection decide again, so tokens that come and go keep it.
+            # A new object makes every connection authorize again, so it is kept when only tokens change.
             self.snapshot = AclSnapshot(declared.acls, self._super_users)
         self._notify()

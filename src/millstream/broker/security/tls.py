@@ -33,7 +33,7 @@ class TlsFiles:
     client_ca: str = ""
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """What changes with the files."""
+        """Return what changes with the files."""
         found = (os.stat(path) for path in (self.certificate, self.key, self.client_ca) if path)
         return tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
 
@@ -92,7 +92,7 @@ class FollowedTls:
 
 
 def uris_of(certificate: x509.Certificate) -> Sequence[str]:
-    """The URIs among the alternative names of a certificate."""
+    """Return the URIs among the alternative names of a certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -101,7 +101,7 @@ def uris_of(certificate: x509.Certificate) -> Sequence[str]:
 
 
 def peer_certificate(connection: ssl.SSLObject | None) -> x509.Certificate | None:
-    """The certificate that the other end has shown, which the handshake has verified."""
+    """Return the certificate that the other end has shown, which the handshake has verified."""
     encoded = None if connection is None else connection.getpeercert(binary_form=True)
     if not encoded:
         return None
@@ -124,7 +124,7 @@ class _Rule:
         self._case = case
 
     def map(self, name: str) -> str | None:
-        """The name that a distinguished name becomes; None if it does not match as a whole."""
+        """Return the name that a distinguished name becomes; None if it does not match as a whole."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -153,7 +153,7 @@ class PrincipalRules:
             at = found.end()
 
     def principal(self, certificate: x509.Certificate) -> str:
-        """The principal that a client's certificate stands for."""
+        """Return the principal that a client's certificate stands for."""
         name = certificate.subject.rfc4514_string()
         for rule in self._rules:
             mapped = name if rule is None else rule.map(name)

@@ -230,7 +230,7 @@ class Fold:
         return [] if number is None else self._leased_runs(number)
 
     def leased_runs(self) -> list[WaitingRun]:
-        """Every message that some worker holds, the oldest first."""
+        """Return every message that some worker holds, the oldest first."""
         return self._leased_runs(None) if self.counts[LEASED] else []
 
     def _leased_runs(self, holder: int | None) -> list[WaitingRun]:

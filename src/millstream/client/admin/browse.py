@@ -1,4 +1,4 @@
-"""What people look around with: pages of topics, and their own rights. Only Millstream brokers answer these."""
+"""Pages of topics, the totals of nodes and the client's rights. Only Millstream brokers answer these requests."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Progress:
 
 
 async def describe_group(client: Client, name: str) -> Group:
-    """One group of any type, or `UnknownGroup`."""
+    """Return one group of any type, or `UnknownGroup`."""
     found = await _describe_classic(client, name) or await _describe_consumers(client, name)
     found = found or await _describe_shares(client, name)
     if found is None:
@@ -173,7 +173,7 @@ async def _describe_shares(client: Client, name: str) -> Group | None:
 
 
 async def _describe_newer(client: Client, name: str, asked: Any, kind: str) -> Group | None:
-    """A group whose broker assigns the partitions."""
+    """Return a group whose broker assigns the partitions."""
     try:
         described = (await client.send(await client.coordinator(name), asked)).groups[0]
     except InvalidRequest:
@@ -228,7 +228,7 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
 
 
 async def share_offsets(client: Client, name: str) -> Committed:
-    """The oldest message that a share group is not done with, in every partition that it has begun."""
+    """Return the oldest message that a share group is not done with, in every partition that it has begun."""
     from kio.schema.describe_share_group_offsets.v1 import request
 
     messages: Any = request
@@ -246,7 +246,7 @@ async def share_offsets(client: Client, name: str) -> Committed:
 
 
 async def progress_of(client: Client, group: Group) -> list[Progress]:
-    """How far a group is in every partition that it reads or has committed."""
+    """Return how far a group is in every partition that it reads or has committed."""
     ask_offsets = share_offsets if group.kind == SHARE else committed_offsets
     committed = await ask_offsets(client, group.name)
     read = {where for member in group.members for where in member.partitions}

@@ -42,7 +42,7 @@ _Answer = TypeVar("_Answer", bound=Response)
 
 
 async def list_users(client: Client) -> Mapping[str, Sequence[str]]:
-    """Every user that has a password, with the mechanisms it has one for."""
+    """Return every user that has a password, with the mechanisms it has one for."""
     from kio.schema.describe_user_scram_credentials.v0.request import DescribeUserScramCredentialsRequest
 
     answer = await client.send(None, DescribeUserScramCredentialsRequest(users=None))
@@ -114,7 +114,7 @@ async def create_token(
 
 
 async def list_tokens(client: Client) -> Sequence[TokenDescription]:
-    """The API tokens that the client may know of."""
+    """Return the API tokens that the client may know of."""
     return (await _ask(client, LIST_TOKENS_KEY, Nothing(), ListTokensResponse)).tokens
 
 
@@ -128,7 +128,7 @@ async def _ask(client: Client, key: int, request: object, kind: type[_Answer]) -
 
 
 async def list_acls(client: Client, selected: AclFilter) -> list[Acl]:
-    """The access rules that a filter selects."""
+    """Return the access rules that a filter selects."""
     return await describe_acls(client, selected)
 
 

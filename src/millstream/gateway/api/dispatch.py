@@ -373,13 +373,13 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def _host(scope: Scope) -> str:
-    """Where the caller is, as access rules name it."""
+    """Return where the caller is, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """The other end of a connection as the broker shows it."""
+    """Return the other end of a connection as the broker shows it."""
     return "" if client is None else f"{client[0]}:{client[1]}"
 
 

@@ -382,7 +382,7 @@ class ConsoleApp:
 
 
 def host_of(scope: Scope) -> str:
-    """Where the person is, as access rules name it."""
+    """Return where the person is, as access rules name it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 

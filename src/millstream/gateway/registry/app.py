@@ -77,7 +77,7 @@ class RegistryRequest:
         return self.text(name).lower() == "true"
 
     def text(self, name: str) -> str:
-        """The value of a parameter; empty if it is not given."""
+        """Return the value of a parameter; empty if it is not given."""
         values = self.query.get(name)
         return values[-1] if values else ""
 
@@ -94,7 +94,7 @@ class RegistryRequest:
         return ":*:"
 
     def qualified(self, subject: str) -> str:
-        """A subject with the context of the path, unless it names one itself."""
+        """Return a subject with the context of the path, unless it names one itself."""
         return subject if not self.context or subject.startswith(":.") else f":{self.context}:{subject}"
 
     def decode(self, kind: type[Any]) -> Any:
@@ -115,7 +115,7 @@ class RegistryRequest:
         return self._number("limit", -1)
 
     def page(self, listed: Sequence[Any]) -> Sequence[Any]:
-        """The part of a list that `offset` and `limit` ask for."""
+        """Return the part of a list that `offset` and `limit` ask for."""
         return listed[self.offset :] if self.limit < 0 else listed[self.offset : self.offset + self.limit]
 
     def _number(self, name: str, default: int) -> int:
@@ -142,7 +142,7 @@ def _references(schema: SchemaMessage) -> list[dict[str, Any]]:
 
 
 def _string_document(schema: SchemaMessage) -> dict[str, Any]:
-    """A schema that was asked for by its id."""
+    """Return a schema that was asked for by its id."""
     document: dict[str, Any] = {}
     if schema.schema_type != AVRO:
         document["schemaType"] = schema.schema_type
@@ -157,7 +157,7 @@ def _string_document(schema: SchemaMessage) -> dict[str, Any]:
 
 
 def _version_document(schema: SchemaMessage) -> dict[str, Any]:
-    """A schema as a version of a subject."""
+    """Return a schema as a version of a subject."""
     document: dict[str, Any] = {
         "subject": schema.subject,
         "version": schema.version,
@@ -171,13 +171,13 @@ def _version_document(schema: SchemaMessage) -> dict[str, Any]:
 
 
 def _format(request: RegistryRequest) -> str:
-    """The format that is asked for; one that Confluent's registry does not have is ignored, as there."""
+    """Return the format that is asked for; one that Confluent's registry does not have is ignored, as there."""
     wanted = request.text("format")
     return wanted if wanted in ("resolved", "serialized") else ""
 
 
 def _sent(request: RegistryRequest) -> dict[str, Any]:
-    """The schema in the body, as private requests carry it."""
+    """Return the schema in the body, as private requests carry it."""
     body: _Schema = request.decode(_Schema)
     return {
         "subject": request.subject,
@@ -565,7 +565,7 @@ def _query(text: bytes) -> dict[str, list[str]]:
 
 
 def _content_type(accept: bytes) -> str | None:
-    """The content type of an answer; None if the client takes none that there is."""
+    """Return the content type of an answer; None if the client accepts none of those available."""
     wanted = [one.partition(";")[0].strip().lower() for one in accept.decode("latin-1").split(",") if one.strip()]
     if not wanted:
         return CONTENT_TYPE
@@ -582,7 +582,7 @@ def _check_body_type(headers: dict[bytes, bytes]) -> None:
 
 
 def _phrase(error: Refused) -> str:
-    """What Confluent's server says of requests that reach none of its resources."""
+    """Return what Confluent's server says of requests that reach none of its resources."""
     if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         return f"HTTP {int(error.status)} {error.status.phrase}"
     return error.detail

@@ -297,7 +297,7 @@ def _fault_of(error: BaseException) -> Fault:
 
 
 def _reason_of(error: BaseException) -> str:
-    """The reason, with the line of the code at which it happened."""
+    """Return the reason, with the line of the code at which it happened."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename.startswith("<") and frame.filename.endswith(".py>"):

@@ -847,12 +847,12 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _clean_environment() -> dict[str, str]:
-    """The environment of the code: without what configures the node, which may hold passwords."""
+    """Return the environment of the code: without what configures the node, which may hold passwords."""
     return {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
 
 
 def _session_of(stat: str) -> tuple[int, int]:
-    """The session of a process and its resident pages."""
+    """Return the session of a process and its resident pages."""
     fields = stat.rpartition(")")[2].split()
     return int(fields[3]), int(fields[21])
 

@@ -96,7 +96,7 @@ class Access:
         return bool(self.user or self.token or self.token_file or self.certificate)
 
     def credentials(self) -> Credentials:
-        """What connections sign in by; files are read for each connection, since they are renewed."""
+        """Return the credentials of connections; files are read for each connection, since they are renewed."""
         if not (self.is_known or self.tls):
             return NO_CREDENTIALS
         given = None
@@ -117,7 +117,7 @@ class Access:
         return self.token or _read("tokenFile", self.token_file).strip()
 
     def for_tasks(self, brokers: str, allowed: Iterable[Acl]) -> Access:
-        """What tasks sign in by: a token for this scope, created when it is needed and then kept for a while."""
+        """Return the access of tasks: a token for this scope, created when it is needed and then kept for a while."""
         if not self.is_known:
             return self
         key = self, brokers, frozenset(allowed)
@@ -141,7 +141,7 @@ class Access:
         return {name: text for name, text in {**found, "tokenFile": self.token_file}.items() if text}
 
     def without_secrets(self) -> Access:
-        """What remains without that which names someone."""
+        """Return the access without user, password and token."""
         return Access(ca=self.ca, tls=self.tls, cluster=self.cluster)
 
     def _create_token(self, brokers: str, scope: frozenset[Acl]) -> tuple[str, float]:
@@ -176,7 +176,7 @@ class TokenFiles:
         threading.Thread(target=self._keep_renewing, name="tokens", daemon=True).start()
 
     def access_of(self, owner: str) -> Access:
-        """What a pipeline of an owner signs in by; without an owner, as the one whose link this is."""
+        """Return how a pipeline signs in for its owner; without an owner, it uses the credentials of the link."""
         with self._lock:
             if owner not in self._made:
                 self._create(owner)
@@ -239,7 +239,7 @@ def _unpickled(fields: dict[str, Any]) -> Access:
 
 
 def may_read(topics: Iterable[str]) -> frozenset[Acl]:
-    """The scope of tasks that read topics."""
+    """Return the scope of tasks that read topics."""
     return frozenset(_rule(Operation.READ, ResourceType.TOPIC, topic) for topic in topics)
 
 
@@ -321,7 +321,7 @@ def _from_environment(environment: Mapping[str, str]) -> Access:
 
 
 def _login(options: Mapping[str, str]) -> tuple[str, str, str]:
-    """The user, the password and the mechanism."""
+    """Return the user, the password and the mechanism."""
     user = options.get("user") or options.get(_USER, "")
     password = options.get("password") or options.get(_PASSWORD, "")
     mechanism = options.get(_MECHANISM, "")
@@ -350,7 +350,7 @@ def _parse_jaas(text: str) -> tuple[str, str, str]:
 
 
 def _trusted(options: Mapping[str, str], protocol: str) -> tuple[str, bool]:
-    """The authorities to trust, and whether there is TLS at all."""
+    """Return the authorities to trust, and whether there is TLS at all."""
     own = options.get("tls", "")
     files = [name for name in _CA_FILES if name in options]
     if own.lower() not in ("", "true", "false"):

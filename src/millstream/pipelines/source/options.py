@@ -258,11 +258,11 @@ class ReadOptions:
     """The folder or URL of landed tables, if not the pipelines' own."""
 
     def for_tasks(self) -> ReadOptions:
-        """The options without what the driver signs in by."""
+        """Return the options without what the driver signs in by."""
         return replace(self, access=self.access.without_secrets())
 
     def of(self, access: Access | None) -> ReadOptions:
-        """The options of a task that signs in by its own."""
+        """Return the options of a task that signs in by its own."""
         return self if access is None else replace(self, access=access)
 
     @property
@@ -304,7 +304,7 @@ class WriteOptions:
     """What is committed together with the rows."""
 
     def for_tasks(self, query: str, topics: Iterable[str] | None = None) -> WriteOptions:
-        """The options of tasks, and of the commit: they sign in by a token for what the query writes.
+        """Return the options of tasks, and of the commit: they sign in by a token for what the query writes.
 
         Topics are named where the rows name them. Without a query, which a stream does not know, any one is meant.
         """

@@ -185,7 +185,7 @@ async def _fields_of(client: Client, topics: Sequence[str], subject: str | None)
 
 
 async def _subject_of(client: Client, topic: str) -> str:
-    """The subject that a topic's rule names, or the one that serialisers use."""
+    """Return the subject that a topic's rule names, or the one that serialisers use."""
     rule = (await topic_configs(client, topic)).get(SCHEMA_VALUE)
     return (rule.value if rule is not None else None) or f"{topic}-value"
 
@@ -364,12 +364,12 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 
 def _struct(fields: Sequence[pa.Field]) -> pa.DataType:
-    """A struct; text if it would have no fields, which no file format takes."""
+    """Return a struct; text if it would have no fields, which no file format takes."""
     return pa.struct(fields) if fields else pa.string()
 
 
 def _schema(typed: Typed, read: Callable[[Framed], Any]) -> TypedSchema:
-    """The decoder of a whole schema: its fields, or one field if it is not a record."""
+    """Return the decoder of a whole schema: its fields, or one field if it is not a record."""
     convert = typed.convert or _same
     if pa.types.is_struct(typed.kind):
         return TypedSchema(pa.schema(list(typed.kind)), lambda framed: convert(read(framed)))
@@ -605,7 +605,7 @@ class _JsonTypes:
         self._open: set[str] = set()
 
     def type(self, raw: Any, depth: int) -> pa.DataType:
-        """The type of a schema; text if it allows several, or refers to itself."""
+        """Return the type of a schema; text if it allows several, or refers to itself."""
         if not isinstance(raw, dict) or depth > DEPTH_MAX or self._budget.is_spent():
             return pa.string()
         reference = raw.get("$ref")

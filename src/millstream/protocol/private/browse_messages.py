@@ -1,4 +1,4 @@
-"""Private requests with which people look around: a page of topics, and what the client may do."""
+"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and sums of a node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ListTopicsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedTopic(msgspec.Struct, frozen=True, array_like=True):
-    """A topic, and what the node that answers holds of the partitions it leads."""
+    """A topic, with totals over the partitions that the responding node leads."""
 
     name: str
     topic_id: str
@@ -65,30 +65,30 @@ class ListRightsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListRightsResponse(Response, frozen=True, kw_only=True):
-    """Whether the client may do each of them, and who it is; empty where every client may do everything."""
+    """Whether the client may perform each operation, and its principal; both empty on a node without authentication."""
 
     allowed: Sequence[bool] = ()
     principal: str = ""
 
 
 class NoteReadingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that the client shows a person messages of a topic."""
+    """Announces, for the audit log, that the client shows messages of a topic to a person."""
 
     topic: str
     how: str
-    """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter`, the trial of a filter, or `dry-run`."""
+    """`browse`, `message`, `search`, `tail`, `download`, `letters`, `filter` (trying one) or `dry-run`."""
     partition: int = -1
     offset: int = -1
-    """The message, if it is a single one."""
+    """The offset of a single message; -1 for several."""
     filter: str = ""
 
 
 class NoteReadingResponse(Response, frozen=True, kw_only=True):
-    """It is recorded."""
+    """Confirms that the event was recorded."""
 
 
 class NodeSumsResponse(Response, frozen=True, kw_only=True):
-    """The state of a node in a few numbers, however many partitions it has."""
+    """The totals of a node; the response does not grow with its partitions."""
 
     node_id: int = -1
     version: str = ""
@@ -105,6 +105,6 @@ class NodeSumsResponse(Response, frozen=True, kw_only=True):
     leads: int = 0
     replicas: int = 0
     partitions: int = 0
-    """Partitions of the whole cluster, and how many of them lack a leader, or a replica that is in sync."""
+    """Partitions of the whole cluster; below, those without a leader and those with replicas out of sync."""
     without_leader: int = 0
     under_replicated: int = 0

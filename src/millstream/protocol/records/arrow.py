@@ -71,7 +71,7 @@ def decode_arrow(
 
 
 def to_arrow(columns: Columns, *, topic: str, partition: int, names: Sequence[str] = NAMES) -> pa.RecordBatch:
-    """The named columns as a record batch; key, value and headers must have been decoded if they are named."""
+    """Return the named columns as a record batch; key, value and headers must have been decoded if they are named."""
     schema = pa.schema([SCHEMA.field(name) for name in names])
     return pa.RecordBatch.from_arrays([_array(columns, name, topic, partition) for name in names], schema=schema)
 

@@ -36,7 +36,7 @@ class BinaryColumn:
             raise InvalidBatch("the offsets of a column do not match its data")
 
     def lengths(self) -> Int32s:
-        """The length of every row, -1 for null."""
+        """Return the length of every row, -1 for null."""
         lengths = np.diff(self.offsets)
         if self.validity is not None:
             lengths[~self.is_valid()] = -1
@@ -50,7 +50,7 @@ class BinaryColumn:
         return bits[self.validity_at :].view(np.bool_)
 
     def to_list(self) -> list[bytes | None]:
-        """Every row as an object; for small columns."""
+        """Return every row as an object; for small columns."""
         data = self.data.tobytes()
         bounds = pairwise(self.offsets.tolist())
         return [
@@ -72,7 +72,7 @@ class HeaderColumn:
         return self.offsets.size - 1
 
     def to_list(self) -> list[tuple[tuple[str, bytes | None], ...]]:
-        """Every row as a tuple of headers; for small columns."""
+        """Return every row as a tuple of headers; for small columns."""
         headers = [
             ((key or b"").decode(), value)
             for key, value in zip(self.keys.to_list(), self.values.to_list(), strict=True)

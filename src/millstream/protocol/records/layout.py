@@ -66,7 +66,7 @@ PARSING = np.dtype([("batch", np.int64), ("record", np.int64), ("position", np.i
 
 
 def read_only(array: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """The same numbers as a read-only array: the one kind that kernels are compiled for as their input."""
+    """Return the same numbers as a read-only array: the one kind that kernels are compiled for as their input."""
     view = array.view()
     view.flags.writeable = False
     return view

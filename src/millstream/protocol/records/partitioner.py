@@ -25,7 +25,7 @@ def _word(data: Bytes, position: int, size: int) -> int:
 
 @compiled
 def _murmur2(data: Bytes, position: int, length: int) -> int:
-    """The 32-bit hash of `length` bytes."""
+    """Return the 32-bit hash of `length` bytes."""
     value = (_SEED ^ length) & _MASK
     end = position + length
     while end - position >= 4:

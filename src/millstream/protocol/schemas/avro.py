@@ -105,15 +105,15 @@ class AvroSchema:
         return cls(_Parser(names).parse(_decode(text), "", 0), names, foreign)
 
     def canonical(self) -> str:
-        """The text as Java's library prints it; referenced types stay references."""
+        """Return the text as Java's library prints it; referenced types stay references."""
         return write_json(_Printer(set(self._foreign)).type(self.root, ""))
 
     def normalized(self) -> str:
-        """The same text for schemas that differ in the order of properties or in how names are written."""
+        """Return the same text for schemas that differ in the order of properties or in how names are written."""
         return write_json(_Printer(set(self._foreign), is_normal=True).type(self.root, ""))
 
     def resolved(self) -> str:
-        """The text with the referenced types written out."""
+        """Return the text with the referenced types written out."""
         return write_json(_Printer(set()).type(self.root, ""))
 
 

@@ -363,7 +363,7 @@ class JsonCodec(Codec):
 
 
 def _documents_by_uri(source: Any, documents: Mapping[str, Any]) -> dict[str, Any]:
-    """The referenced documents by every URI under which a validator may ask for them."""
+    """Return the referenced documents by every URI under which a validator may ask for them."""
     base = source.get("$id", source.get("id", "")) if isinstance(source, dict) else ""
     known: dict[str, Any] = {}
     for name, document in documents.items():

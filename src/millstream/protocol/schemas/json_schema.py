@@ -136,7 +136,7 @@ class Node:
     """Whether there may be further properties or items."""
 
     def keyword(self, name: str) -> Any:
-        """The value of a keyword; None if the schema does not have it."""
+        """Return the value of a keyword; None if the schema does not have it."""
         return self.raw.get(name) if isinstance(self.raw, dict) else None
 
     @property
@@ -180,15 +180,15 @@ class JsonSchema:
         return cls(raw, _Builder(raw, documents).build())
 
     def canonical(self) -> str:
-        """The text without insignificant spaces."""
+        """Return the text without insignificant spaces."""
         return write_json(self.raw)
 
     def normalized(self) -> str:
-        """The same text for schemas that differ in the order of their keys."""
+        """Return the same text for schemas that differ in the order of their keys."""
         return write_json(self.raw, is_sorted=True)
 
     def resolved(self) -> str:
-        """The text; its references stay."""
+        """Return the text; its references stay."""
         return self.canonical()
 
 
@@ -537,7 +537,7 @@ class _Comparison:
         return found
 
     def _covering(self, node: Node, name: str) -> Node | None:
-        """The schema of properties that have none of their own."""
+        """Return the schema of properties that have none of their own."""
         for pattern, covering in node.patterns:
             if self._compiled(pattern).search(name):
                 return covering

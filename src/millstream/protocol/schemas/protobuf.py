@@ -92,11 +92,11 @@ class ProtobufSchema:
         return cls(_compile(text, others))
 
     def canonical(self) -> str:
-        """The text, printed from the descriptor."""
+        """Return the text, printed from the descriptor."""
         return _Printer(self._files).print()
 
     def normalized(self) -> str:
-        """The same text for schemas that differ in the order of imports and fields."""
+        """Return the same text for schemas that differ in the order of imports and fields."""
         file = FileDescriptorProto()
         file.CopyFrom(self.file)
         if not file.public_dependency and not file.weak_dependency:
@@ -106,15 +106,15 @@ class ProtobufSchema:
         return _Printer([*self._files[:-1], file]).print()
 
     def resolved(self) -> str:
-        """The text; its imports stay."""
+        """Return the text; its imports stay."""
         return self.canonical()
 
     def serialized(self) -> str:
-        """The FileDescriptorProto in base 64."""
+        """Return the FileDescriptorProto in base 64."""
         return base64.b64encode(self.file.SerializeToString()).decode()
 
     def descriptors(self) -> str:
-        """The descriptors of all files, each after those that it imports, in base 64."""
+        """Return the descriptors of all files, each after those that it imports, in base 64."""
         return base64.b64encode(FileDescriptorSet(file=self._files).SerializeToString()).decode()
 
 
@@ -318,7 +318,7 @@ class _Printer:
         return _SCALARS.get(field.type) or self._relative(field.type_name, scope)
 
     def _relative(self, name: str, scope: str) -> str:
-        """The shortest way to write a type's name that means this type here."""
+        """Return the shortest way to write a type's name that means this type here."""
         outer = scope
         while True:
             candidate = name.removeprefix(f"{outer}.")
@@ -581,7 +581,7 @@ def _message(field: FieldDescriptorProto, schema: ProtobufSchema) -> DescriptorP
 
 
 def _local_name(name: str, schema: ProtobufSchema) -> str:
-    """The name of a message without the package of the file that defines it."""
+    """Return the name of a message without the package of the file that defines it."""
     parts = name[1:].split(".")
     for start in range(len(parts)):
         if "." + ".".join(parts[: start + 1]) in schema.types:

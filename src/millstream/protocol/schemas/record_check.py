@@ -107,7 +107,7 @@ def _check(section: bytes, header: BatchHeader, rules: Rules, codec_of: CodecOf 
 
 
 def _fields_in_headers(section: bytes, rules: Rules) -> frozenset[str]:
-    """The fields whose schema header occurs anywhere in a batch."""
+    """Return the fields whose schema header occurs anywhere in a batch."""
     return frozenset(field for field in rules if HEADERS[field].encode() in section)
 
 

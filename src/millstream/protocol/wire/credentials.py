@@ -75,7 +75,7 @@ class Credentials:
         return self.tls() if callable(self.tls) else self.tls
 
     def begin(self) -> tuple[str, Exchange] | None:
-        """The SASL mechanism to use, and its dialogue; None without a user and a token."""
+        """Return the SASL mechanism to use, and its dialogue; None without a user and a token."""
         token = "" if self.token is None else self.token()
         if is_api_token(token):
             return PLAIN, _send_password(*split_token(token))
@@ -133,7 +133,7 @@ class NodeName:
 
     @classmethod
     def of(cls, uris: Iterable[str]) -> NodeName | None:
-        """The node that the alternative names of a certificate name; None for one of a client."""
+        """Return the node that the alternative names of a certificate name; None for one of a client."""
         for uri in uris:
             if uri.startswith(_NODE_URI):
                 cluster, slash, number = uri.removeprefix(_NODE_URI).partition("/node/")
@@ -183,7 +183,7 @@ def on_behalf_of(assertion: Callable[[], str]) -> Credentials:
 
 
 def child_environment() -> dict[str, str] | None:
-    """The environment of a process that works for this node; None when it is that of this process."""
+    """Return the environment of a process that works for this node; None when it is that of this process."""
     exported = NODE_CREDENTIALS.get().exported
     return None if exported is None else {**os.environ, _CHILD_VARIABLE: json.dumps(exported)}
 
@@ -239,7 +239,7 @@ def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
 
 
 def scram_fields(message: str) -> dict[str, str]:
-    """The `name=value` fields of a SCRAM message, each of which is there once."""
+    """Return the `name=value` fields of a SCRAM message, each of which is there once."""
     fields: dict[str, str] = {}
     for part in message.split(","):
         name, equals, value = part.partition("=")

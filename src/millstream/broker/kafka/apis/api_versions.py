@@ -75,7 +75,7 @@ class Feature(NamedTuple):
 
 
 def features_of(served: Collection[int]) -> Iterator[Feature]:
-    """The features of a broker that serves the APIs of these keys."""
+    """Yield the features of a broker that serves the APIs of these keys."""
     yield Feature(METADATA_VERSION, KAFKA_4_0, KAFKA_4_0, KAFKA_4_0)
     if END_TXN_KEY in served:
         yield Feature(TRANSACTION_VERSION, 0, EPOCH_PER_TRANSACTION, EPOCH_PER_TRANSACTION)
@@ -164,7 +164,7 @@ class ApiVersions:
         )
 
     def unsupported(self) -> Any:
-        """The answer, in version 0, to a version that is not served."""
+        """Return the answer, in version 0, to a version that is not served."""
         return _for_version(0, _response(ErrorCode.unsupported_version, (self,)))
 
 

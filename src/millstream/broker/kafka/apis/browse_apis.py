@@ -1,4 +1,4 @@
-"""Private requests with which people look around: a page of topics, a node in a few numbers, and one's own rights."""
+"""Private requests of the console: pages of topics, the rights of a client, reads to audit, and sums of a node."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ClientList:
         )
 
     def snapshot(self, now: float) -> ClientListResponse:
-        """The document that the answer carries."""
+        """Return the document that the answer carries."""
         busy: list[tuple[Connection, ClientInfo]] = []
         others: list[tuple[Connection, ClientInfo]] = []
         for connection in self._connections:

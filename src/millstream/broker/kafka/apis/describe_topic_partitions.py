@@ -84,7 +84,7 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         return _response([_refused(topic.name, error, NOT_ASKED) for topic in request.topics], None)
 
     def _names(self, request: DescribeTopicPartitionsRequest) -> list[str]:
-        """The topics of this page and of those behind it, in order."""
+        """Return the topics of this page and of those behind it, in order."""
         cursor = request.cursor
         if cursor is not None and cursor.partition_index < 0:
             raise InvalidRequest(f"the cursor has partition {cursor.partition_index}")

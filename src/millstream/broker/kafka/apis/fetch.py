@@ -108,7 +108,7 @@ class FetchSessions:
         return len(self._by_id)
 
     def open(self, wanted: dict[PartitionKey, Position], *, by_id: bool) -> FetchSession | None:
-        """A new session, or None when the request has nothing or too much to remember."""
+        """Return a new session, or None when the request has nothing or too much to remember."""
         if not wanted or len(wanted) > PARTITIONS_MAX // 10:
             return None
         self._make_room(len(wanted))

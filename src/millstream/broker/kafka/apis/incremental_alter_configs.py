@@ -192,7 +192,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
 
 
 def _changed(config: AlterableConfig, declared: Setting, now: str) -> str | None:
-    """The new value of one setting; None takes it back to the default."""
+    """Return the new value of one setting; None takes it back to the default."""
     if config.config_operation == DELETE:
         return None
     if config.value is None:

@@ -70,14 +70,14 @@ class CommittedOffsets(Protocol):
     """The source of committed offsets."""
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
-        """Every group, topic, partition and committed offset."""
+        """Return every group, topic, partition and committed offset."""
 
 
 class Ends(Protocol):
     """The source of partition ends."""
 
     def high_watermark(self, topic: str, partition: int) -> int | None:
-        """The next offset that consumers will read; None when there is no such partition."""
+        """Return the next offset that consumers will read; None when there is no such partition."""
 
 
 class GroupMetrics:
@@ -182,7 +182,7 @@ class NodeStatus:
         return self._node.started_ms
 
     def health(self) -> dict[str, Any]:
-        """The part of the document that health checks need."""
+        """Return the part of the document that health checks need."""
         return {
             "node_id": self._node.node_id,
             "version": __version__,
@@ -191,7 +191,7 @@ class NodeStatus:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """The document that the answer carries."""
+        """Return the document that the answer carries."""
         node = self._node
         return {
             **self.health(),

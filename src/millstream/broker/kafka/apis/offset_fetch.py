@@ -258,7 +258,7 @@ def _answer_single(group: GroupAnswer) -> single.OffsetFetchResponse:
 
 
 def _partitions(kind: Any, topic: TopicAnswer) -> tuple[Any, ...]:
-    """The partitions of a topic as the class of one version, which all have the same fields."""
+    """Return the partitions of a topic as the class of one version, which all have the same fields."""
     return tuple(
         kind(
             partition_index=i32(index),

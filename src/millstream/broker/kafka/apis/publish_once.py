@@ -185,7 +185,7 @@ def _window(asked_ms: int | None, most_ms: int) -> int:
 
 
 def _read(batch: bytes, now_ms: int) -> list[Record]:
-    """The messages; those without a time are of now, or they could not be known by it later."""
+    """Return the messages; those without a timestamp get the current time, by which repetitions are recognised."""
     header = read_header(batch)
     if header.end_position != len(batch):
         raise InvalidBatch("deduplicated messages are sent as one record batch")

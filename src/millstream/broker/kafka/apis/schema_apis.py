@@ -70,7 +70,7 @@ AnswerT = TypeVar("AnswerT", bound=RegistryResponse)
 
 
 def subject_need(operation: Operation, subject: str) -> Need:
-    """What a request about a subject needs; one about a context needs the cluster."""
+    """Return what a request about a subject needs; one about a context needs the cluster."""
     if not QualifiedSubject.parse(subject).name:
         return (operation, ResourceType.CLUSTER, CLUSTER_NAME)
     return (operation, ResourceType.TOPIC, subject_topic(subject))

@@ -15,7 +15,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def compiled(kernel: Kernel) -> Kernel:
-    """A function that runs as machine code and lets other threads run meanwhile."""
+    """Return a function that runs as machine code and lets other threads run meanwhile."""
     try:
         return cast("Kernel", njit(cache=True, nogil=True)(kernel))
     except RuntimeError:

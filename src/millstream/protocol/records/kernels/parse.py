@@ -27,7 +27,7 @@ SCAN_FAULTS = {
 
 @compiled
 def _read_big_endian(data: Bytes, position: int, size: int) -> int:
-    """A signed number of `size` bytes; the caller has checked that they are there."""
+    """Return a signed number of `size` bytes; the caller has checked that they are there."""
     value: int = int64(int8(data[position]))
     for index in range(position + 1, position + size):
         value = (value << 8) | int64(data[index])
@@ -179,7 +179,7 @@ FAULTS = {
 
 @compiled
 def _read_varint(data: Bytes, position: int, end: int) -> tuple[int, int]:
-    """A zigzag number of at most 32 bits, and the position after it or a fault."""
+    """Return a zigzag number of at most 32 bits, and the position after it or a fault."""
     value = 0
     for shift in range(0, 35, 7):
         if position >= end:
@@ -196,7 +196,7 @@ def _read_varint(data: Bytes, position: int, end: int) -> tuple[int, int]:
 
 @compiled
 def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
-    """A zigzag number of at most 64 bits, and the position after it or a fault."""
+    """Return a zigzag number of at most 64 bits, and the position after it or a fault."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= end:
@@ -214,7 +214,7 @@ def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
 
 @compiled
 def _read_length(data: Bytes, position: int, end: int, least: int) -> tuple[int, int]:
-    """The length of a field whose bytes lie before `end`, and the position of these bytes or a fault."""
+    """Return the length of a field whose bytes lie before `end`, and the position of these bytes or a fault."""
     length, position = _read_varint(data, position, end)
     if position >= 0 and (length < least or length > end - position):
         return 0, FIELD_LENGTH

@@ -13,7 +13,7 @@ INT64_MAX = 2**63 - 1
 
 @compiled
 def _varint_bytes(value: int) -> int:
-    """How many bytes the number takes."""
+    """Return how many bytes the number takes."""
     rest = (value << 1) ^ (value >> 63)
     size = 1
     while rest < 0 or rest > 0x7F:
@@ -37,7 +37,7 @@ def _write_varint(target: Bytes, position: int, value: int) -> int:
 
 @compiled
 def _field_bytes(length: int) -> int:
-    """What a field of this length takes together with its length."""
+    """Return what a field of this length takes together with its length."""
     return _varint_bytes(length) + max(length, 0)
 
 
@@ -57,7 +57,7 @@ def _write_field(target: Bytes, position: int, data: Bytes, start: int, length: 
 
 @compiled
 def _body_bytes(record: Row, headers: Table, timestamp_delta: int, offset_delta: int) -> int:
-    """The bytes of a record behind its length."""
+    """Return the bytes of a record behind its length."""
     size = 1 + _varint_bytes(timestamp_delta) + _varint_bytes(offset_delta)
     size += _field_bytes(int64(record["key_length"])) + _field_bytes(int64(record["value_length"]))
     size += _varint_bytes(int64(record["header_count"]))
