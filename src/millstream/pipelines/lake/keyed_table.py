@@ -240,7 +240,7 @@ class KeyedTable(DeltaTable):
         return deleted + _delete_old(self._staged, STAGED, old, kept=set())
 
 
-class StagedWriter:
+class StagedWriter(RowWriter):
     """Writes changes to files in a task, each file divided by bucket.
 
     Rows have the columns of the table, `KEY`, `DELETED`, and `ORDER` where there is one.
@@ -249,11 +249,8 @@ class StagedWriter:
     def __init__(
         self, storage: Storage, schema: pa.Schema, topic_id: str, routes: tuple[Bucket, ...], *, attempt: str
     ) -> None:
-        self._storage = storage
-        self._schema = schema
-        self._topic_id = topic_id
+        super().__init__(storage, schema, topic_id, attempt)
         self._routes = routes
-        self._attempt = attempt
         self._rows: list[pa.RecordBatch] = []
         self._rows_bytes = 0
         self._path = ""
@@ -262,11 +259,6 @@ class StagedWriter:
         self._index: dict[int, list[int]] = {}
         self._batches = 0
         self._count = 0
-
-    @property
-    def storage(self) -> Storage:
-        """Return the storage of its files."""
-        return self._storage
 
     @property
     def folder(self) -> str:
@@ -298,8 +290,8 @@ class StagedWriter:
         ordered = table.take(pa.array(order)).combine_chunks()
         if self._writer is None:
             self._path = f"{STAGED}/changes_{self._attempt}{uuid.uuid4().hex[len(self._attempt) :]}.arrow"
-            self._storage.make_parent(self._path)
-            self._stream = self._storage.files().open_output_stream(self._path)
+            self.storage.make_parent(self._path)
+            self._stream = self.storage.files().open_output_stream(self._path)
             self._writer = pa.ipc.new_file(
                 self._stream, ordered.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
             )
@@ -335,12 +327,7 @@ class StagedWriter:
             try:
                 self._stream.close()
             finally:
-                self._storage.delete(self._path)
-
-    def discard(self, written: Iterable[Written]) -> None:
-        """Delete returned files."""
-        for file in written:
-            self._storage.delete(file.path)
+                self.storage.delete(self._path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -265,35 +266,45 @@ _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
 """Columns with few values. Dictionaries of keys and payloads would be started and given up."""
 
 
-class RowWriter(Protocol):
-    """Writes rows to files in a task; it can be pickled until the first batch."""
+class RowWriter(ABC):
+    """Writes rows to files in a task, and returns at the end which files they are in.
+
+    It can be pickled until the first batch. File names are unique, so attempts at one task never collide.
+    """
+
+    def __init__(self, storage: Storage, schema: pa.Schema, topic_id: str, attempt: str) -> None:
+        self.storage = storage
+        self._schema = schema
+        self._topic_id = topic_id
+        self._attempt = attempt
 
     @property
-    def storage(self) -> Storage:
-        """Return the storage of its files."""
-
-    @property
+    @abstractmethod
     def folder(self) -> str:
         """Return the folder of its files."""
 
+    @abstractmethod
     def write(self, batch: pa.RecordBatch) -> None:
         """Write rows in the order of their offsets."""
 
+    @abstractmethod
     def close(self) -> list[Written]:
-        """Finish and return the files, which are durable but invisible until committed."""
+        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
 
+    @abstractmethod
     def abort(self) -> None:
-        """Delete what was written, as far as possible."""
+        """Delete what was written, as far as possible; the rest is left to the vacuum."""
 
     def discard(self, written: Iterable[Written]) -> None:
-        """Delete returned files that will not be committed."""
+        """Delete returned files that will not be committed: they would keep a full disk full."""
+        for file in written:
+            self.storage.delete(file.path)
 
 
-class TaskWriter:
-    """Takes batches, and returns at the end which files they are in.
+class TaskWriter(RowWriter):
+    """Writes rows to the files of one folder.
 
-    It can be pickled until the first batch. File names are unique, so attempts at one task never collide. A row group
-    holds one partition only, in the order in which its rows came: scans rely on it.
+    A row group holds one partition only, in the order in which its rows came: scans rely on it.
     """
 
     def __init__(
@@ -308,10 +319,7 @@ class TaskWriter:
         values: Mapping[str, str] | None = None,
     ) -> None:
         """Write to the folder of partition values, by default those of the hour of landing."""
-        self._storage = storage
-        self._schema = file_schema(schema)
-        self._topic_id = topic_id
-        self._attempt = attempt
+        super().__init__(storage, file_schema(schema), topic_id, attempt)
         self._values = dict(_hour_values(landed) if values is None else values)
         self._file_bytes = file_bytes
         self._rows: list[pa.RecordBatch] = []
@@ -319,11 +327,6 @@ class TaskWriter:
         self._partition: int | None = None
         self._file: OpenFile | None = None
         self._written: list[Written] = []
-
-    @property
-    def storage(self) -> Storage:
-        """Return the storage of its files."""
-        return self._storage
 
     @property
     def folder(self) -> str:
@@ -393,11 +396,6 @@ class TaskWriter:
             self._file = None
         self.discard(written)
 
-    def discard(self, written: Iterable[Written]) -> None:
-        """Delete returned files that will not be committed: they would keep a full disk full."""
-        for file in written:
-            self._storage.delete(file.path)
-
     def _end_group(self) -> None:
         if not self._rows:
             return
@@ -405,7 +403,7 @@ class TaskWriter:
         self._rows, self._rows_bytes = [], 0
         if self._file is None:
             path = f"{self.folder}/{self.prefix}{uuid.uuid4().hex[len(self._attempt) :]}.parquet"
-            self._file = OpenFile(self._storage, path, self._schema)
+            self._file = OpenFile(self.storage, path, self._schema)
         self._file.write_group(table)
         if self._file.bytes >= self._file_bytes:
             self._end_file()
@@ -420,7 +418,7 @@ OPEN_FILES_MAX: Final = 64
 """The most files that one task has open for a table that is partitioned by event time."""
 
 
-class EventTimeWriter:
+class EventTimeWriter(RowWriter):
     """Writes rows to the folders of their event time, each like `TaskWriter`.
 
     Rows come with the partition columns. The hour of landing, which is a folder otherwise, is stored as columns. All
@@ -439,10 +437,7 @@ class EventTimeWriter:
         held_bytes: int = GROUP_BYTES,
         open_files: int = OPEN_FILES_MAX,
     ) -> None:
-        self._storage = storage
-        self._schema = schema
-        self._topic_id = topic_id
-        self._attempt = attempt
+        super().__init__(storage, schema, topic_id, attempt)
         self._names = partition_columns(schema)
         self._landed = _hour_values(landed)
         self._held_max = held_bytes
@@ -450,11 +445,6 @@ class EventTimeWriter:
         self._writers: dict[int, TaskWriter] = {}
         """By the number of hours since 1970; those with an open file are in the order of their last use."""
         self._written: list[Written] = []
-
-    @property
-    def storage(self) -> Storage:
-        """Return the storage of its files."""
-        return self._storage
 
     @property
     def folder(self) -> str:
@@ -494,7 +484,7 @@ class EventTimeWriter:
         moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(hours=hour)
         values = dict(zip((EVENT_DAY, EVENT_HOUR), (moment.date().isoformat(), str(moment.hour)), strict=True))
         return TaskWriter(
-            self._storage,
+            self.storage,
             self._schema,
             self._topic_id,
             attempt=self._attempt,
@@ -525,11 +515,6 @@ class EventTimeWriter:
         for writer in writers.values():
             writer.abort()
         self.discard(written)
-
-    def discard(self, written: Iterable[Written]) -> None:
-        """Delete returned files that will not be committed."""
-        for file in written:
-            self._storage.delete(file.path)
 
 
 def _hour_values(landed: datetime | None) -> dict[str, str]:
