@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,52 +69,62 @@ Resources = Annotated[
 Role = Annotated[str, typer.Argument(help=f"The role: {', '.join(ROLES)}.", show_default=False)]
 
 
-def _adding(permission: Permission, text: str) -> Callable[..., None]:
-    def add(
-        principal: Principal,
-        operations: Operations,
-        resource: Resource,
-        prefixed: Prefixed = False,
-        host: Host = WILDCARD,
-        common: Common = COMMON,
-    ) -> None:
-        _add(parse_rules(permission, principal, operations, resource, prefixed, host), common)
+@dataclass(frozen=True)
+class GivenRules:
+    """The rules that a command names, one for each operation."""
 
-    add.__doc__ = text
-    return add
+    principal: Principal
+    operations: Operations
+    resource: Resource
+    prefixed: Prefixed = False
+    host: Host = WILDCARD
+
+    def parse(self, permission: Permission = Permission.ALLOW) -> list[Acl]:
+        """Return the rules."""
+        return parse_rules(permission, self.principal, self.operations, self.resource, self.prefixed, self.host)
 
 
-app.command("allow")(_adding(Permission.ALLOW, "Allow a principal some operations on a resource."))
-app.command("deny")(
-    _adding(Permission.DENY, "Deny a principal some operations on a resource, whatever other rules allow.")
-)
+@dataclass(frozen=True)
+class GivenRole:
+    """A role on some resources."""
+
+    principal: Principal
+    role: Role
+    resources: Resources
+    prefixed: Prefixed = False
+    host: Host = WILDCARD
+
+    def rules(self) -> list[Acl]:
+        """Return the rules of the role."""
+        rules: list[Acl] = []
+        for resource in self.resources:
+            operations = ",".join(map(name_of, role_operations(self.role, parse_resource(resource)[0])))
+            rules += GivenRules(self.principal, operations, resource, self.prefixed, self.host).parse()
+        return rules
+
+
+@app.command("allow")
+def allow(given: GivenRules, common: Common = COMMON) -> None:
+    """Allow a principal some operations on a resource."""
+    _add(given.parse(), common)
+
+
+@app.command("deny")
+def deny(given: GivenRules, common: Common = COMMON) -> None:
+    """Deny a principal some operations on a resource, whatever other rules allow."""
+    _add(given.parse(Permission.DENY), common)
 
 
 @app.command("grant")
-def grant(
-    principal: Principal,
-    role: Role,
-    resources: Resources,
-    prefixed: Prefixed = False,
-    host: Host = WILDCARD,
-    common: Common = COMMON,
-) -> None:
+def grant(given: GivenRole, common: Common = COMMON) -> None:
     """Add the rules of a role: millstream acl grant User:alice worker topic:orders group:billing."""
-    _add(_role_rules(role, principal, resources, prefixed, host), common)
+    _add(given.rules(), common)
 
 
 @app.command("revoke")
-def revoke(
-    principal: Principal,
-    role: Role,
-    resources: Resources,
-    prefixed: Prefixed = False,
-    host: Host = WILDCARD,
-    common: Common = COMMON,
-) -> None:
+def revoke(given: GivenRole, common: Common = COMMON) -> None:
     """Remove the rules that granting a role has added, whatever added them."""
-    rules = _role_rules(role, principal, resources, prefixed, host)
-    _remove(rules, common, permission=Permission.ALLOW)
+    _remove(given.rules(), common, permission=Permission.ALLOW)
 
 
 @app.command("list")
@@ -144,11 +155,7 @@ def list_(
 
 @app.command("remove")
 def remove(
-    principal: Principal,
-    operations: Operations,
-    resource: Resource,
-    prefixed: Prefixed = False,
-    host: Host = WILDCARD,
+    given: GivenRules,
     only: Annotated[
         str, typer.Option("--only", metavar="allow|deny", help="Remove only the rule that allows, or that denies.")
     ] = "any",
@@ -158,8 +165,7 @@ def remove(
     permissions = {"any": Permission.ANY, "allow": Permission.ALLOW, "deny": Permission.DENY}
     if only not in permissions:
         raise typer.BadParameter(f"--only takes allow or deny, not {only!r}")
-    rules = parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
-    _remove(rules, common, permission=permissions[only])
+    _remove(given.parse(), common, permission=permissions[only])
 
 
 @app.command("explain")
@@ -230,14 +236,6 @@ def _remove(rules: Iterable[Acl], common: Common, *, permission: Permission = Pe
     if not removed:
         raise CommandFailed("no rule says exactly this; see `millstream acl list`", ExitCode.NOT_FOUND)
     print_answer({"removed": removed}, f"{counted(removed, 'rule')} removed.", as_json=common.as_json)
-
-
-def _role_rules(role: str, principal: str, resources: Iterable[str], prefixed: bool, host: str) -> list[Acl]:
-    rules: list[Acl] = []
-    for resource in resources:
-        operations = ",".join(map(name_of, role_operations(role, parse_resource(resource)[0])))
-        rules += parse_rules(Permission.ALLOW, principal, operations, resource, prefixed, host)
-    return rules
 
 
 def _document(acl: Acl) -> dict[str, str]:

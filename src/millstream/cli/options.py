@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -136,7 +136,8 @@ def spread(command: Callable[..., None], *, without: Collection[str] = ()) -> Ca
         taken = [field for field in fields(kind) if field.name not in without]
         annotations = get_type_hints(kind, include_extras=True)
         for field in taken:
-            default = getattr(parameter.default, field.name, field.default)
+            declared = Parameter.empty if field.default is MISSING else field.default
+            default = getattr(parameter.default, field.name, declared)
             annotation = annotations[field.name]
             parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         spread_over[parameter.name] = (kind, [field.name for field in taken])
