@@ -32,7 +32,7 @@ from millstream.client.admin.dead_letter import (
 )
 
 if TYPE_CHECKING:
-    from millstream.client.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
+    from millstream.client.admin.dead_letter import DeadLetterDesk
     from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
@@ -70,13 +70,9 @@ Limit = Annotated[
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List dead letter topics and their number of open letters."""
+    from millstream.client.admin.dead_letter import dead_letter_topics
 
-    async def question(client: Client) -> list[DeadLetterTopic]:
-        from millstream.client.admin.dead_letter import dead_letter_topics
-
-        return await dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S))
-
-    found = ask(common, question)
+    found = ask(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
     if common.as_json:
         print_json({"dead_letters": [one._asdict() for one in found]})
     elif found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,13 +33,9 @@ Name = Annotated[str, typer.Argument(help="The name of the group.", show_default
 @app.command("list")
 def list_(common: Common = COMMON) -> None:
     """List all consumer groups with their lag."""
+    from millstream.client.admin.groups import group_summaries
 
-    async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.client.admin.groups import group_summaries
-
-        return await group_summaries(client)
-
-    groups = ask(common, question)
+    groups = ask(common, group_summaries)
     if common.as_json:
         print_json({"groups": groups})
     elif groups:

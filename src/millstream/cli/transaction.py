@@ -79,13 +79,9 @@ def describe(
     common: Common = COMMON,
 ) -> None:
     """Show one transactional id: its producer, its state, and the partitions of its transaction."""
+    from millstream.client.admin.transactions import describe_transaction
 
-    async def question(client: Client) -> DescribedTransaction:
-        from millstream.client.admin.transactions import describe_transaction
-
-        return await describe_transaction(client, transactional_id)
-
-    found = ask(common, question)
+    found = ask(common, lambda client: describe_transaction(client, transactional_id))
     if common.as_json:
         print_json(_as_document(found))
         return
@@ -150,12 +146,9 @@ def _how_long(found: DescribedTransaction) -> str:
 
 
 def _list_hanging(common: Common) -> None:
-    async def question(client: Client) -> list[OpenTransaction]:
-        from millstream.client.admin.transactions import hanging_transactions
+    from millstream.client.admin.transactions import hanging_transactions
 
-        return await hanging_transactions(client)
-
-    found = ask(common, question)
+    found = ask(common, hanging_transactions)
     if common.as_json:
         print_json({"hanging": [_opened(one) for one in found]})
     elif found:
@@ -166,12 +159,9 @@ def _list_hanging(common: Common) -> None:
 
 
 def _abort_known(transactional_id: str, common: Common) -> None:
-    async def question(client: Client) -> str:
-        from millstream.client.admin.transactions import abort_transaction
+    from millstream.client.admin.transactions import abort_transaction
 
-        return await abort_transaction(client, transactional_id)
-
-    state = ask(common, question)
+    state = ask(common, lambda client: abort_transaction(client, transactional_id))
     print_answer(
         {"transactional_id": transactional_id, "was": state},
         f"Aborted the transaction of {one_line(transactional_id)}, which was {state}.",
@@ -180,12 +170,9 @@ def _abort_known(transactional_id: str, common: Common) -> None:
 
 
 def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, force: bool) -> None:
-    async def question(client: Client) -> OpenTransaction:
-        from millstream.client.admin.transactions import abort_on_partition
+    from millstream.client.admin.transactions import abort_on_partition
 
-        return await abort_on_partition(client, where, producer_id, force=force)
-
-    found = ask(common, question)
+    found = ask(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
     print_answer(
         _opened(found),
         f"Aborted what producer {producer_id} had open on {one_line(str(where))}.",
