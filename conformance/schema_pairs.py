@@ -27,7 +27,7 @@ from conformance.client import BUILT, HERE, Unavailable, run_builder
 from conformance.java_client import OFFLINE, check_java, class_path
 
 from millstream.protocol.schemas import avro, json_schema, protobuf
-from millstream.protocol.schemas.difference import InvalidSchema
+from millstream.protocol.schemas.formats import InvalidSchema
 
 PAIRS: Final = 3000
 RUN_S_MAX: Final = 600.0

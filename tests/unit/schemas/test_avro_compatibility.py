@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.protocol.schemas.avro import AvroSchema, compare
-from millstream.protocol.schemas.difference import InvalidSchema
+from millstream.protocol.schemas.formats import InvalidSchema
 
 
 def kinds(reader: Any, writer: Any) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.protocol.schemas.difference import InvalidSchema
+from millstream.protocol.schemas.formats import InvalidSchema
 from millstream.protocol.schemas.json_schema import JsonSchema, compare
 
 

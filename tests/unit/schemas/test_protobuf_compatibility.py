@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.protocol.schemas.difference import InvalidSchema
+from millstream.protocol.schemas.formats import InvalidSchema
 from millstream.protocol.schemas.protobuf import ProtobufSchema, compare
 
 SHOP = """syntax = "proto3";

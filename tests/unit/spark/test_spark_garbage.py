@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from millstream.pipelines.source import worker_heap
+from millstream.core import heap
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reported: list[str] = []
     monkeypatch.setattr(gc, "collect", lambda: reported.append("collect"))
     monkeypatch.setattr(gc, "freeze", lambda: reported.append("freeze"))
-    monkeypatch.setattr(worker_heap, "_spared", 0)
+    monkeypatch.setattr(heap, "_spared", 0)
     return reported
 
 
@@ -24,14 +24,14 @@ def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, 
     worker = ModuleType("__main__")
     worker.__spec__ = SimpleNamespace(name="pyspark.daemon")  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "__main__", worker)
-    worker_heap.freeze_worker_heap()
-    worker_heap.freeze_worker_heap()
+    heap.freeze_worker_heap()
+    heap.freeze_worker_heap()
     assert frozen == ["collect", "freeze"]
     monkeypatch.setitem(sys.modules, "loaded-later", ModuleType("loaded-later"))
-    worker_heap.freeze_worker_heap()
+    heap.freeze_worker_heap()
     assert frozen == ["collect", "freeze"] * 2
 
 
 def test_other_programs_are_left_alone(frozen: list[str]) -> None:
-    worker_heap.freeze_worker_heap()
+    heap.freeze_worker_heap()
     assert frozen == []

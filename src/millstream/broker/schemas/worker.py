@@ -12,8 +12,7 @@ from typing import Final
 import msgspec
 
 from millstream.broker.schemas.child_pool import serve_parent
-from millstream.protocol.schemas.difference import InvalidSchema
-from millstream.protocol.schemas.formats import SchemaText, check, parse, render
+from millstream.protocol.schemas.formats import InvalidSchema, SchemaText, check, parse, render
 
 MESSAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 

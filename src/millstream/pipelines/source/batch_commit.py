@@ -17,10 +17,10 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.core.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
+from millstream.core.heap import freeze_worker_heap
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.target_topic import supports_batch_commit
-from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
 OFFSETS_TASK: Final = 1_000_000_000

@@ -14,13 +14,13 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from millstream.core.errors import InvalidBatch, MillstreamError
+from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import ProducerId
 from millstream.pipelines.source.batch_commit import Batch, Part, writing_link
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.schema_decoder import encode_values
 from millstream.pipelines.source.target_topic import count_partitions, partition_counts, supports_batch_commit
-from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 from millstream.protocol.records.arrow import from_arrow
 from millstream.protocol.records.columns import Columns

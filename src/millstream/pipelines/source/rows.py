@@ -23,13 +23,13 @@ import pyarrow.json as pj
 from millstream.client.admin.cluster_status import find_damage
 from millstream.client.admin.topics import find_topic
 from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
+from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import NO_TIMESTAMP_MS
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import OFFSET_EARLIEST, ReadOptions
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.schema_decoder import SchemaRows, columns_of
 from millstream.pipelines.source.shape import ERROR, Column, Shape, payload_field
-from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.arrow import to_arrow

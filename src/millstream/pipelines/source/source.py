@@ -103,9 +103,9 @@ class MillstreamSource(DataSource):
     @without_traceback
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """Return a writer of a stream's batches."""
+        from millstream.core.heap import freeze_worker_heap
         from millstream.pipelines.source.options import write_options
         from millstream.pipelines.source.target_topic import STREAM_PATIENCE_S, check_target
-        from millstream.pipelines.source.worker_heap import freeze_worker_heap
         from millstream.pipelines.source.writer import TopicStreamWriter, check_columns
 
         options = write_options(self.options)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from millstream.protocol.schemas.difference import DEPTH_MAX, Difference, InvalidSchema, read_json, write_json
+from millstream.protocol.schemas.formats import DEPTH_MAX, Difference, InvalidSchema, read_json, write_json
 
 PRIMITIVES: Final = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 NAMED: Final = frozenset({"record", "error", "enum", "fixed"})

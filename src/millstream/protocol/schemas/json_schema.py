@@ -17,7 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import jsonschema_rs
 import re2
 
-from millstream.protocol.schemas.difference import DEPTH_MAX, Difference, InvalidSchema, read_json, write_json
+from millstream.protocol.schemas.formats import DEPTH_MAX, Difference, InvalidSchema, read_json, write_json
 
 _KEYWORDS: Final = {
     "object": frozenset(

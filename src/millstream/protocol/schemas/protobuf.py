@@ -28,7 +28,7 @@ from google.protobuf.descriptor_pb2 import (
 from google.protobuf.message import DecodeError, Message
 from grpc_tools import protoc
 
-from millstream.protocol.schemas.difference import DEPTH_MAX, Difference, InvalidSchema
+from millstream.protocol.schemas.formats import DEPTH_MAX, Difference, InvalidSchema
 
 _FILE: Final = "default.proto"
 _BUILT_IN: Final = {
