@@ -48,7 +48,6 @@ ELEMENT: Final = "element"
 VALUE: Final = "value"
 """The field of a schema that is not a record."""
 TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
-_LONG: Final = 2**63
 _SHOWN_MAX: Final = 60
 
 

@@ -54,7 +54,6 @@ _CLIENT_ID: Final = "millstream-audit"
 _TIMEOUT_S: Final = 60.0
 _FETCH_BYTES: Final = 4 * 1024 * 1024
 _RESULT: Final = pa.schema([pa.field("result", pa.string())])
-_BATCH_ROWS: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
