@@ -263,6 +263,8 @@ def check_start(
 PATIENCE_S: Final = 0.5
 """How long an idle query waits for messages before it asks again."""
 
+StreamOffsets = dict[str, dict[int, int]]
+
 
 class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads topics as they grow. Offsets have the form of Spark's Kafka source: by topic and partition."""
@@ -270,7 +272,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: ReadOptions, shape: Shape) -> None:
         self._options = options
         self._shape = shape
-        self._until: Offsets | None = None
+        self._until: StreamOffsets | None = None
         """Where a run that reads only existing messages ends."""
         self._waited_since = time.monotonic()
         self._committed: dict[str, Any] | None = None
@@ -362,7 +364,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # -- how --------------------------------------------------------------------------------------------------
 
-    def _end(self, begin: Offsets) -> Offsets:
+    def _end(self, begin: StreamOffsets) -> StreamOffsets:
         """Return the available end offsets; never before the start, since partitions do not shrink for a reader."""
         if self._until is not None:
             end = self._until
@@ -379,7 +381,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             merged[topic] = {**offsets, **merged.get(topic, {})}
         return merged
 
-    def _check_partitions_exist(self, begin: Offsets, end: Offsets) -> None:
+    def _check_partitions_exist(self, begin: StreamOffsets, end: StreamOffsets) -> None:
         """Report a topic that was deleted, or ends before the query's position, as lost data."""
         lost = [
             (topic, number, end.get(topic, {}).get(number, 0), offset)
@@ -394,7 +396,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise error
         _logger.warning("%s; failOnDataLoss is false, so the query continues", error)
 
-    def _with_new(self, begin: Offsets, end: Offsets) -> Offsets:
+    def _with_new(self, begin: StreamOffsets, end: StreamOffsets) -> StreamOffsets:
         """Return starts for every partition: added ones start at their first record."""
         new = {
             topic: [number for number in offsets if number not in begin.get(topic, {})]
@@ -406,7 +408,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         first = OffsetResolver(self._options).earliest(new)
         return {topic: {**begin.get(topic, {}), **first.get(topic, {})} for topic in {**begin, **first}}
 
-    def _waits_for_more(self, start: Offsets, end: Offsets) -> bool:
+    def _waits_for_more(self, start: StreamOffsets, end: StreamOffsets) -> bool:
         """Whether a batch would be too small to be worth it and may still wait."""
         wished = self._options.offsets_min
         if wished is None or self._until is not None:
@@ -433,7 +435,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _logger.warning("progress was not committed to group %s: %s", options.group_id, error)
 
 
-def to_json(offsets: Offsets) -> dict[str, Any]:
+def to_json(offsets: StreamOffsets) -> dict[str, Any]:
     """Encode offsets as in Spark's checkpoint."""
     return {
         topic: {str(number): offset for number, offset in sorted(listed.items())}
@@ -441,6 +443,6 @@ def to_json(offsets: Offsets) -> dict[str, Any]:
     }
 
 
-def from_json(offsets: dict[str, Any]) -> Offsets:
+def from_json(offsets: dict[str, Any]) -> StreamOffsets:
     """Decode offsets from a checkpoint."""
     return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}
