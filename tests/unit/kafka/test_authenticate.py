@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.kafka.apis.authenticate import Authenticate
+from millstream.broker.kafka.apis.security_apis import Authenticate
 from millstream.broker.security.assertion import Assertions
 from millstream.broker.security.gate import Knowledge
 from millstream.broker.security.sasl import Authenticator, FailedAttempts, Passwords

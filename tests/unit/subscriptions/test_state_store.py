@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
+from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_shard import (

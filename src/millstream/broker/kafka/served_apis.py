@@ -23,7 +23,6 @@ from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogD
 from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
 from millstream.broker.kafka.apis.alter_user_scram_credentials import AlterUserScramCredentials
 from millstream.broker.kafka.apis.api_versions import ApiVersions
-from millstream.broker.kafka.apis.authenticate import Authenticate
 from millstream.broker.kafka.apis.batch_transactions import (
     AbortBatch,
     AbortTransaction,
@@ -115,7 +114,6 @@ from millstream.broker.kafka.apis.pipeline_apis import (
 from millstream.broker.kafka.apis.plan_apis import NodeUndrain, PlanApply, PlanCancel, PlanDescribe, PlanPropose
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.publish_once import PublishOnce
-from millstream.broker.kafka.apis.queue_states import LoadQueueState, WriteQueueStates
 from millstream.broker.kafka.apis.sasl_authenticate import SaslAuthenticate
 from millstream.broker.kafka.apis.sasl_handshake import SaslHandshake
 from millstream.broker.kafka.apis.schema_apis import (
@@ -129,7 +127,7 @@ from millstream.broker.kafka.apis.schema_apis import (
     SchemaSettings,
     SchemaSubject,
 )
-from millstream.broker.kafka.apis.secret_list import SecretList
+from millstream.broker.kafka.apis.security_apis import Authenticate, SecretList, TokenCreate, TokenList, TokenRevoke
 from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
@@ -138,6 +136,7 @@ from millstream.broker.kafka.apis.subscription_apis import (
     AppendLetter,
     DeliveryState,
     LedgerMark,
+    LoadQueueState,
     MessageTracing,
     SubscriptionAlter,
     SubscriptionCreate,
@@ -146,11 +145,11 @@ from millstream.broker.kafka.apis.subscription_apis import (
     SubscriptionList,
     SubscriptionRevive,
     SubscriptionSeek,
+    WriteQueueStates,
 )
 from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
 from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
 from millstream.broker.kafka.apis.sync_group import SyncGroup
-from millstream.broker.kafka.apis.token_apis import TokenCreate, TokenList, TokenRevoke
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers

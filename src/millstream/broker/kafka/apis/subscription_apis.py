@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -14,13 +15,33 @@ import msgspec
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, RequestT, ResponseT, owner_of
+from millstream.broker.coordination.shard import complete
+from millstream.broker.kafka.api import (
+    ClientInfo,
+    Need,
+    PrivateApi,
+    RequestT,
+    ResponseT,
+    error_code,
+    error_message,
+    owner_of,
+)
 from millstream.broker.kafka.subscription_service import SubscriptionService, letter_needs
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.replication.partition import Partition
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
+from millstream.broker.subscriptions.state_shard import (
+    LOAD_KEY,
+    WRITE_KEY,
+    LoadQueue,
+    QueueLoaded,
+    QueuesWritten,
+    StateCoordinator,
+    WriteQueues,
+    WriteResult,
+)
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.credential import Owner
 from millstream.core.errors import (
@@ -32,7 +53,7 @@ from millstream.core.errors import (
     OffsetOutOfRange,
     UnknownTopic,
 )
-from millstream.core.ids import NodeId, Offset
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import (
     OWN_PREFIX,
     READ_COMMITTED,
@@ -680,3 +701,50 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
             log_start=partition.log_start,
             subscriptions=tuple(traces),
         )
+
+
+class _QueueStateApi(PrivateApi[RequestT, ResponseT]):
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def needs(self, request: RequestT) -> Sequence[Need]:
+        """CLUSTER_ACTION: only nodes send it."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+
+class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
+    """Returns the stored state of a queue to the queue's leader.
+
+        [subscription id, topic id, partition, leader epoch]   answer: [error, message, snapshot or nil, last sequence]
+
+    Once it is answered, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
+    """
+
+    key = LOAD_KEY
+    changes = None
+
+    async def handle(self, request: LoadQueue) -> QueueLoaded:
+        stored = await self._states.load(request.key, Epoch(request.leader_epoch))
+        return QueueLoaded(0, None, stored.snapshot, stored.sequence)
+
+
+class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):
+    """Stores the changes of queues, for the node that leads them.
+
+        [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
+        answer, when all of it is durable: [error, message, [[error, message], …]]
+
+    Writes of one queue are numbered without gaps; one that is repeated counts once, one that leaves a gap is
+    OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.
+    """
+
+    key = WRITE_KEY
+    changes = None
+
+    async def handle(self, request: WriteQueues) -> QueuesWritten:
+        writes = [write.read() for write in request.writes]
+        written: asyncio.Future[list[WriteResult]] = asyncio.get_running_loop().create_future()
+        self._states.write(PartitionIndex(request.state_partition), writes, partial(complete, written))
+        results = await written
+        outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
+        return QueuesWritten(0, None, outcomes)

@@ -1,0 +1,302 @@
+"""Private requests about security: API tokens, secrets, and the callers of gateways."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, error_code
+from millstream.broker.security.audit import HTTP, Change
+from millstream.broker.security.changes import CREATE, DELETE, UPDATE, Users
+from millstream.broker.security.rights import ANONYMOUS, Rights
+from millstream.broker.security.secrets import StoredSecrets
+from millstream.broker.security.state import SecurityState
+from millstream.core.acl import CLUSTER_NAME, EVERYONE, NAME_CHARACTERS_MAX, Operation, ResourceType, check_principal
+from millstream.core.credential import is_api_token, new_token, split_token
+from millstream.core.errors import AuthenticationFailed, InvalidRequest, NotFound
+from millstream.protocol.private.message import Nothing, Response
+from millstream.protocol.private.security_messages import (
+    AUTHENTICATE_KEY,
+    BASIC,
+    BEARER,
+    CREATE_TOKEN_KEY,
+    LIST_TOKENS_KEY,
+    REVOKE_TOKEN_KEY,
+    SECRETS_KEY,
+    SESSION,
+    TOKEN_LASTS_MS_MAX,
+    AuthenticateRequest,
+    AuthenticateResponse,
+    CreateTokenResponse,
+    ListedSecret,
+    ListTokensResponse,
+    NewToken,
+    RevokeTokenRequest,
+    SecretsRequest,
+    SecretsResponse,
+    TokenDescription,
+)
+
+if TYPE_CHECKING:
+    from millstream.broker.security.gate import Knowledge
+    from millstream.broker.security.sasl import Verified
+
+
+SCOPE_RULES_MAX: Final = 1000
+
+
+class TokenCreate(PrivateApi[NewToken, CreateTokenResponse]):
+    """Creates an API token.
+
+        {"owner": "", "lasts_ms": 2592000000,
+        "scope": [{"operation": "read", "type": "topic", "name": "orders", "pattern": "literal"}]}
+        answer: {"error": 0, "message": null, "token_id": "mst_…", "token": "mst_….…", "owner": "User:alice",
+        "expires_ms": 1790000000000}
+
+    Without an owner it is the client's own; one for another principal needs ALTER on the cluster. An empty scope is all
+    that the owner may do. A token that is created with another one may do no more, and lasts no longer, than that one.
+    The token itself is in this answer only.
+    """
+
+    key = CREATE_TOKEN_KEY
+
+    def __init__(self, state: SecurityState) -> None:
+        self._state = state
+
+    async def needs(self, request: NewToken) -> Sequence[Need]:
+        """Nothing for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
+        return ()
+
+    async def handle(self, request: NewToken) -> CreateTokenResponse:
+        """Refuse: without authentication, tokens have no owner and no use."""
+        raise InvalidRequest("this node does not authenticate its clients; tokens need --auth required")
+
+    async def handle_from(self, client: ClientInfo, request: NewToken) -> CreateTokenResponse:
+        """Store what is kept of a new token, and show it."""
+        rights = client.rights
+        if rights is None:
+            return await self.handle(request)
+        owner = _owner(request, rights)
+        scope = frozenset(rule.acl() for rule in request.scope)
+        if len(scope) > SCOPE_RULES_MAX:
+            raise InvalidRequest(f"the scope of a token has {SCOPE_RULES_MAX} rules at most")
+        if not 0 < request.lasts_ms <= TOKEN_LASTS_MS_MAX:
+            raise InvalidRequest(
+                f"the lifetime of a token must be from 1 ms to {TOKEN_LASTS_MS_MAX // 86_400_000} days"
+            )
+        now_ms = time.time_ns() // 1_000_000
+        expires_ms = min([now_ms + request.lasts_ms, *(token.expires_ms for token in rights.tokens)])
+        parent = rights.tokens[0].token_id if rights.tokens else ""
+        kept, text = new_token(owner, scope=scope, parent=parent, created_ms=now_ms, expires_ms=expires_ms)
+        await self._state.add_token(kept)
+        return CreateTokenResponse(token_id=kept.token_id, token=text, owner=owner, expires_ms=expires_ms)
+
+    @staticmethod
+    def changes(_request: NewToken, response: CreateTokenResponse, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            data = {"owner": response.owner, "expires_ms": response.expires_ms}
+            yield Change(activity=CREATE, kind="token", name=response.token_id, data=data)
+
+
+def _owner(request: NewToken, rights: Rights) -> str:
+    owner = request.owner or rights.principal
+    check_principal(owner)
+    if not owner.startswith("User:") or owner in (ANONYMOUS, EVERYONE) or len(owner) > NAME_CHARACTERS_MAX:
+        raise InvalidRequest(f"a token acts for one principal, such as User:alice, and not for {owner[:200]!r}")
+    if owner != rights.principal:
+        rights.require(Operation.ALTER, ResourceType.CLUSTER)
+    return owner
+
+
+class TokenList(PrivateApi[Nothing, ListTokensResponse]):
+    """Lists API tokens.
+
+        {}     answer: {"error": 0, "message": null, "tokens": [{"token_id": "mst_…", "owner": "User:alice",
+        "scope": [], "parent": "", "created_ms": 1780000000000, "expires_ms": 1790000000000}]}
+
+    A client sees its own, and with DESCRIBE on the cluster those of everyone. Secrets are not kept, so they are not
+    listed.
+    """
+
+    key = LIST_TOKENS_KEY
+    changes = None
+
+    def __init__(self, state: SecurityState) -> None:
+        self._state = state
+
+    async def needs(self, request: Nothing) -> Sequence[Need]:
+        """Nothing: what a client may not know of is left out."""
+        return ()
+
+    def redact(self, response: ListTokensResponse, rights: Rights) -> ListTokensResponse:
+        """Leave out the tokens of others."""
+        if rights.cluster(Operation.DESCRIBE):
+            return response
+        own = [one for one in response.tokens if rights.has_token(self._state.tokens.get(one.token_id))]
+        return ListTokensResponse(tokens=own)
+
+    async def handle(self, request: Nothing) -> ListTokensResponse:
+        """Describe those that have not expired."""
+        now_ms = time.time_ns() // 1_000_000
+        valid = [token for token in self._state.tokens.values() if token.expires_ms > now_ms]
+        ordered = sorted(valid, key=lambda token: (token.owner, token.created_ms, token.token_id))
+        return ListTokensResponse(tokens=[TokenDescription.of(token) for token in ordered])
+
+
+class TokenRevoke(PrivateApi[RevokeTokenRequest, Response]):
+    """Revokes an API token.
+
+        {"token_id": "mst_…"}     answer: {"error": 0, "message": null}
+
+    Those that were created with it are revoked too, and their connections are closed. One's own needs nothing,
+    another's ALTER on the cluster. An unknown id, and one that the client may not know of, is RESOURCE_NOT_FOUND.
+    """
+
+    key = REVOKE_TOKEN_KEY
+
+    def __init__(self, state: SecurityState) -> None:
+        self._state = state
+
+    async def needs(self, request: RevokeTokenRequest) -> Sequence[Need]:
+        """Nothing for a token of one's own; for another's, `handle_from` requires ALTER on the cluster."""
+        return ()
+
+    async def handle(self, request: RevokeTokenRequest) -> Response:
+        """Remove it durably."""
+        await self._state.delete_token(request.token_id)
+        return Response()
+
+    async def handle_from(self, client: ClientInfo, request: RevokeTokenRequest) -> Response:
+        """Remove a token that the client may know of."""
+        await self._state.find_token(request.token_id)
+        token, rights = self._state.tokens.get(request.token_id), client.rights
+        is_own = rights is None or rights.has_token(token)
+        if token is None or not (is_own or (rights is not None and rights.cluster(Operation.DESCRIBE))):
+            raise NotFound(f"there is no token {request.token_id[:64]!r}; see `millstream token list`")
+        if not is_own and rights is not None:
+            rights.require(Operation.ALTER, ResourceType.CLUSTER)
+        return await self.handle(request)
+
+    @staticmethod
+    def changes(request: RevokeTokenRequest, response: Response, _users: Users) -> Iterator[Change]:
+        if response.error == 0:
+            yield Change(activity=DELETE, kind="token", name=request.token_id)
+
+
+class SecretList(PrivateApi[SecretsRequest, SecretsResponse]):
+    """Lists the secrets in the catalog without their values, and seals them again.
+
+        {"reseal": false}
+        answer: {"error": 0, "message": null, "newest": "1f0c…", "resealed": 0, "secrets": [{"noun": "subscription",
+        "name": "billing", "setting": "millstream.push.secret", "key": "1f0c…", "problem": ""}, …]}
+
+    `newest` is the key with which the node that answers seals, empty if it has none; `problem` says why it cannot open
+    a secret. With `reseal`, secrets that older keys sealed are sealed with `newest` first.
+    """
+
+    key = SECRETS_KEY
+
+    def __init__(self, secrets: StoredSecrets) -> None:
+        self._secrets = secrets
+
+    async def needs(self, request: SecretsRequest) -> Sequence[Need]:
+        """ALTER on the cluster to seal them again, else DESCRIBE."""
+        operation = Operation.ALTER if request.reseal else Operation.DESCRIBE
+        return [(operation, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: SecretsRequest) -> SecretsResponse:
+        """Seal them again if asked to, and list them."""
+        resealed = await self._secrets.reseal() if request.reseal else 0
+        listed = [
+            ListedSecret(noun=one.noun, name=one.name, setting=one.setting, key=one.key_id, problem=one.problem)
+            for one in await self._secrets.list()
+        ]
+        return SecretsResponse(newest=self._secrets.newest_key_id(), resealed=resealed, secrets=listed)
+
+    @staticmethod
+    def changes(request: SecretsRequest, response: SecretsResponse, _users: Users) -> Iterator[Change]:
+        if request.reseal and response.error == 0:
+            data = {"resealed": response.resealed, "key": response.newest}
+            yield Change(activity=UPDATE, kind="secrets", name="(all)", data=data)
+
+
+_logger = logging.getLogger(__name__)
+
+_SECRET_LENGTH_MAX: Final = 16 * 1024
+_USER_LENGTH_MAX: Final = 512
+SESSION_S_MAX: Final = 30 * 86_400
+
+
+class Authenticate(PrivateApi[AuthenticateRequest, AuthenticateResponse]):
+    """Authenticates a caller of a gateway, and returns an assertion about it.
+
+        {"scheme": "basic", "host": "10.0.0.7", "user": "alice", "secret": "…", "session_s": 0}
+        answer: {"error": 0, "message": null, "principal": "User:alice", "identity": "…", "assertion": "…",
+        "expires_ms": 0, "pause_ms": 0, "session": "", "session_expires_ms": 0}
+
+    `scheme` is `basic` (a user and a password), `bearer` (a token), `session` (what an earlier answer has as `session`,
+    if `session_s` asked for one), or empty for a caller that showed nothing, which is anonymous unless HTTP requires
+    authentication. A session cannot open another one. With the assertion, the gateway opens connections on which it has
+    the caller's rights at every node; `broker/security/assertion.py` describes it. A failure is
+    SASL_AUTHENTICATION_FAILED, and `pause_ms` says how long the gateway has to hold its answer back: longer with each
+    failure of the address or the user.
+
+    Only nodes may send this request, since the sender names the address that access rules are evaluated with.
+    """
+
+    key = AUTHENTICATE_KEY
+    changes = None
+
+    def __init__(self, knowledge: Knowledge | None, *, requires: bool) -> None:
+        self._knowledge = knowledge
+        self._requires = requires
+
+    async def needs(self, request: AuthenticateRequest) -> Sequence[Need]:
+        """CLUSTER_ACTION on the cluster, which nodes have."""
+        return [(Operation.CLUSTER_ACTION, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def handle(self, request: AuthenticateRequest) -> AuthenticateResponse:
+        """Verify what the caller showed."""
+        knowledge = self._knowledge
+        if knowledge is None:
+            raise InvalidRequest("this node does not authenticate its clients; start it with --auth required")
+        try:
+            verified = await self._verify(request, knowledge)
+        except AuthenticationFailed as error:
+            user = split_token(request.secret)[0] if is_api_token(request.secret) else request.user
+            pause_s = knowledge.attempts.pause_s(request.host, user)
+            if request.scheme:
+                knowledge.state.audit.fail_sign_in(user, request.host, HTTP, request.scheme, str(error))
+            _logger.warning(
+                "authentication over HTTP failed",
+                extra={"host": request.host, "user": user[:128], "reason": str(error)},
+            )
+            return AuthenticateResponse(error=int(error_code(error)), message=str(error), pause_ms=int(pause_s * 1000))
+        session, ends = "", 0.0
+        if request.session_s > 0 and request.scheme in (BASIC, BEARER):
+            session, ends = knowledge.assertions.open_session(verified, min(request.session_s, SESSION_S_MAX))
+        return AuthenticateResponse(
+            session=session,
+            session_expires_ms=int(ends * 1000),
+            principal=verified.principal,
+            identity=knowledge.assertions.identity_of(verified),
+            assertion=knowledge.assertions.sign(verified, request.host),
+            expires_ms=0 if verified.expires_at is None else int(verified.expires_at * 1000),
+        )
+
+    async def _verify(self, request: AuthenticateRequest, knowledge: Knowledge) -> Verified:
+        if len(request.secret) > _SECRET_LENGTH_MAX or len(request.user) > _USER_LENGTH_MAX:
+            raise AuthenticationFailed("the credential is too long")
+        from millstream.broker.security.sasl import UNAUTHENTICATED, BearerToken, Password
+
+        if request.scheme == BASIC and request.user and request.secret:
+            return await knowledge.authenticator.verify(Password(user=request.user, secret=request.secret))
+        if request.scheme == BEARER:
+            return await knowledge.authenticator.verify(BearerToken(text=request.secret))
+        if request.scheme == SESSION:
+            return await knowledge.assertions.verify_session(request.secret.encode())
+        if request.scheme or self._requires:
+            raise AuthenticationFailed("authentication failed: the user or the password is wrong")
+        return UNAUTHENTICATED
