@@ -73,7 +73,7 @@ def trace(
 ) -> None:
     """Show what became of a message in every subscription of its topic, from the broker and from the ledger."""
     if (topic is None) != (since is None):
-        raise typer.BadParameter("an id is looked for in a --topic from a time on: --since")
+        raise typer.BadParameter("to find a message by its id, give --topic and --since")
 
     async def question(client: Client) -> list[dict[str, Any]]:
         from millstream.client.admin.message_trace import find_by_id, trace_at, trace_message

@@ -244,7 +244,9 @@ def failover(name: Name, topics: Topics = None, yes: Yes = False, common: Common
     print_line(f"{counted(len(report.partitions), 'partition')} can be written, after {report.waited_ms / 1000:.1f} s.")
     _print_cuts(report.partitions)
     if report.source_error:
-        print_note(f"What the source had acknowledged and is not here is unknown: {one_line(report.source_error)}")
+        print_note(
+            f"It is unknown which acknowledged records of the source are missing: {one_line(report.source_error)}"
+        )
 
 
 @app.command("cutover")
@@ -272,7 +274,7 @@ def cutover(
     ask_person(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
     waited = _ask(common.waiting(wait + still), lambda mirrors: mirrors.settle(name, wait_s=wait, still_s=still))
     if not common.as_json:
-        print_line(f"The copies have everything, and nothing was written for {still:g} s (waited {waited:.1f} s).")
+        print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
     report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:
@@ -356,9 +358,9 @@ def _removed_document(one: RemovedRange) -> dict[str, Any]:
 
 def _print_removed(removed: list[dict[str, Any]], saved_to: str) -> None:
     if not removed:
-        print_line("It had nothing that is not here.")
+        print_line("The old source has no records that this cluster lacks.")
         return
-    print_line(f"It drops these offsets{f', saved to its topic {saved_to}' if saved_to else ''}:")
+    print_line(f"The old source drops these offsets{f', saved to its topic {saved_to}' if saved_to else ''}:")
     keys = ("topic", "partition", "start", "end")
     print_table(keys, [[one[key] for key in keys] for one in removed])
 

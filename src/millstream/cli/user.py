@@ -66,7 +66,7 @@ app.command("create")(
 app.command("password")(
     _setting_password(
         "changed",
-        "User {} has another password.",
+        "The password of user {} is changed.",
         "Give a user another password; connections that were opened with the old one are closed.",
         is_new=False,
     )

@@ -153,7 +153,7 @@ class Assertions:
             return replace(who, tokens=tokens)
         stored = self._state.credentials.get((proof.name, proof.mechanism))
         if stored is None or _digest_of(stored.salt + stored.stored_key) != proof.digest:
-            raise AuthenticationFailed("the user was deleted, or has another password")
+            raise AuthenticationFailed("the user was deleted, or its password was changed")
         return replace(who, credential=stored, user=proof.name)
 
     def _public_key(self, node_id: NodeId) -> Ed25519PublicKey:

@@ -395,4 +395,4 @@ class RevokedSessions:
         for connections in self._listeners:
             for connection in tuple(connections):
                 if connection.session is not None and connection.session.is_revoked():
-                    connection.fail(AuthenticationFailed("the user or token was deleted, or has another password"))
+                    connection.fail(AuthenticationFailed("the user or token was deleted, or the password was changed"))
