@@ -97,9 +97,10 @@ class SupervisedChild(ABC):
     async def _spawn(self) -> Process:
         """Start the process."""
 
-    @abstractmethod
     def _hang_up(self) -> None:
         """Close the child's standard input if it is open."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     async def _wanted(self) -> None:
         """Wait until a child is needed, or until `stop` is called."""

@@ -106,11 +106,6 @@ class PushChild(SupervisedChild):
             env=child_environment(),
         )
 
-    def _hang_up(self) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-
     async def _ended(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
             self._send_subscriptions(process), name="send subscriptions to the push process"

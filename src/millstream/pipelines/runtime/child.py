@@ -230,11 +230,6 @@ class PipelineChild(SupervisedChild):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    def _hang_up(self) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-
     async def _ended(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
             self._send_wanted(process), name="send pipelines to the driver"
