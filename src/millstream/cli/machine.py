@@ -243,10 +243,6 @@ class BrokerProcess(SupervisedChild):
             self.retire()
         return code
 
-    def _hang_up(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-
 
 def _exit_code(code: int) -> ExitCode:
     with suppress(ValueError):
