@@ -45,8 +45,6 @@ from millstream.broker.catalog.pipeline_store import (
     delete_pipeline,
     hold_pipeline,
     insert_pipeline,
-    owner_of_row,
-    owner_row,
     read_pipeline_named,
     read_pipelines,
     read_runs,
@@ -63,6 +61,7 @@ from millstream.broker.catalog.tables import (
     broker_settings,
     client_quotas,
     counters,
+    declared_of,
     deleted_subscriptions,
     deleted_topics,
     group_settings,
@@ -70,6 +69,7 @@ from millstream.broker.catalog.tables import (
     metadata,
     mirrors,
     pipelines,
+    row_of,
     scram_credentials,
     subscriptions,
     topics,
@@ -284,7 +284,7 @@ class Catalog:
             here = about.c.name == _CLUSTER_ID
             connection.execute(update(about).where(here).values(value=cluster_id))
             for topic in known:
-                row = self._insert(topics).values(**_topic_row(topic)).on_conflict_do_nothing()
+                row = self._insert(topics).values(**row_of(topic)).on_conflict_do_nothing()
                 added += connection.execute(row).rowcount
         self.cluster_id = cluster_id
         return added
@@ -292,19 +292,19 @@ class Catalog:
     def topics(self) -> list[Topic]:
         """Return every topic, by name."""
         with self._read() as connection:
-            return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
+            return [declared_of(Topic, row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
     def topic(self, topic_id: UUID) -> Topic | None:
         """Return one topic, if it is declared."""
         with self._read() as connection:
             row = connection.execute(select(topics).where(topics.c.topic_id == str(topic_id))).first()
-            return None if row is None else _topic(row)
+            return None if row is None else declared_of(Topic, row)
 
     def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
         try:
             with self._change() as connection:
-                connection.execute(insert(topics).values(**_topic_row(topic)))
+                connection.execute(insert(topics).values(**row_of(topic)))
         except IntegrityError as error:
             raise TopicExists(f"topic {topic.name!r} already exists") from error
 
@@ -323,16 +323,8 @@ class Catalog:
             row = connection.execute(select(topics).where(here).with_for_update()).first()
             if row is None:
                 raise UnknownTopic(f"topic {topic_id} is not in the catalog")
-            changed = change(_topic(row))
-            values = {
-                "partitions": changed.partitions,
-                "replication": changed.replication,
-                "overrides": dict(changed.overrides),
-                "mirror": changed.mirror,
-                "is_draining": changed.is_draining,
-                "origins": list(changed.origins),
-            }
-            connection.execute(update(topics).where(here).values(values))
+            changed = change(declared_of(Topic, row))
+            connection.execute(update(topics).where(here).values(row_of(changed)))
             return changed
 
     def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
@@ -474,13 +466,13 @@ class Catalog:
         """Return every subscription, by name."""
         with self._read() as connection:
             rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
-        return [self._sealing.open_all(_subscription(row)) for row in rows]
+        return [self._sealing.open_all(declared_of(Subscription, row)) for row in rows]
 
     def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
         """Return the subscriptions with these names that exist."""
         with self._read() as connection:
             return [
-                self._sealing.open_all(_subscription(row))
+                self._sealing.open_all(declared_of(Subscription, row))
                 for at in range(0, len(names), _NAMES_AT_ONCE)
                 for row in connection.execute(
                     select(subscriptions).where(subscriptions.c.name.in_(names[at : at + _NAMES_AT_ONCE]))
@@ -499,10 +491,10 @@ class Catalog:
             row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
             if row is None:
                 raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
-            return _subscription(row)
+            return declared_of(Subscription, row)
 
         def store(connection: Connection, _before: Subscription, after: Subscription) -> None:
-            connection.execute(update(subscriptions).where(here).values(_subscription_row(after)))
+            connection.execute(update(subscriptions).where(here).values(row_of(after)))
 
         return self._alter(hold, store, change)
 
@@ -555,7 +547,7 @@ class Catalog:
         with self._read() as connection:
             rows = connection.execute(select(subscriptions).order_by(subscriptions.c.name)).all()
             found: list[Sealable] = [
-                *map(_subscription, rows),
+                *(declared_of(Subscription, row) for row in rows),
                 *read_pipelines(connection),
                 *read_mirrors(connection),
             ]
@@ -566,7 +558,10 @@ class Catalog:
         count = 0
         with self._change() as connection:
             kinds: tuple[tuple[Table, Callable[[], Iterable[Sealable]]], ...] = (
-                (subscriptions, lambda: map(_subscription, connection.execute(select(subscriptions)).all())),
+                (
+                    subscriptions,
+                    lambda: [declared_of(Subscription, row) for row in connection.execute(select(subscriptions)).all()],
+                ),
                 (pipelines, lambda: read_pipelines(connection)),
                 (mirrors, lambda: read_mirrors(connection)),
             )
@@ -830,62 +825,8 @@ def _new_cluster_id() -> str:
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
 
 
-def _topic_row(topic: Topic) -> dict[str, Any]:
-    return {
-        "topic_id": str(topic.topic_id),
-        "name": topic.name,
-        "partitions": topic.partitions,
-        "replication": topic.replication,
-        "overrides": dict(topic.overrides),
-        "created_ms": topic.created_ms,
-        "mirror": topic.mirror,
-        "is_draining": topic.is_draining,
-        "origins": list(topic.origins),
-    }
-
-
-def _topic(row: Any) -> Topic:
-    return Topic(
-        name=row.name,
-        topic_id=UUID(row.topic_id),
-        partitions=row.partitions,
-        replication=row.replication,
-        overrides=dict(row.overrides),
-        created_ms=row.created_ms,
-        mirror=row.mirror,
-        is_draining=row.is_draining,
-        origins=tuple(row.origins),
-    )
-
-
-def _subscription(row: Any) -> Subscription:
-    return Subscription(
-        name=row.name,
-        subscription_id=UUID(row.subscription_id),
-        topics=tuple(row.topics),
-        overrides=dict(row.overrides),
-        created_ms=row.created_ms,
-        starts={topic: tuple(offsets) for topic, offsets in row.starts.items()},
-        used_ms=row.used_ms,
-        owner=owner_of_row(row),
-    )
-
-
-def _subscription_row(subscription: Subscription) -> dict[str, Any]:
-    """Return the columns that may change."""
-    return {
-        "topics": list(subscription.topics),
-        "starts": {topic: list(offsets) for topic, offsets in subscription.starts.items()},
-        "overrides": dict(subscription.overrides),
-        "used_ms": subscription.used_ms,
-        **owner_row(subscription.owner),
-    }
-
-
 def _insert_subscription(connection: Connection, subscription: Subscription) -> None:
-    key = {"subscription_id": str(subscription.subscription_id), "name": subscription.name}
-    values = {**key, "created_ms": subscription.created_ms, **_subscription_row(subscription)}
-    connection.execute(insert(subscriptions).values(values))
+    connection.execute(insert(subscriptions).values(row_of(subscription)))
 
 
 def _counted(change: Callable[[V], V]) -> Callable[[V], V]:

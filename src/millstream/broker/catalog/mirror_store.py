@@ -8,38 +8,29 @@ from uuid import UUID
 from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from millstream.broker.catalog.tables import mirror_sightings, mirrors
+from millstream.broker.catalog.tables import declared_of, mirror_sightings, mirrors, row_of
 from millstream.core.errors import NotCoordinator, UnknownMirror
-from millstream.core.mirror import Mirror, SightingChange, TopicOffsets
+from millstream.core.mirror import Mirror, SightingChange
 
 
 def read_mirrors(connection: Connection) -> list[Mirror]:
     """Return every mirror as stored, by name."""
-    return [_mirror(row) for row in connection.execute(select(mirrors).order_by(mirrors.c.name))]
+    return [declared_of(Mirror, row) for row in connection.execute(select(mirrors).order_by(mirrors.c.name))]
 
 
 def insert_mirror(connection: Connection, mirror: Mirror) -> None:
     """Store a new mirror."""
-    connection.execute(
-        insert(mirrors).values(
-            mirror_id=str(mirror.mirror_id),
-            name=mirror.name,
-            created_ms=mirror.created_ms,
-            sightings_source="",
-            sightings_owner="",
-            **_row(mirror),
-        )
-    )
+    connection.execute(insert(mirrors).values(**row_of(mirror), sightings_source="", sightings_owner=""))
 
 
 def hold_mirror(connection: Connection, mirror_id: UUID) -> Mirror:
     """Return a mirror as stored, which no other node changes until the end of the transaction."""
-    return _mirror(_held(connection, mirror_id))
+    return declared_of(Mirror, _held(connection, mirror_id))
 
 
 def update_mirror(connection: Connection, before: Mirror, after: Mirror) -> None:
     """Store a changed mirror."""
-    connection.execute(update(mirrors).where(_here(before.mirror_id)).values(**_row(after)))
+    connection.execute(update(mirrors).where(_here(before.mirror_id)).values(**row_of(after)))
 
 
 def delete_mirror(connection: Connection, mirror_id: UUID) -> None:
@@ -101,40 +92,3 @@ def _held(connection: Connection, mirror_id: UUID) -> Any:
 
 def _here(mirror_id: UUID) -> Any:
     return mirrors.c.mirror_id == str(mirror_id)
-
-
-def _mirror(row: Any) -> Mirror:
-    return Mirror(
-        mirror_id=UUID(row.mirror_id),
-        name=row.name,
-        overrides=dict(row.overrides),
-        is_wanted=row.is_wanted,
-        created_ms=row.created_ms,
-        version=row.version,
-        cuts=_offsets(row.cuts),
-        verified=_offsets(row.verified),
-        is_gated=row.is_gated,
-        cut_epochs=_offsets(row.cut_epochs),
-        resumes=row.resumes,
-    )
-
-
-def _row(mirror: Mirror) -> dict[str, Any]:
-    return {
-        "overrides": dict(mirror.overrides),
-        "is_wanted": mirror.is_wanted,
-        "version": mirror.version,
-        "cuts": _offsets_row(mirror.cuts),
-        "verified": _offsets_row(mirror.verified),
-        "is_gated": mirror.is_gated,
-        "cut_epochs": _offsets_row(mirror.cut_epochs),
-        "resumes": mirror.resumes,
-    }
-
-
-def _offsets(row: Any) -> dict[str, dict[int, int]]:
-    return {topic: {int(index): int(offset) for index, offset in offsets.items()} for topic, offsets in row.items()}
-
-
-def _offsets_row(offsets: TopicOffsets) -> dict[str, dict[str, int]]:
-    return {topic: {str(index): offset for index, offset in found.items()} for topic, found in offsets.items()}

@@ -6,6 +6,7 @@ The row of a run is written before it begins, and changed by comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 from uuid import UUID
 
@@ -13,11 +14,10 @@ from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from millstream.broker.catalog.tables import job_runs, pipelines, routing_rules
-from millstream.core.credential import Owner
+from millstream.broker.catalog.tables import declared_of, job_runs, pipelines, routing_rules, row_of
 from millstream.core.errors import UnknownPipeline
-from millstream.core.job import RUNS_KEPT, JobRun, RunState
-from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.job import RUNS_KEPT, JobRun
+from millstream.core.pipeline import Pipeline, Rule
 
 _NAMES_AT_ONCE: Final = 1000
 """Databases limit the number of parameters."""
@@ -33,7 +33,7 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
     for row in connection.execute(select(pipelines, rule_name, *columns).select_from(both).where(*conditions)):
         _, rules = found.setdefault(row.name, (row, []))
         if row.rule_name is not None:
-            rules.append(_rule(row))
+            rules.append(replace(declared_of(Rule, row), name=row.rule_name))
     # Sorted here, since the order of databases differs.
     return [_pipeline(*found[name]) for name in sorted(found)]
 
@@ -54,22 +54,14 @@ def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline:
 
 def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
     """Add a pipeline, whose secrets are sealed."""
-    connection.execute(
-        insert(pipelines).values(
-            pipeline_id=str(pipeline.pipeline_id),
-            name=pipeline.name,
-            kind=str(pipeline.kind),
-            created_ms=pipeline.created_ms,
-            **_changing(pipeline),
-        )
-    )
+    connection.execute(insert(pipelines).values(row_of(pipeline)))
     _insert_rules(connection, pipeline.pipeline_id, pipeline.rules)
 
 
 def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
     """Store what has changed; of the rules only those that differ."""
     here = pipelines.c.pipeline_id == str(before.pipeline_id)
-    connection.execute(update(pipelines).where(here).values(_changing(after)))
+    connection.execute(update(pipelines).where(here).values(row_of(after)))
     old, new = set(before.rules), set(after.rules)
     _delete_rules(connection, before.pipeline_id, [rule.name for rule in before.rules if rule not in new])
     _insert_rules(connection, before.pipeline_id, [rule for rule in after.rules if rule not in old])
@@ -85,17 +77,7 @@ def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
 def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rule]) -> None:
     if not rules:
         return
-    rows = [
-        {
-            "pipeline_id": str(pipeline_id),
-            "name": rule.name,
-            "topic": rule.topic,
-            "targets": list(rule.targets),
-            "condition": rule.condition,
-            "subscription": rule.subscription,
-        }
-        for rule in rules
-    ]
+    rows = [{"pipeline_id": str(pipeline_id), **row_of(rule)} for rule in rules]
     connection.execute(insert(routing_rules), rows)
 
 
@@ -106,60 +88,21 @@ def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str
         connection.execute(delete(routing_rules).where(here, gone))
 
 
-def _changing(pipeline: Pipeline) -> dict[str, Any]:
-    return {
-        "overrides": dict(pipeline.overrides),
-        "is_wanted": pipeline.is_wanted,
-        "parked": pipeline.parked,
-        "version": pipeline.version,
-        "requests": pipeline.requests,
-        **owner_row(pipeline.owner),
-    }
-
-
-def owner_row(owner: Owner) -> dict[str, Any]:
-    return {"owner": owner.principal, "owner_has_password": owner.has_password}
-
-
-def owner_of_row(row: Any) -> Owner:
-    return Owner(principal=row.owner, has_password=row.owner_has_password)
-
-
 def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
-    return Pipeline(
-        pipeline_id=UUID(row.pipeline_id),
-        name=row.name,
-        kind=PipelineKind(row.kind),
-        overrides=dict(row.overrides),
-        is_wanted=row.is_wanted,
-        parked=row.parked,
-        created_ms=row.created_ms,
-        version=row.version,
-        owner=owner_of_row(row),
-        requests=row.requests,
-        rules=tuple(sorted(rules, key=lambda rule: rule.name)),
-    )
-
-
-def _rule(row: Any) -> Rule:
-    return Rule(
-        name=row.rule_name,
-        topic=row.topic,
-        targets=tuple(row.targets),
-        condition=row.condition,
-        subscription=row.subscription,
-    )
+    return replace(declared_of(Pipeline, row), rules=tuple(sorted(rules, key=lambda rule: rule.name)))
 
 
 def read_runs(connection: Connection, pipeline_id: UUID, limit: int) -> list[JobRun]:
     """Return the last runs of a job, the latest first."""
     asked = select(job_runs).where(job_runs.c.pipeline_id == str(pipeline_id))
-    return [_run(row) for row in connection.execute(asked.order_by(job_runs.c.number.desc()).limit(limit))]
+    return [
+        declared_of(JobRun, row) for row in connection.execute(asked.order_by(job_runs.c.number.desc()).limit(limit))
+    ]
 
 
 def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, run: JobRun) -> bool:
     """Store that a run begins; return whether it does: another node may have begun it, or deleted the job."""
-    row = _row(run)
+    row = row_of(run)
     # The lock keeps the job from being deleted meanwhile, which would leave its run behind.
     declared = select(pipelines.c.pipeline_id).where(pipelines.c.pipeline_id == row["pipeline_id"])
     if connection.execute(declared.with_for_update()).first() is None:
@@ -172,7 +115,7 @@ def begin_run(connection: Connection, into: postgresql.Insert | sqlite.Insert, r
 
 def update_run(connection: Connection, before: JobRun, after: JobRun) -> bool:
     """Store the progress of a run; return False if another node has made another attempt at it."""
-    changed = {name: value for name, value in _row(after).items() if name not in ("pipeline_id", "number")}
+    changed = {name: value for name, value in row_of(after).items() if name not in ("pipeline_id", "number")}
     same = (
         job_runs.c.pipeline_id == str(before.pipeline_id),
         job_runs.c.number == before.number,
@@ -181,13 +124,3 @@ def update_run(connection: Connection, before: JobRun, after: JobRun) -> bool:
         job_runs.c.state == str(before.state),
     )
     return connection.execute(update(job_runs).where(*same).values(changed)).rowcount == 1
-
-
-def _row(run: JobRun) -> dict[str, Any]:
-    fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
-    return {**fields, "pipeline_id": str(run.pipeline_id), "state": str(run.state)}
-
-
-def _run(row: Any) -> JobRun:
-    fields = dict(row._mapping)
-    return JobRun(**{**fields, "pipeline_id": UUID(row.pipeline_id), "state": RunState(row.state)})

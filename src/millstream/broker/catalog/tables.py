@@ -1,8 +1,14 @@
-"""The tables of the catalog: what users declare, as opposed to what the log holds."""
+"""The tables of the catalog: what users declare, as opposed to what the log holds; and their rows."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, TypeVar
+
+import msgspec
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
+
+T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 """Incremented with every change of the tables after a release, together with a step from the version before."""
@@ -257,3 +263,23 @@ schema_contexts = Table(
     Column("last_id", Integer, nullable=False),
 )
 """The last schema id that was given out in each context."""
+
+
+def row_of(declared: Any) -> dict[str, Any]:
+    """Return the columns of a declared thing: its fields by name, and two for its owner.
+
+    What this node could not open is not among them, and `rules` have a table of their own.
+    """
+    stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules", "owner"))
+    row = {name: msgspec.to_builtins(getattr(declared, name), str_keys=True, enc_hook=dict) for name in stored}
+    if hasattr(declared, "owner"):
+        row |= {"owner": declared.owner.principal, "owner_has_password": declared.owner.has_password}
+    return row
+
+
+def declared_of(kind: type[T], row: Any) -> T:
+    """Return what a row declares; columns that are not fields are ignored."""
+    found = {str(name): value for name, value in row._mapping.items()}
+    if "owner_has_password" in found:
+        found["owner"] = {"principal": found["owner"], "has_password": found["owner_has_password"]}
+    return msgspec.convert(found, kind, str_keys=True)
