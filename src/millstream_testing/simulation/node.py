@@ -272,7 +272,7 @@ class SimulatedNode:
         admitted, registered = entries.get(keys.admitted_key(self.node_id)), entries.get(keys.node_key(self.node_id))
         if admitted is None or registered is None or self.name not in registered.value:
             return
-        now = NodeRegistration.from_json(self.node_id, registered.value, registered.revision)
+        now = NodeRegistration.from_json(registered.value, registered.revision)
         if admitted.value == now.incarnation and now.http == str(self.starts):
             self.suspect = False
 

@@ -35,7 +35,7 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
     ]
     revision = await store.change(changes)
     assert revision is not None
-    registered = NodeRegistration.from_json(ONE, registered.to_json(), revision)
+    registered = NodeRegistration.from_json(registered.to_json(), revision)
     await admit([registered], Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
     entries = (await store.read("")).entries
     assert entries[keys.admitted_key(ONE)].value == "again"
@@ -69,7 +69,7 @@ async def test_nodes_that_join_together_lead_nothing_of_before() -> None:
     nodes = [Put(keys.node_key(node), one.to_json()) for node, one in registered.items()]
     revision = await store.change([Put(keys.CONTROLLER, "3"), Put(KEY, LED_BY_ONE.to_json()), *nodes])
     assert revision is not None
-    joining = [NodeRegistration.from_json(node, one.to_json(), revision) for node, one in registered.items()]
+    joining = [NodeRegistration.from_json(one.to_json(), revision) for node, one in registered.items()]
     # One of them registers again before it is admitted.
     await store.change([Put(keys.node_key(TWO), registered[TWO].to_json())])
     await admit(joining, Term(store, revision), [THREE], lambda _topic_id: 1)

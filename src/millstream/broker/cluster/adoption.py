@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
-from uuid import UUID
 
 import msgspec
 
@@ -171,7 +170,7 @@ class Adoption:
 
     def _carried(self, key: str, value: str) -> str:
         if key.startswith(keys.TOPICS):
-            topic = topic_from_json(UUID(key.removeprefix(keys.TOPICS)), value)
+            topic = topic_from_json(value)
             # Where a topic has no setting, the default of a cluster promises less.
             return topic_to_json(replace(topic, overrides=with_flush(dict(topic.overrides), self._flush)))
         if not key.startswith(keys.PARTITIONS):

@@ -149,9 +149,7 @@ async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None
     if known is None or known.value == catalog.cluster_id:
         return
     topics = (await store.read(keys.TOPICS)).entries.values()
-    restored = catalog.restore(
-        known.value, [topic_from_json(UUID(entry.key.removeprefix(keys.TOPICS)), entry.value) for entry in topics]
-    )
+    restored = catalog.restore(known.value, [topic_from_json(entry.value) for entry in topics])
     _logger.warning(
         "the catalog is another than before; it got the topics that are stored here, but subscriptions, pipelines, "
         "users and schemas are those that it had",

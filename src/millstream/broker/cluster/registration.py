@@ -187,7 +187,7 @@ class Registration:
             held = await self._read(key)
             if held is None:
                 return ABSENT
-            other = NodeRegistration.from_json(self._me.node.node_id, held[0], held[1])
+            other = NodeRegistration.from_json(held[0], held[1])
             if self._last_run.ran_as(other.incarnation):
                 return held[1]
             if loop.time() >= deadline:
@@ -317,7 +317,7 @@ class StartupChecks:
         """Refuse at once if a node with this id answers; one that does not is waited for when registering."""
         if held is None:
             return
-        other = NodeRegistration.from_json(self._claim.node_id, held, 0)
+        other = NodeRegistration.from_json(held, 0)
         if other.incarnation not in self._owner.incarnations and await self._is_running(other.node):
             raise node_id_taken(other.node)
 

@@ -242,7 +242,7 @@ class ClusterView:
         if value is None:
             self.nodes.pop(node, None)
         else:
-            registered = NodeRegistration.from_json(node, value, revision)
+            registered = NodeRegistration.from_json(value, revision)
             self.nodes[node] = replace(registered, node=registered.node.reached_at(self._node_listener))
             self.registrations[node] = revision
         change.nodes.add(node)
@@ -289,7 +289,7 @@ class ClusterView:
         if value is None:
             self.topics.pop(topic_id, None)
         else:
-            self.topics[topic_id] = topic_from_json(topic_id, value)
+            self.topics[topic_id] = topic_from_json(value)
         change.topics.add(topic_id)
 
     def _read_deleted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
