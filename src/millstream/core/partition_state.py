@@ -1,13 +1,16 @@
-"""The state of a partition's replication: replicas, leader, epoch and in-sync replicas."""
+"""The state of a partition's replication, and how values of the coordination store are encoded."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Epoch, NodeId
+
+T = TypeVar("T")
 
 NO_LEADER = NodeId(-1)
 FIRST_EPOCH = Epoch(0)
@@ -43,29 +46,12 @@ class PartitionState:
 
     def to_json(self) -> str:
         """Encode for the coordination store."""
-        content = {
-            "replicas": self.replicas,
-            "leader": self.leader,
-            "epoch": self.leader_epoch,
-            "in_sync": self.in_sync,
-            "eligible": self.eligible,
-        }
-        return json.dumps(content, separators=(",", ":"))
+        return encode_value(self)
 
     @classmethod
     def from_json(cls, text: str) -> PartitionState:
         """Decode; ignore unknown fields."""
-        try:
-            content = json.loads(text)
-            return cls(
-                replicas=_nodes(content["replicas"]),
-                leader=NodeId(int(content["leader"])),
-                leader_epoch=Epoch(int(content["epoch"])),
-                in_sync=_nodes(content["in_sync"]),
-                eligible=_nodes(content.get("eligible", ())),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptState(f"the state of a partition cannot be read ({error!r}): {text[:200]!r}") from error
+        return decode_value(text, cls, "the state of a partition")
 
 
 class Versioned(NamedTuple):
@@ -80,5 +66,14 @@ def sole(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
 
-def _nodes(values: Any) -> tuple[NodeId, ...]:
-    return tuple(NodeId(int(value)) for value in values)
+def encode_value(value: Any) -> str:
+    """Encode a value of the coordination store: a dataclass, or what JSON has."""
+    return msgspec.json.encode(value, enc_hook=dict).decode()
+
+
+def decode_value(text: str, kind: type[T], noun: str) -> T:
+    """Decode a value of the coordination store; raise `CorruptState` if it is not of this kind."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CorruptState(f"{noun} cannot be read ({error}): {text[:200]!r}") from error

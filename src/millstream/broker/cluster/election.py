@@ -6,7 +6,6 @@ one that is still eligible. All functions return None if the state is right as i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,9 +14,8 @@ from typing import NamedTuple
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.keys import PartitionKey, partition_key
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Expect, Put
-from millstream.core.errors import CorruptState
 from millstream.core.ids import NodeId
-from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.partition_state import NO_LEADER, PartitionState, decode_value, encode_value
 from millstream.core.tasks import gather_or_cancel
 
 _AT_ONCE_MAX = 8
@@ -93,17 +91,12 @@ class Reassignment:
 
     def to_json(self) -> str:
         """Encode it for the coordination store."""
-        return json.dumps({"target": self.target, "before": self.before}, separators=(",", ":"))
+        return encode_value(self)
 
     @classmethod
     def from_json(cls, text: str) -> Reassignment:
         """Decode it."""
-        try:
-            content = json.loads(text)
-            target, before = (tuple(NodeId(int(one)) for one in content[name]) for name in ("target", "before"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptState(f"a move of a partition cannot be read ({error!r}): {text[:200]!r}") from error
-        return cls(target=target, before=before)
+        return decode_value(text, cls, "a move of a partition")
 
 
 def widened(state: PartitionState, target: tuple[NodeId, ...]) -> PartitionState:

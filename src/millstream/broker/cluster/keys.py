@@ -24,17 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 from uuid import UUID
 
-import msgspec
-
 from millstream.broker.cluster.membership import Node
-from millstream.core.errors import CorruptState
 from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import decode_value, encode_value
 from millstream.core.topic import Topic
-
-T = TypeVar("T")
 
 NODES = "nodes/"
 ADMITTED = "admitted/"
@@ -152,12 +147,12 @@ class NodeRegistration:
 
     def to_json(self) -> str:
         """Encode it for the coordination store."""
-        return _encode(self)
+        return encode_value(self)
 
     @classmethod
     def from_json(cls, text: str, revision: int) -> NodeRegistration:
         """Decode it; unknown fields are ignored."""
-        return replace(_decode(text, cls, "a node's registration"), revision=revision)
+        return replace(decode_value(text, cls, "a node's registration"), revision=revision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,32 +165,32 @@ class Deletion:
 
     def to_json(self) -> str:
         """Encode it for the coordination store."""
-        return _encode(self)
+        return encode_value(self)
 
     @classmethod
     def from_json(cls, text: str) -> Deletion:
         """Decode it."""
-        return _decode(text, cls, "a deletion")
+        return decode_value(text, cls, "a deletion")
 
 
 def topic_to_json(topic: Topic) -> str:
     """Encode a topic for the coordination store."""
-    return _encode(topic)
+    return encode_value(topic)
 
 
 def topic_from_json(text: str) -> Topic:
     """Decode a topic."""
-    return _decode(text, Topic, "a topic")
+    return decode_value(text, Topic, "a topic")
 
 
 def settings_to_json(overrides: Mapping[str, str]) -> str:
     """Encode the settings of nodes for the coordination store."""
-    return _encode(overrides)
+    return encode_value(overrides)
 
 
 def settings_from_json(text: str) -> dict[str, str]:
     """Decode the settings of nodes."""
-    return _decode(text, dict[str, str], "settings of nodes")
+    return decode_value(text, dict[str, str], "settings of nodes")
 
 
 Placement = Mapping[int, tuple[NodeId, ...]]
@@ -204,20 +199,9 @@ Placement = Mapping[int, tuple[NodeId, ...]]
 
 def placement_to_json(placement: Placement) -> str:
     """Encode replicas chosen by the user."""
-    return _encode(placement)
+    return encode_value(placement)
 
 
 def placement_from_json(text: str) -> Placement:
     """Decode replicas chosen by the user."""
-    return _decode(text, dict[int, tuple[NodeId, ...]], "a placement")
-
-
-def _encode(value: Any) -> str:
-    return msgspec.json.encode(value, enc_hook=dict).decode()
-
-
-def _decode(text: str, kind: type[T], noun: str) -> T:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptState(f"{noun} cannot be read ({error}): {text[:200]!r}") from error
+    return decode_value(text, dict[int, tuple[NodeId, ...]], "a placement")

@@ -8,13 +8,11 @@ next controller continues where the last one stopped.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
-from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.election import Reassignment, Term, begin_changes, end_changes, narrowed
@@ -23,8 +21,9 @@ from millstream.broker.cluster.store import Change, CoordinationStore, Delete, E
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.cluster_plan import DRAIN, REMOVE, Move
-from millstream.core.errors import Conflict, CorruptState, InvalidRequest, NotFound, RequestTimedOut, StoreUnavailable
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.errors import Conflict, InvalidRequest, NotFound, RequestTimedOut, StoreUnavailable
+from millstream.core.ids import NodeId
+from millstream.core.partition_state import decode_value, encode_value
 
 if TYPE_CHECKING:
     from millstream.broker.cluster.view import ClusterView, ViewChange
@@ -69,25 +68,12 @@ class PlanHeader:
 
     def to_json(self) -> str:
         """Encode it for the coordination store."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
+        return encode_value(self)
 
     @classmethod
     def from_json(cls, text: str) -> PlanHeader:
         """Decode it."""
-        try:
-            content = json.loads(text)
-            return cls(
-                plan_id=str(content["plan_id"]),
-                kind=str(content["kind"]),
-                subject=str(content["subject"]),
-                state=str(content["state"]),
-                throttle_bytes=int(content["throttle_bytes"]),
-                moves=int(content["moves"]),
-                created_ms=int(content["created_ms"]),
-                finished_ms=int(content["finished_ms"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptState(f"a plan cannot be read ({error!r}): {text[:200]!r}") from error
+        return decode_value(text, cls, "a plan")
 
     @property
     def drains(self) -> NodeId | None:
@@ -102,26 +88,12 @@ class PlanHeader:
 
 def moves_to_json(moves: Sequence[Move]) -> str:
     """Encode one piece of a plan's moves for the coordination store."""
-    content = [[str(one.topic_id), one.index, one.before, one.target, one.size_bytes, one.topic] for one in moves]
-    return json.dumps(content, separators=(",", ":"))
+    return encode_value(moves)
 
 
 def moves_from_json(text: str) -> tuple[Move, ...]:
     """Decode one piece of a plan's moves."""
-    try:
-        return tuple(
-            Move(
-                topic=str(topic),
-                topic_id=UUID(topic_id),
-                index=PartitionIndex(int(index)),
-                before=tuple(NodeId(int(node)) for node in before),
-                target=tuple(NodeId(int(node)) for node in target),
-                size_bytes=int(size),
-            )
-            for topic_id, index, before, target, size, topic in json.loads(text)
-        )
-    except (ValueError, TypeError) as error:
-        raise CorruptState(f"the moves of a plan cannot be read ({error!r}): {text[:200]!r}") from error
+    return decode_value(text, tuple[Move, ...], "a part of a plan")
 
 
 def state_of(move: Move, view: ClusterView) -> str:
