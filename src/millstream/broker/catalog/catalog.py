@@ -74,7 +74,7 @@ from millstream.broker.catalog.tables import (
     subscriptions,
     topics,
 )
-from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, Permission, ResourceType
+from millstream.core.acl import EVERYONE, Acl, Operation, PatternType, ResourceType
 from millstream.core.config import Config
 from millstream.core.credential import (
     ApiToken,
@@ -434,7 +434,7 @@ class Catalog:
             return DeclaredSecurity(
                 credentials=tuple(_credential(row) for row in connection.execute(select(scram_credentials))),
                 tokens=tuple(_token(row) for row in connection.execute(select(api_tokens))),
-                acls=frozenset(_acl(row) for row in connection.execute(select(acls))),
+                acls=frozenset(declared_of(Acl, row) for row in connection.execute(select(acls))),
             )
 
     def change_security(self, change: SecurityChange, sightings: SightingChange | None = None) -> None:
@@ -802,18 +802,6 @@ def _token_row(token: ApiToken) -> dict[str, Any]:
         "created_ms": token.created_ms,
         "expires_ms": token.expires_ms,
     }
-
-
-def _acl(row: Any) -> Acl:
-    return Acl(
-        resource_type=ResourceType(row.resource_type),
-        resource_name=row.resource_name,
-        pattern=PatternType(row.pattern),
-        principal=row.principal,
-        host=row.host,
-        operation=Operation(row.operation),
-        permission=Permission(row.permission),
-    )
 
 
 def _acl_id(acl: Acl) -> str:

@@ -52,23 +52,11 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @classmethod
     def of(cls, rule: Rule) -> RuleMessage:
         """Convert from a rule."""
-        return cls(
-            name=rule.name,
-            topic=rule.topic,
-            targets=list(rule.targets),
-            condition=rule.condition,
-            subscription=rule.subscription,
-        )
+        return msgspec.convert(rule, cls, from_attributes=True)
 
     def rule(self) -> Rule:
         """Convert to a rule."""
-        return Rule(
-            name=self.name,
-            topic=self.topic,
-            targets=tuple(self.targets),
-            condition=self.condition,
-            subscription=self.subscription,
-        )
+        return msgspec.convert(self, Rule, from_attributes=True)
 
 
 class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):

@@ -233,7 +233,7 @@ async def list_pipelines(services: Services, request: Request[NoFields, NoFields
 async def create(services: Services, request: Request[NoFields, NewPipeline]) -> PipelineCreated:
     """Declare a pipeline."""
     new = request.body
-    rules = [_rule(one) for one in new.rules]
+    rules = msgspec.convert(new.rules, list[Rule], from_attributes=True)
     made = await PipelineClient(services.client).create(
         new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_wanted=new.wanted
     )
@@ -316,7 +316,7 @@ async def change_rules(services: Services, request: Request[NoFields, RuleChange
     body, name = request.body, request.path["pipeline"]
     if not body.put and not body.delete:
         raise invalid("nothing to change; give rules to `put` or names to `delete`")
-    rules = [_rule(one) for one in body.put]
+    rules = msgspec.convert(body.put, list[Rule], from_attributes=True)
     changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
     return RulesChanged(await _rules(services, name), changed.notes)
 
@@ -324,16 +324,6 @@ async def change_rules(services: Services, request: Request[NoFields, RuleChange
 async def _rules(services: Services, name: str) -> list[RoutingRule]:
     (described,) = await PipelineClient(services.client).describe([name])
     return msgspec.convert(described["rules"], list[RoutingRule])
-
-
-def _rule(described: RoutingRule) -> Rule:
-    return Rule(
-        name=described.name,
-        topic=described.topic,
-        targets=tuple(described.targets),
-        condition=described.condition,
-        subscription=described.subscription,
-    )
 
 
 _ONE: Final = "/pipelines/{pipeline}"
