@@ -564,8 +564,8 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
         finally:
             await store.close()
         found = {}
-        for key, entry in entries.items():
-            node = NodeRegistration.from_json(NodeId(int(key.removeprefix(keys.NODES))), entry.value, 0).node
+        for entry in entries.values():
+            node = NodeRegistration.from_json(entry.value, 0).node
             found[int(node.node_id)] = f"{node.host}:{node.port}"
         return found
 

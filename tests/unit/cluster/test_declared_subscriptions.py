@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -26,7 +27,6 @@ from millstream.core.subscription import (
     LEASE,
     NO_DEAD_LETTERS,
     ORDERED,
-    Subscription,
     settings_of_new,
     start_key,
 )
@@ -136,12 +136,13 @@ class Counted(CatalogDeclarations):
     asked: list[Sequence[str]]
     is_away = False
 
-    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        self.asked.append(names)
-        await asyncio.sleep(0)
-        if self.is_away:
-            raise CatalogUnavailable("not now")
-        return await super().subscriptions_named(names)
+    async def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if method is Catalog.subscriptions_named:
+            self.asked.append(*arguments)
+            await asyncio.sleep(0)
+            if self.is_away:
+                raise CatalogUnavailable("not now")
+        return await super().call(method, *arguments, **named)
 
 
 @pytest.fixture

@@ -50,7 +50,15 @@ from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, com
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
 from millstream.pipelines.lake.table_file import ActiveFile, Written
-from millstream.pipelines.lake.task_writer import GROUP_BYTES, OpenFile, RowWriter, read_group, row_groups, shaped
+from millstream.pipelines.lake.task_writer import (
+    GROUP_BYTES,
+    FileWriter,
+    OpenFile,
+    RowWriter,
+    read_group,
+    row_groups,
+    shaped,
+)
 
 BUCKETS: Final = "buckets"
 STAGED: Final = "changes"
@@ -240,7 +248,7 @@ class KeyedTable(DeltaTable):
         return deleted + _delete_old(self._staged, STAGED, old, kept=set())
 
 
-class StagedWriter(RowWriter):
+class StagedWriter(FileWriter):
     """Writes changes to files in a task, each file divided by bucket.
 
     Rows have the columns of the table, `KEY`, `DELETED`, and `ORDER` where there is one.

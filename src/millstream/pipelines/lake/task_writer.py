@@ -6,12 +6,11 @@ import contextlib
 import itertools
 import tempfile
 import uuid
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -266,11 +265,32 @@ _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
 """Columns with few values. Dictionaries of keys and payloads would be started and given up."""
 
 
-class RowWriter(ABC):
-    """Writes rows to files in a task, and returns at the end which files they are in.
+class RowWriter(Protocol):
+    """Takes the rows of a task; it can be pickled until the first batch."""
 
-    It can be pickled until the first batch. File names are unique, so attempts at one task never collide.
-    """
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of its files."""
+
+    @property
+    def folder(self) -> str:
+        """Return the folder of its files."""
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write rows in the order of their offsets."""
+
+    def close(self) -> list[Written]:
+        """Finish and return the files, which are durable but invisible until committed."""
+
+    def abort(self) -> None:
+        """Delete what was written, as far as possible."""
+
+    def discard(self, written: Iterable[Written]) -> None:
+        """Delete returned files that will not be committed."""
+
+
+class FileWriter:
+    """Writes rows to files; names of files are unique, so attempts at one task never collide."""
 
     def __init__(self, storage: Storage, schema: pa.Schema, topic_id: str, attempt: str) -> None:
         self.storage = storage
@@ -278,30 +298,13 @@ class RowWriter(ABC):
         self._topic_id = topic_id
         self._attempt = attempt
 
-    @property
-    @abstractmethod
-    def folder(self) -> str:
-        """Return the folder of its files."""
-
-    @abstractmethod
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Write rows in the order of their offsets."""
-
-    @abstractmethod
-    def close(self) -> list[Written]:
-        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Delete what was written, as far as possible; the rest is left to the vacuum."""
-
     def discard(self, written: Iterable[Written]) -> None:
         """Delete returned files that will not be committed: they would keep a full disk full."""
         for file in written:
             self.storage.delete(file.path)
 
 
-class TaskWriter(RowWriter):
+class TaskWriter(FileWriter):
     """Writes rows to the files of one folder.
 
     A row group holds one partition only, in the order in which its rows came: scans rely on it.
@@ -418,7 +421,7 @@ OPEN_FILES_MAX: Final = 64
 """The most files that one task has open for a table that is partitioned by event time."""
 
 
-class EventTimeWriter(RowWriter):
+class EventTimeWriter(FileWriter):
     """Writes rows to the folders of their event time, each like `TaskWriter`.
 
     Rows come with the partition columns. The hour of landing, which is a folder otherwise, is stored as columns. All
