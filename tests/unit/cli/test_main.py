@@ -11,6 +11,7 @@ import pytest
 from millstream import __version__
 from millstream.cli import app, topic
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
+from millstream.cli.options import Common
 from millstream.core import errors
 from millstream.core.config import Config
 from millstream_testing.command import call_command
@@ -106,13 +107,13 @@ def test_shared_options_may_stand_before_the_command(arguments: list[str], monke
     asked: list[object] = []
 
     def note(*given: object) -> list[object]:
-        asked.extend(given[:2])
+        asked.append(given[0])
         return []
 
     monkeypatch.setattr(topic, "ask", note)
     reported = call_command(arguments)
     assert (reported.code, reported.document) == (0, {"topics": []})
-    assert asked == ["host:1", 3.0]
+    assert asked == [Common(as_json=True, brokers="host:1", timeout=3.0)]
 
 
 def test_serve_has_a_flag_for_every_setting() -> None:

@@ -60,15 +60,15 @@ async def test_a_change_is_completed_when_its_client_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, goes_on = asyncio.Event(), asyncio.Event()
-    call = declarations.call
+    run = declarations.run
 
     async def slow(question: Any) -> Any:
-        answer = await call(question)
+        answer = await run(question)
         asked.set()
         await goes_on.wait()
         return answer
 
-    monkeypatch.setattr(declarations, "call", slow)
+    monkeypatch.setattr(declarations, "run", slow)
     work, is_known = declare(declarations)
     change = asyncio.ensure_future(work)
     await asked.wait()
