@@ -40,7 +40,7 @@ _PLACES = {
     "MillstreamError": "core.errors",
     "NewMessage": "client.payload",
     "PublishFailed": "core.errors",
-    "Receipt": "client.receipt",
+    "Receipt": "client.message",
     "Reject": "client.message",
     "RetryLater": "client.message",
     "Sandbox": "sandbox",
