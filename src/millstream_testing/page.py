@@ -4,7 +4,7 @@ A fence is the language and, after it, how the sample is used; without more word
 
     ```python                     run, with the names that the samples before it have left
     ```python spark               run in a Spark session, which the name `spark` refers to
-    ```python file=shop.py        saved under this name, for the commands that follow
+    ```python file=shop.py        saved under this name, for the commands that follow; a file of settings (toml) too
     ```sh                         run by a shell that stops at the first error
     ```sh beside                  programs that go on while the samples after it are run
     ```sh no-run: needs a cluster not run, for this reason
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_BLOCK: Final = re.compile(r"^```(sh|python|sql)\b(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+_BLOCK: Final = re.compile(r"^```(sh|python|sql|toml(?= file=))\b(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 _USE: Final = re.compile(r"(?: (spark|beside|file=[\w.-]+|no-run: \S.*))?")
 
 

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PRODUCTION = ROOT / "docs" / "guides" / "production.md"
+PAGES = sorted(set((ROOT / "docs").rglob("*.md")) - {PRODUCTION})
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
 COMMAND_S_MAX = 120.0
 NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipelines-enabled": "false"}
@@ -167,13 +168,14 @@ class Reader:
         commands = filter(None, re.sub(r"\\\n\s*", " ", script).splitlines())
         parts = groupby(commands, lambda command: PLAIN.fullmatch(command) is not None)
         return "".join(
-            "".join(map(self.call, some)) if is_plain else self._run_in_shell("\n".join(some))
+            "".join(map(self.call, some)) if is_plain else self.run_script(self._here("\n".join(some)))
             for is_plain, some in parts
         )
 
-    def _run_in_shell(self, script: str) -> str:
+    def run_script(self, script: str) -> str:
+        """Run a script in a shell that stops at the first error."""
         ended = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", self._here(script)],
+            ["bash", "-e", "-o", "pipefail", "-c", script],
             cwd=self.folder,
             env=self._environment,
             capture_output=True,
@@ -266,6 +268,52 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         monkeypatch.setenv("MILLSTREAM_BROKERS", kafka)
         monkeypatch.setenv(TIMEOUT_VARIABLE, str(COMMAND_S_MAX / 2))
         yield stack.enter_context(Reader(folder, kafka, http))
+
+
+class GuidedServer(Server):
+    """A node that is started as a guide says: by its settings file alone."""
+
+    config = Path()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--config", str(self.config)]
+
+
+@pytest.mark.timeout(300)
+def test_the_production_guide_works_as_written(tmp_path: Path) -> None:
+    """Everything but what needs root or systemd, with folders and addresses of this test."""
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    server = GuidedServer(folder / "data")
+    server.config = folder / "millstream.toml"
+    kafka_port, http_port = (address.rpartition(":")[2] for address in (server.kafka, server.http))
+    here = {
+        ":9092": f":{kafka_port}",
+        ":8080": f":{http_port}",
+        "10.0.0.5": "127.0.0.1",
+        "broker.internal": "localhost",
+        "/etc/millstream": str(folder),
+        "/var/lib/millstream/data": str(server.data),
+        "-o millstream -g millstream ": "",
+        "runuser -u millstream -- ": "",
+        "curl -s": "curl -f -S -s",
+    }
+    before, after = "", ""
+    with Reader(folder, server.kafka, server.http) as reader:
+        for sample in samples_of(PRODUCTION):
+            text = re.sub("|".join(map(re.escape, here)), lambda found: here[found[0]], sample.text)
+            if sample.file is not None:
+                (folder / sample.file).write_text(text)
+            elif "systemctl" in text:
+                before, after = after, ""
+            elif sample.is_run:
+                after += text
+        assert "user create admin" in before
+        reader.run_script(before)
+        with server:
+            said = reader.run_script(after)
+    for words in ("Nothing is wrong.", '"ready"', "Created topic smoke-test", "hello", "millstream_log_free_bytes"):
+        assert words in said
 
 
 def has_samples(page: Path, use: str = "") -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import typer
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, SHARED, Common
+from millstream.cli.options import SHARED, Common, default_brokers, read_text_file
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ CLIENT_ID = "millstream-cli"
 COMPLETION_S: Final = 2.0
 """How long completion waits for a broker."""
 
-_FLAGS: Final = ("--profile", "--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
-_SWITCHES: Final = ("--tls",)
+FLAGS: Final = ("--profile", "--tls-ca", "--tls-cert", "--tls-key", "--user", "--password-file", "--token-file")
+SWITCHES: Final = ("--tls",)
 _WITHOUT: Final = ("serve", "certs", "demo", "config-reference", "protocol-reference")
 """Commands that connect to nothing, or to what they have started themselves."""
 _given: dict[str, str] = {}
@@ -43,9 +43,9 @@ def take_credentials(arguments: list[str]) -> list[str]:
     command, rest, left = "", list[str](), list(arguments)
     while left and left[0] != "--" and command not in _WITHOUT:
         name, equals, value = left[0].partition("=")
-        if name in _SWITCHES and not equals:
+        if name in SWITCHES and not equals:
             _given[left.pop(0)] = "yes"
-        elif name in _FLAGS and not (command == "user" and name == "--password-file"):
+        elif name in FLAGS and not (command == "user" and name == "--password-file"):
             left.pop(0)
             if not equals and not left:
                 raise CommandFailed(f"{name} needs a value", ExitCode.USAGE)
@@ -105,10 +105,7 @@ def _secret(flag: str, variable: str) -> str:
     path = _given.get(flag)
     if path is None:
         return os.environ.get(variable, "")
-    try:
-        return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
+    return read_text_file(Path(path), flag=flag).rstrip("\r\n")
 
 
 def ask(common: Common, question: Callable[[Client], Awaitable[T]]) -> T:
@@ -157,8 +154,8 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
     """Complete names with the broker of the command line so far; none if it does not answer."""
     try:
-        found = ask(Common(brokers=ctx.params.get("brokers") or DEFAULT_BROKERS, timeout=COMPLETION_S), names)
-    except MillstreamError:
+        found = ask(Common(brokers=ctx.params.get("brokers") or default_brokers(), timeout=COMPLETION_S), names)
+    except (MillstreamError, CommandFailed):
         return []
     return sorted(name for name in found if name.startswith(incomplete))
 

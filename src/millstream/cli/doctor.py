@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds, flag
+from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds, default_brokers, flag
 from millstream.cli.output import counted, print_json, print_line
 from millstream.core.config import Config
 
@@ -63,7 +62,8 @@ def doctor(
         flag(
             "--brokers",
             "HOST:PORT[,...]",
-            f"Check this broker. Default: MILLSTREAM_BROKERS, else {DEFAULT_BROKERS}; none if --data is given.",
+            "Check this broker. Default: MILLSTREAM_BROKERS, else the profile's brokers, else "
+            f"{DEFAULT_BROKERS}; none if --data is given.",
         ),
     ] = None,
     quick: Annotated[
@@ -87,8 +87,7 @@ def doctor(
     if brokers is not None or data is None:
         from millstream.cli.broker_check import check_broker
 
-        wanted = brokers or os.environ.get("MILLSTREAM_BROKERS") or DEFAULT_BROKERS
-        findings += asyncio.run(check_broker(wanted, timeout))
+        findings += asyncio.run(check_broker(brokers or default_brokers(), timeout))
     problems = sum(finding.severity.value == "problem" for finding in findings)
     if as_json:
         listed = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -26,15 +27,19 @@ SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
 """Options that most commands have and that may stand before the command, each with its number of values."""
 
 
-def _brokers_of_profile(ctx: typer.Context, value: str) -> str:
-    """Take the brokers of the chosen profile, unless a flag or a variable names others."""
-    source = ctx.get_parameter_source("brokers")
-    if source is None or source.name != "DEFAULT":
-        return value
+def default_brokers() -> str:
+    """The brokers for a command that names none: those of the environment, of the chosen profile, or the default."""
     from millstream.cli.connection import chosen_profile
 
     profile = chosen_profile()
-    return (profile.brokers if profile is not None else "") or value
+    of_profile = profile.brokers if profile is not None else ""
+    return os.environ.get("MILLSTREAM_BROKERS") or of_profile or DEFAULT_BROKERS
+
+
+def _brokers_of_profile(ctx: typer.Context, value: str) -> str:
+    """Take the brokers of the chosen profile, unless a flag or a variable names others."""
+    source = ctx.get_parameter_source("brokers")
+    return default_brokers() if source is not None and source.name == "DEFAULT" else value
 
 
 Brokers = Annotated[
@@ -197,8 +202,16 @@ def given_text(text: str, *, flag: str) -> str:
     """Return the text of a flag, or the contents of the file named as @FILE."""
     if not text.startswith("@"):
         return text
-    path = Path(text.removeprefix("@"))
+    return read_text_file(Path(text.removeprefix("@")), flag=flag).strip()
+
+
+def read_text_file(path: Path, *, flag: str) -> str:
+    """Return the text of the file that a flag or an argument names."""
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{flag}: {path} cannot be read: {error}") from None
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CommandFailed(f"{flag}: there is no file {path}", ExitCode.NOT_FOUND) from None
+    except OSError as error:
+        raise CommandFailed(f"{flag}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CommandFailed(f"{flag}: {path} is not UTF-8 text", ExitCode.USAGE) from None
