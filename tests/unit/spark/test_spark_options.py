@@ -100,6 +100,7 @@ def test_options_that_only_tune_another_client_are_warned_about_by_name(name: st
     ("name", "text", "said"),
     [
         ("kafka.security.protocol", "SASL_SSL", "there is nothing to sign in by"),
+        ("kafka.sasl.mechanism", "PLAIN", "there is nothing to sign in by"),
         ("kafka.sasl.jaas.config", "secret", "is understood for PlainLoginModule"),
         ("kafka.sasl.login.class", "com.example.Login", "authenticated at with the options"),
         ("kafka.ssl.endpoint.identification.algorithm", "none", "anyone could pose as the broker"),
@@ -125,6 +126,14 @@ def test_plaintext_is_the_protocol_that_is_spoken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({"subscribe": "a", "kafka.security.protocol": "plaintext"})
+
+
+@pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL"])
+def test_a_protocol_without_authentication_is_refused_where_other_options_sign_in(protocol: str) -> None:
+    signed_in = {"subscribe": "a", "user": "alice", "password": "secret"}
+    with pytest.raises(InvalidSetting, match=f"make it SASL_{protocol}"):
+        read_options({**signed_in, "kafka.security.protocol": protocol})
+    read_options({**signed_in, "kafka.security.protocol": f"SASL_{protocol}"})
 
 
 def test_what_spark_hands_on_is_left_to_it() -> None:

@@ -291,10 +291,16 @@ def parse_access(given: Mapping[str, str], environment: Mapping[str, str] = os.e
         raise InvalidSetting("give a user with its password, a token or a tokenFile, and only one of them")
     if bool(user) != bool(password):
         raise InvalidSetting("give a user and its password together")
-    if protocol.startswith("SASL") and not (user or token or token_file):
+    signs_in = bool(user or token or token_file)
+    asks_to = next((name for name in (PROTOCOL, _MECHANISM) if name in options), "")
+    if not signs_in and (protocol.startswith("SASL") or _MECHANISM in options):
         raise InvalidSetting(
-            f"option {PROTOCOL} is {protocol}, and there is nothing to sign in by: give {_JAAS}, or user and password, "
-            "or token"
+            f"option {asks_to} is {options[asks_to]}, and there is nothing to sign in by: give {_JAAS}, or user and "
+            "password, or token"
+        )
+    if signs_in and protocol in ("PLAINTEXT", "SSL"):
+        raise InvalidSetting(
+            f"option {PROTOCOL} is {protocol}, and other options sign in; make it SASL_{protocol}, or leave it out"
         )
     return Access(
         tls=has_tls,
