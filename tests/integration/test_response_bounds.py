@@ -62,6 +62,7 @@ KEPT: Mapping[str, str] = {
     "SubscriptionReceive.max_bytes": HERE + "test_a_receive_keeps_to_its_records_and_bytes",
     "SubscriptionReceive.wait_ms": HERE + "test_a_receive_waits_no_longer_than_it_may",
     "DeliveryState.wait_ms": HERE + "test_a_delivery_is_not_waited_for_beyond_the_wait",
+    "SubscriptionList.leases_max": HERE + "test_described_leases_keep_to_their_limit",
     "TopicList.limit": HERE + "test_pages_of_topics_keep_to_their_limit",
     "SchemaList.limit": HERE + "test_pages_of_the_registry_keep_to_their_limit",
     "PublishOnce.timeout_ms": (
@@ -258,6 +259,17 @@ async def test_a_delivery_is_not_waited_for_beyond_the_wait(server: Server, topi
             assert (await delivery_state(client, topic, topic, 0, 0, wait_ms=wait_ms)).state == "waiting"
 
 
+async def test_described_leases_keep_to_their_limit(server: Server, topic: str) -> None:
+    async with Client.connect(server.kafka) as client:
+        await _publish(client, topic, 5)
+        subscriptions = await _subscribe(client, topic, topic)
+        for number in range(5):
+            assert len(await subscriptions.receive(topic, f"worker-{number}", max_records=1)) == 1
+        for leases_max in (0, 1, 3, 100):
+            (described,) = await subscriptions.describe([topic], leases_max=leases_max)
+            assert len(described.get("leases", ())) == min(leases_max, 5)
+
+
 async def test_pages_of_topics_keep_to_their_limit(server: Server, topic: str) -> None:
     async with Client.connect(server.kafka) as client:
         for number in range(4):
@@ -284,6 +296,10 @@ def test_pages_of_the_registry_keep_to_their_limit(http: httpx.Client, topic: st
         wanted: dict[str, str | int] = {"subjectPrefix": topic, "offset": 0, "limit": limit}
         assert len(http.get("/registry/subjects", params=wanted).json()) == min(limit, 4)
         assert len(http.get("/registry/schemas", params=wanted).json()) == min(limit, 4)
+        assert len(http.get(f"/registry/subjects/{topic}-0/versions", params=wanted).json()) == min(limit, 1)
+    for wrong in ("many", "--1", "9" * 30):
+        refused = http.get("/registry/subjects", params={"limit": wrong})
+        assert (refused.status_code, refused.json()["message"]) == (422, f"limit is a whole number, not {wrong!r}")
 
 
 def _messages(http: httpx.Client, topic: str, count: int, **settings: Any) -> None:
@@ -330,10 +346,11 @@ def test_a_stream_leases_no_more_at_once_than_it_may(http: httpx.Client, topic: 
 
 def test_leases_keep_to_their_limit(http: httpx.Client, topic: str) -> None:
     _messages(http, topic, 5)
-    assert len(_pull(http, topic, max=5)) == 5
+    for worker in range(5):
+        assert len(_pull(http, topic, max=1, worker=f"worker-{worker}")) == 1
     for limit in (1, 3, 100):
         listed = http.get(f"/v1/subscriptions/{topic}/leases", params={"limit": limit}).json()["leases"]
-        assert len(listed) <= limit
+        assert len(listed) == min(limit, 5)
 
 
 def test_dead_letters_keep_to_their_limit(http: httpx.Client, topic: str) -> None:

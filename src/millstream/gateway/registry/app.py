@@ -7,6 +7,7 @@ begin with `/contexts/CONTEXT`, which is then the context of every subject and i
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from msgspec import Meta
 from millstream import __version__
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
+from millstream.core.json_problem import plain_problem
 from millstream.core.schema import AVRO, SCHEMA_TYPES, RegistryCode
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.problem import Refused, retry_after, status_of
@@ -40,6 +42,7 @@ from millstream.protocol.private.schema_messages import (
 )
 
 INVALID_BODY: Final = 422
+_NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
 class _Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +105,7 @@ class RegistryRequest:
         try:
             return msgspec.json.decode(self.body or b"{}", type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise SchemaRegistryError(f"the body is invalid: {error}", code=INVALID_BODY) from None
+            raise SchemaRegistryError(f"the body is invalid: {plain_problem(error)}", code=INVALID_BODY) from None
 
     @property
     def offset(self) -> int:
@@ -120,7 +123,9 @@ class RegistryRequest:
 
     def _number(self, name: str, default: int) -> int:
         text = self.text(name)
-        return int(text) if text.lstrip("-").isascii() and text.lstrip("-").isdigit() else default
+        if text and not _NUMBER.fullmatch(text):
+            raise SchemaRegistryError(f"{name} is a whole number, not {text[:50]!r}", code=INVALID_BODY)
+        return int(text or default)
 
 
 class PlainText(NamedTuple):

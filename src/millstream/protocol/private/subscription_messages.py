@@ -154,7 +154,7 @@ class ListSubscriptionsRequest(msgspec.Struct, frozen=True):
 
     names: list[str] | None = None
     open: list[tuple[str, int]] = []
-    leases: int = 0
+    leases_max: int = 0
     """How many leases to list of each subscription."""
 
 

@@ -370,28 +370,28 @@ class SubscriptionClient:
         names: Sequence[str] | None = None,
         places: Iterable[tuple[str, int]] = (),
         *,
-        leases: int = 0,
+        leases_max: int = 0,
         without_silent: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return subscriptions with all their queues and some leases, as reported by the nodes that lead them.
+        """Return subscriptions with all their queues and up to `leases_max` leases, from the nodes that lead them.
 
         For a single one, queues that have started are opened, and those on the partitions of `places`. With
         `without_silent`, the queues of nodes that do not answer are left out, unless no node answers.
         """
-        request = ListSubscriptionsRequest(None if names is None else list(names), leases=leases)
+        request = ListSubscriptionsRequest(None if names is None else list(names), leases_max=leases_max)
         found = await self._describe_all(request, without_silent=without_silent)
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
             # They were not used since their leader was elected.
-            request = ListSubscriptionsRequest(list(names), sorted(closed), leases)
+            request = ListSubscriptionsRequest(list(names), sorted(closed), leases_max)
             found = await self._describe_all(request)
         return [found[name] for name in sorted(found)]
 
     async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
         """Find who holds which messages of a subscription."""
-        (described,) = await self.describe([name], leases=limit)
+        (described,) = await self.describe([name], leases_max=limit)
         held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
         leased: int = sum(queue["leased"] for queue in described["queues"])
         return HeldLeases(held, max(0, leased - sum(one.end - one.start for one in held)))

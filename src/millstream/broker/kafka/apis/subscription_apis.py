@@ -231,7 +231,7 @@ _COUNTERS = {
 class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
     """Lists subscriptions and their queues.
 
-        {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
+        {"names": ["billing"], "open": [["orders", 0]], "leases_max": 0}, or null for all
         answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
         "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
         "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}], "owner": "User:alice",
@@ -278,7 +278,7 @@ class SubscriptionList(_SubscriptionApi[ListSubscriptionsRequest, ListSubscripti
                 await asyncio.sleep(0)
             document = self._describe(one, settings[at], queues, begun.get(one.subscription_id, []))
             described.append(document if request.names is not None else {**document, "kept": []})
-        if leases_max := max(0, min(request.leases, LEASES_MAX)):
+        if leases_max := max(0, min(request.leases_max, LEASES_MAX)):
             for one, document in zip(wanted, described, strict=True):
                 document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)

@@ -108,7 +108,7 @@ async def create(visit: Visit) -> Answer:
 async def show(visit: Visit) -> Answer:
     """Show a subscription: its queues, who holds what, its settings, and what can be done."""
     name = visit.names["subscription"]
-    (described,) = await visit.services.subscriptions.describe([name], leases=LEASES_SHOWN)
+    (described,) = await visit.services.subscriptions.describe([name], leases_max=LEASES_SHOWN)
     leases = sorted(described["leases"], key=lambda one: (one["deadline_ms"], one["topic"], one["partition"]))
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     topics: Sequence[str] = described["topics"]
