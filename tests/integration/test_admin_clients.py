@@ -16,10 +16,12 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 from confluent_kafka.cimpl import NewPartitions, NewTopic
+from conformance.question import Broker
 from kafka.admin import KafkaAdminClient
 from kafka.admin import NewTopic as KafkaPythonNewTopic
 from kafka.errors import TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
+from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
@@ -159,3 +161,28 @@ def test_kafka_python_creates_lists_and_deletes(other_admin: KafkaAdminClient, t
     assert topic not in other_admin.list_topics()
     with pytest.raises(UnknownTopicOrPartitionError):
         other_admin.delete_topics([topic])
+
+
+def test_settings_of_a_consumer_group_are_no_subscription(server: Server, topic: str) -> None:
+    """No client of these tests can send them; Kafka's kafka-configs.sh does, with `--entity-type groups`."""
+    broker, group = Broker(server.kafka), {"resource_type": 32, "resource_name": topic}
+    session = {"name": "consumer.session.timeout.ms", "config_operation": 0, "value": "9000"}
+    (altered,) = broker.ask(44, 1, {"resources": [{**group, "configs": [session]}]})["responses"]
+    assert altered["error_code"] == "none"
+    (described,) = broker.ask(32, 4, {"resources": [group]})["results"]
+    assert ("consumer.session.timeout.ms", "9000") in [(one["name"], one["value"]) for one in described["configs"]]
+    listed = CommandLine(server.kafka)("subscription", "list", "--json").document["subscriptions"]
+    assert topic not in [one["subscription"] for one in listed]
+
+
+def test_a_node_has_settings_under_kafkas_names(admin: AdminClient) -> None:
+    (described,) = admin.describe_configs([ConfigResource(ResourceType.BROKER, "1")]).values()
+    entries = described.result(WAIT_S)
+    assert {"log.retention.ms", "message.max.bytes", "num.partitions", "min.insync.replicas"} <= entries.keys()
+
+
+def test_moving_replicas_between_folders_is_answered(server: Server, admin: AdminClient, topic: str) -> None:
+    create(admin, topic, num_partitions=1, replication_factor=1)
+    folders = [{"path": "/elsewhere", "topics": [{"name": topic, "partitions": [0]}]}]
+    (moved,) = Broker(server.kafka).ask(34, 2, {"dirs": folders})["results"]
+    assert [one["error_code"] for one in moved["partitions"]] == ["log_dir_not_found"]

@@ -114,6 +114,7 @@ def test_a_cluster_starts_survives_a_node_and_stops_in_order(up: Callable[..., U
     cluster = up("--nodes", "3", "--set", "lease-ms=2000")
     assert [node["id"] for node in cluster.ready["nodes"]] == [1, 2, 3]
     assert cluster.ready["etcd"].startswith("http://127.0.0.1:")
+    assert (cluster_up.etcd_warning(cluster_up.find_etcd()) or "") in cluster.log.read_text()
     assert cluster.ready["catalog"].startswith("postgresql://")
     assert cluster.command("topic", "create", "orders", "--partitions", "6").code == 0
     cluster.wait_until(lambda: not cluster.status()["under_replicated"])
