@@ -37,7 +37,7 @@ def test_errors_name_what_was_typed(millstream: CommandLine, name: str) -> None:
         (("--in-flight", 0), "--in-flight must be at least 1, not 0"),
         (("--expires", -2), "--expires (in seconds) must be at least 0, not -2"),
         (("--delivery", "twice"), "--delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
-        (("--backoff", "5:1"), "--backoff MIN (5000) is larger than --backoff MAX (1000)"),
+        (("--backoff", "5:1"), "--backoff MIN (5000 ms) is larger than --backoff MAX (1000 ms)"),
         (("--set", "share.delivery.count.limit=500"), "share.delivery.count.limit must be at most 200, not 500"),
     ]
     for flags, said in cases:
@@ -133,6 +133,9 @@ def test_an_endpoint_to_which_no_node_pushes_is_reported(millstream: CommandLine
     assert millstream("subscription", "create", f"{name}-2", "--topic", name, *push).err == f"127.0.0.1 {reported}"
     changed = millstream("subscription", "update", name, "--push", "http://[::1]:1/hook", "--json")
     assert (changed.code, changed.err) == (0, f"::1 {reported}")
+    for special in ("192.0.0.8", "168.63.129.16", "::7f00:1", "64:ff9b:1::a00:1", "::ffff:0:10.0.0.1", "fec0::1"):
+        url = f"http://[{special}]/hook" if ":" in special else f"http://{special}/hook"
+        assert millstream("subscription", "update", name, "--push", url).err == f"{special} {reported}"
     assert millstream("subscription", "update", name, "--push", "https://example.invalid/hook").err == ""
     for one in (name, f"{name}-2"):
         assert millstream("subscription", "delete", one, "--yes").code == 0
@@ -147,4 +150,6 @@ def test_if_not_exists_says_what_differs_and_is_a_conflict(millstream: CommandLi
     other = millstream(*create, "--topic", "mobile", "--attempts", 4)
     assert (other.code, other.out) == (5, "")
     assert "its topics are web, not mobile" in other.err
-    assert "share.delivery.count.limit is '3', not '4'" in other.err
+    assert "--attempts is '3', not '4'" in other.err
+    named = millstream(*create, "--topic", "web", "--lease", 7, "--set", "share.delivery.count.limit=4")
+    assert "share.delivery.count.limit is '3', not '4'; --lease is 30 s, not 7 s; change it" in named.err

@@ -353,7 +353,7 @@ async def test_a_subscription_that_is_declared_otherwise_is_reported(ms: millstr
     first = await ms.subscribe(topic, handle, name=topic, attempts=3, ordered=True, backoff=(1, 60))
     await first.drain()
     await (await ms.subscribe(topic, handle, name=topic)).drain()
-    with pytest.raises(SubscriptionExists, match=r"share.delivery.count.limit is '3', not '4'.*update=True"):
+    with pytest.raises(SubscriptionExists, match=r"attempts is '3', not '4'.*update=True"):
         await ms.subscribe(topic, handle, name=topic, attempts=4)
     with pytest.raises(SubscriptionExists, match="its topics are"):
         await ms.subscribe(f"{topic}-other", handle, name=topic)

@@ -5,6 +5,7 @@ Only the module of the requested command is imported; `--help` and completion im
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -68,6 +69,10 @@ _PLAIN: Final = {
 }
 """Plain texts for values that typer rejects, by pydantic's error type."""
 
+
+_INT_MAX: Final = 2**63 - 1
+_FLOAT_MAX: Final = 1e12
+"""Of seconds, mostly, which become milliseconds of 64 bits."""
 
 _PLAIN_NUMBER: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 
@@ -182,7 +187,13 @@ class _TypedValue:
                 return value
         elif value is None and not param.multiple and param.nargs == 1:
             return None
-        return self._coercion_of(param).coerce(value, param=param, ctx=ctx)
+        coerced = self._coercion_of(param).coerce(value, param=param, ctx=ctx)
+        for one in coerced if isinstance(coerced, list | tuple) else (coerced,):
+            if isinstance(one, float) and not math.isfinite(one):
+                raise typer.BadParameter(f"{value!r} is not a number", ctx=ctx, param=param)
+            if isinstance(one, int | float) and abs(one) > (_FLOAT_MAX if isinstance(one, float) else _INT_MAX):
+                raise typer.BadParameter(f"{one} is too large", ctx=ctx, param=param)
+        return coerced
 
 
 def _coerce_only_text() -> None:
@@ -232,7 +243,9 @@ def _unforeseen(error: Exception) -> int:
             return ExitCode.USAGE
         return _fail(f"{message} (see {where} --help)", ExitCode.USAGE, error)
     if isinstance(error, OSError):
-        return _fail(str(error), ExitCode.FAILED, error)
+        # Without its number, which str() has.
+        has_place = error.strerror is not None and error.filename is not None
+        return _fail(f"{error.filename}: {error.strerror}" if has_place else str(error), ExitCode.FAILED, error)
     hint = f"this is a bug in Millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
     return _fail(f"{type(error).__name__}: {error} ({hint})", ExitCode.FAILED, error)
 

@@ -219,9 +219,9 @@ def inventory(
     as_json: AsJson = False,
 ) -> None:
     """Inspect the logs of a stopped node. With --json, prints what `cluster rebuild --from` needs."""
-    from millstream.cli.cluster_rebuild import inventory_of
+    from millstream.cli.cluster_rebuild import existing_folder, inventory_of
 
-    found = asyncio.run(inventory_of(data.absolute()))
+    found = asyncio.run(inventory_of(existing_folder(data)))
     if as_json:
         print_line(found.to_json())
         return

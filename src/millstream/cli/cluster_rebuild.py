@@ -44,6 +44,13 @@ class Outcome:
         }
 
 
+def existing_folder(path: Path) -> Path:
+    """Return the absolute path of a folder, which has to exist."""
+    if not path.is_dir():
+        raise CommandFailed(f"--data: there is no folder {path}", ExitCode.NOT_FOUND)
+    return path.absolute()
+
+
 async def inventory_of(data: Path) -> Inventory:
     """Inspect the data folder of a stopped node."""
     return await take_inventory(str(data), DiskFiles(), SystemClock(), boot_id=read_boot_id())

@@ -21,6 +21,7 @@ from millstream.cli.options import (
     ask_person,
     flag,
     parse_settings,
+    read_text_file,
 )
 from millstream.cli.output import (
     counted,
@@ -384,12 +385,7 @@ def _print_cuts(cuts: Iterable[CutPartition]) -> None:
 
 
 def _content(flag: str, path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{flag} {path} cannot be read: {error}", ExitCode.USAGE) from None
+    return "" if path is None else read_text_file(path, flag=flag).strip()
 
 
 def _ask(common: Common, question: Callable[[MirrorClient], Awaitable[T]]) -> T:

@@ -44,7 +44,7 @@ from millstream.core.errors import InvalidPipeline, PipelineExists
 from millstream.core.job import code_hash
 from millstream.core.pipeline import LONG_TEXTS, SECRET_SETTINGS, Pipeline, PipelineKind, check_pipeline
 from millstream.core.pipeline_rules import check_rules
-from millstream.core.setting import HIDDEN
+from millstream.core.setting import HIDDEN, named_by_caller
 from millstream.pipelines.jobs.error_reason import headline
 
 if TYPE_CHECKING:
@@ -391,7 +391,8 @@ def _command(kind: PipelineKind) -> Callable[..., None]:
     def create(
         name: Name, flags: Flags, stopped: Stopped = False, if_missing: IfMissing = False, common: Common = COMMON
     ) -> None:
-        notes = _declare(name, kind, flags, common, stopped=stopped, if_missing=if_missing)
+        with named_by_caller(flags.flags_of_settings()):
+            notes = _declare(name, kind, flags, common, stopped=stopped, if_missing=if_missing)
         text = _outcome(one_line(name), kind, is_new=notes is not None, stopped=stopped)
         document = {"pipeline": name, "kind": kind, "created": notes is not None}
         print_noted(document, text, notes or (), as_json=common.as_json)

@@ -15,7 +15,8 @@ from millstream.cli.connection import complete_topics
 from millstream.cli.options import Settings, flag, given_text, parse_assignments, parse_settings
 from millstream.core.job import parse_duration_ms
 from millstream.core.payload_columns import MESSAGE_TIME, EventTime
-from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, UPSERT, PipelineKind
+from millstream.core.pipeline import DEBEZIUM, SECRET_SETTINGS, SETTINGS, UPSERT, PipelineKind
+from millstream.core.setting import milliseconds_text, settings_of
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 
@@ -49,6 +50,16 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
 """The flags that apply to each kind."""
 _OF_NODES: Final = frozenset({"requirements", "pace", "cron", "timezone", "continuous", "run_timeout"})
 """Flags of pipelines that a node runs; `pipeline run` has none of them."""
+_SPELLED_OTHERWISE: Final = {
+    "every.ms": "--every",
+    "dedupe.ms": "--dedupe",
+    "order.by": "--order-by",
+    "delete.when": "--delete-when",
+    "on.violation": "--on-violation",
+    "partition.by": "--partition-by",
+    "timeout.ms": "--run-timeout",
+}
+"""Settings whose names are not those of their flags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +232,11 @@ class Flags:
         """Return the given flags as they are spelled."""
         return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], (), False)]
 
+    def flags_of_settings(self) -> dict[str, str]:
+        """Return the given flags by setting, but for settings that were also given by name."""
+        given, named = self.given(), parse_assignments(self.settings or [], flag="--set")
+        return {name: flag for name, flag in _SPELLED_OTHERWISE.items() if flag in given and name not in named}
+
     def settings_of(self, kind: PipelineKind) -> dict[str, str]:
         """Convert to settings; a flag of another kind of pipeline is rejected."""
         known = {_spelled(name) for name in _OF_KIND[kind]}
@@ -261,15 +277,15 @@ class Flags:
             "expect": json.dumps(list(self.expect), ensure_ascii=False) if self.expect else None,
             "on.violation": self.on_violation,
             "partition.by": self.partition_by,
-            "every.ms": _milliseconds(self.every),
+            "every.ms": _milliseconds(self.every, PipelineKind.LAND, "every.ms"),
             # Payload fields are named for nothing else.
             "decode": DEBEZIUM if is_debezium else "json" if reads_payload else None,
             "schema": given_text(schemas[0], flag="--schema") if schemas else None,
-            "dedupe.ms": _milliseconds(self.dedupe),
+            "dedupe.ms": _milliseconds(self.dedupe, PipelineKind.LAND, "dedupe.ms"),
         }
 
     def _ledger(self) -> dict[str, str | None]:
-        return {"lake": self.lake, "every.ms": _milliseconds(self.every)}
+        return {"lake": self.lake, "every.ms": _milliseconds(self.every, PipelineKind.LEDGER, "every.ms")}
 
     def _transform(self) -> dict[str, str | None]:
         return {
@@ -313,14 +329,12 @@ class Flags:
         return {
             "code": None if self.file is None else given_text(f"@{self.file}", flag="--file"),
             "requirements": self._requirements(),
-            "every.ms": None if self.pace is None else str(parse_duration_ms(self.pace, name="--every")),
+            "every.ms": _duration(self.pace, "every.ms"),
             "cron": self.cron,
             "timezone": self.timezone,
             "continuous": "true" if self.continuous else None,
             "parameters": _by_name(self.param, flag="--param"),
-            "timeout.ms": None
-            if self.run_timeout is None
-            else str(parse_duration_ms(self.run_timeout, name="--run-timeout")),
+            "timeout.ms": _duration(self.run_timeout, "timeout.ms"),
         }
 
 
@@ -344,5 +358,14 @@ def _by_name(given: Sequence[str] | None, *, flag: str) -> str | None:
     return json.dumps({name: given_text(text, flag=flag) for name, text in named.items()}, ensure_ascii=False)
 
 
-def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else str(round(seconds * 1000))
+def _milliseconds(seconds: float | None, kind: PipelineKind, name: str) -> str | None:
+    if seconds is None:
+        return None
+    (declared,) = (one for _, one in settings_of(SETTINGS[kind]) if one.name == name)
+    return milliseconds_text(seconds, declared, name=_SPELLED_OTHERWISE[name])
+
+
+def _duration(text: str | None, name: str) -> str | None:
+    if text is None:
+        return None
+    return _milliseconds(parse_duration_ms(text, name=_SPELLED_OTHERWISE[name]) / 1000, PipelineKind.JOB, name)

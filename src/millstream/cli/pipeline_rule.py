@@ -10,7 +10,7 @@ import typer
 
 from millstream.cli.connection import ask, ask_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, Common, Noun, flag
+from millstream.cli.options import COMMON, Common, Noun, flag, read_text_file
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
 from millstream.core.pipeline import PipelineKind, Rule
@@ -135,16 +135,16 @@ def read_rules(file: str) -> tuple[Rule, ...]:
     """Read the rules of a file, or of standard input."""
     import msgspec
 
+    from millstream.core.json_problem import plain_problem
     from millstream.protocol.private.pipeline_messages import RuleMessage
 
+    text = sys.stdin.read() if file == "-" else read_text_file(Path(file), flag="the rules")
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        rules = msgspec.json.decode(data, type=list[RuleMessage])
-    except OSError as error:
-        raise CommandFailed(f"{file} cannot be read: {error}", ExitCode.USAGE) from None
+        rules = msgspec.json.decode(text, type=list[RuleMessage])
     except msgspec.MsgspecError as error:
         raise CommandFailed(
-            f"{file} is not a JSON list of rules: {error}; a rule has name, topic, targets, condition or subscription",
+            f"{file} is not a JSON list of rules: {plain_problem(error)}; a rule has name, topic, targets, condition "
+            "or subscription",
             ExitCode.USAGE,
         ) from None
     return tuple(one.rule() for one in rules)

@@ -29,6 +29,7 @@ from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline
 from millstream.core.pipeline_rules import check_rules
+from millstream.core.setting import named_by_caller
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -381,8 +382,9 @@ def _described_by(kind_or_name: str, flags: Flags, name: str | None) -> Pipeline
 
 
 def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeline:
-    settings = flags.settings_of(kind)
-    return _undeclared(kind, settings, () if flags.rules is None else read_rules(flags.rules), name)
+    with named_by_caller(flags.flags_of_settings()):
+        settings = flags.settings_of(kind)
+        return _undeclared(kind, settings, () if flags.rules is None else read_rules(flags.rules), name)
 
 
 def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:

@@ -9,7 +9,16 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.options import COMMON, DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, Brokers, Common, Noun, TimeoutSeconds
+from millstream.cli.options import (
+    COMMON,
+    DEFAULT_BROKERS,
+    DEFAULT_TIMEOUT_S,
+    Brokers,
+    Common,
+    Noun,
+    TimeoutSeconds,
+    read_text_file,
+)
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
 from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.core.errors import InvalidRequest
@@ -33,7 +42,7 @@ Subject = Annotated[
     ),
 ]
 Version = Annotated[str, typer.Option("--version", metavar="NUMBER", help="A version, or `latest`.")]
-SchemaFile = Annotated[Path, typer.Argument(help="The file with the schema.", exists=True, dir_okay=False)]
+SchemaFile = Annotated[Path, typer.Argument(help="The file with the schema.")]
 SchemaType = Annotated[
     str | None,
     typer.Option(
@@ -118,7 +127,7 @@ def register(
 
     request = RegisterSchema(
         subject=subject,
-        schema=file.read_text(encoding="utf-8"),
+        schema=read_text_file(file, flag="the schema"),
         schema_type=_type_of(file, schema_type),
         references=[parse_reference(text) for text in references or ()],
         normalize=normalize,
@@ -202,7 +211,7 @@ def check(
         raise typer.BadParameter("--since needs --topic")
     request = CheckSchema(
         subject=subject,
-        schema=file.read_text(encoding="utf-8"),
+        schema=read_text_file(file, flag="the schema"),
         schema_type=_type_of(file, schema_type),
         references=[parse_reference(text) for text in references or ()],
     )

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -45,9 +45,9 @@ from millstream.cli.output import (
 )
 from millstream.client.admin.position import POSITION_HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
-from millstream.core.errors import InvalidSetting, MillstreamError, SubscriptionExists
+from millstream.core.errors import MillstreamError, SubscriptionExists
 from millstream.core.push import HEADERS, SECRET, URL
-from millstream.core.setting import secret_names
+from millstream.core.setting import milliseconds_text, named_by_caller, secret_names
 from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
@@ -325,6 +325,7 @@ def create(
     by_flags = flags.overrides()
     given = parse_settings(settings or [], secret=_SECRET_SETTINGS)
     overrides = {**by_flags, START: start_of(flags.start), **given}
+    spelled = {name: _FLAGS.get(name, name) for name in by_flags}
 
     async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
         from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -340,14 +341,14 @@ def create(
                 raise
             created = False
         (described,) = await subscriptions.describe([name])
-        if not created and (found := differences(described, topic, overrides)):
+        if not created and (found := differences(described, topic, overrides, spelled=spelled)):
             raise SubscriptionExists(
                 f"subscription {name!r} exists with other settings: {'; '.join(found)}; change it with "
                 "millstream subscription update, or choose another name"
             )
         return created, described, missing, await push_note(client, overrides) if created else None
 
-    with _named_by_flags(by_flags):
+    with named_by_caller(spelled):
         created, described, missing, note = ask(common, question)
     letters = described["settings"][DEAD_LETTER_TOPIC]
     document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
@@ -460,7 +461,7 @@ def update(
         await SubscriptionClient(client).alter(name, changes, topics=topic)
         return await push_note(client, changes)
 
-    with _named_by_flags(by_flags):
+    with named_by_caller({name: _FLAGS.get(name, name) for name in by_flags}):
         note = ask(common, question)
     if common.as_json:
         given = shown({setting: value for setting, value in changes.items() if value is not None})
@@ -618,24 +619,4 @@ def _setting_text(name: str, value: Any) -> str:
     if not isinstance(value, float):
         declared.check(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
-    # The flag is in seconds, the setting in milliseconds; a negative setting has its own meaning.
-    in_seconds = replace(
-        declared,
-        name=f"{declared.name} (in seconds)",
-        minimum=max(0.0, declared.minimum or 0.0) / 1000,
-        maximum=None if declared.maximum is None else declared.maximum / 1000,
-    )
-    in_seconds.check(int(value) if value.is_integer() else value)
-    return str(round(value * 1000))
-
-
-@contextmanager
-def _named_by_flags(given: Mapping[str, str]) -> Iterator[None]:
-    """Replace the names of settings in the broker's errors by the flags that were typed."""
-    try:
-        yield
-    except InvalidSetting as error:
-        text = str(error)
-        for name in given:
-            text = text.replace(name, _FLAGS.get(name, name))
-        raise InvalidSetting(text) from error
+    return milliseconds_text(value, declared, name=declared.name)

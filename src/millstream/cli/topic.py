@@ -58,10 +58,12 @@ Validate = Annotated[
 ]
 
 Partitions = Annotated[
-    int | None, flag("--partitions", "NUMBER", "How many partitions. Default: the node's default.", min=1)
+    int | None,
+    flag("--partitions", "NUMBER", "How many partitions. Default: the node's default.", min=1, max=2**31 - 1),
 ]
 Replication = Annotated[
-    int | None, flag("--replication", "NUMBER", "How many replicas. Default: the node's default.", min=1)
+    int | None,
+    flag("--replication", "NUMBER", "How many replicas. Default: the node's default.", min=1, max=2**15 - 1),
 ]
 Land = Annotated[
     bool, typer.Option("--land", help="Land its messages in a lake table, with a pipeline called land-NAME.")
@@ -191,7 +193,13 @@ def alter(
     ] = None,
     partitions: Annotated[
         int | None,
-        flag("--partitions", "NUMBER", "Increase the number of partitions to this; it cannot be decreased.", min=1),
+        flag(
+            "--partitions",
+            "NUMBER",
+            "Increase the number of partitions to this; it cannot be decreased.",
+            min=1,
+            max=2**31 - 1,
+        ),
     ] = None,
     common: Common = COMMON,
 ) -> None:

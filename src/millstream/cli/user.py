@@ -15,7 +15,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag
+from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
 from millstream.cli.output import print_answer, print_json, print_line, print_table
 from millstream.core.credential import SecurityChange, new_credentials
 
@@ -147,10 +147,7 @@ def _password(from_stdin: bool, file: Path | None) -> str:
     if from_stdin and file is not None:
         raise CommandFailed("give --password-stdin or --password-file, not both", ExitCode.USAGE)
     if file is not None:
-        try:
-            return file.read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandFailed(f"--password-file {file} cannot be read: {error}", ExitCode.USAGE) from None
+        return read_text_file(file, flag="--password-file").rstrip("\r\n")
     if from_stdin:
         return sys.stdin.readline().rstrip("\r\n")
     if not sys.stdin.isatty():

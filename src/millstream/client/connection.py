@@ -45,6 +45,7 @@ from millstream.core.errors import (
     SubscriptionExists,
     UnknownTopic,
 )
+from millstream.core.setting import milliseconds_text, named_by_caller
 from millstream.core.subscription import (
     AT_TIME,
     ATTEMPTS,
@@ -120,7 +121,8 @@ def wanted_settings(wanted: Wanted) -> dict[str, str]:
             raise InvalidSubscription(f"a subscription has no {name!r}; the settings are: {', '.join(_SETTINGS)}")
         if value is not None:
             texts |= _SETTINGS[name](name, value)
-    SubscriptionSettings.from_strings(texts)
+    with named_by_caller(_SPELLED):
+        SubscriptionSettings.from_strings(texts)
     return texts
 
 
@@ -140,7 +142,7 @@ async def _agree(
 ) -> Declared:
     (there,) = await subscriptions.describe([name])
     known: dict[str, str] = there["settings"]
-    found = differences(there, topics, settings)
+    found = differences(there, topics, settings, spelled=_SPELLED)
     if found and not update:
         raise SubscriptionExists(
             f"subscription {name!r} exists with other settings: {'; '.join(found)}; update=True changes it"
@@ -189,7 +191,7 @@ def _whole(setting: str) -> _Reading:
 def _seconds(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
         check_number(name, value, error=InvalidSubscription)
-        return {setting: str(int(value * 1000))}
+        return {setting: milliseconds_text(value, SubscriptionSettings.declared()[setting], name=name)}
 
     return read
 
@@ -198,8 +200,7 @@ def _backoff(name: str, value: Any) -> dict[str, str]:
     if isinstance(value, int | float):
         return _seconds(BACKOFF_MIN)(name, value)
     check_pair(name, value, InvalidSubscription)
-    least, most = (str(int(seconds * 1000)) for seconds in value)
-    return {BACKOFF_MIN: least, BACKOFF_MAX: most}
+    return {**_seconds(BACKOFF_MIN)(name, value[0]), **_seconds(BACKOFF_MAX)(name, value[1])}
 
 
 def _beginning(name: str, value: Any) -> dict[str, str]:
@@ -218,6 +219,21 @@ _SETTINGS: Final[dict[str, _Reading]] = {
     "expires": _seconds(EXPIRES),
     "ledger": _truth(LEDGER),
 }
+
+
+_SPELLED: Final = {
+    FILTER: "filter",
+    DELIVERY: "delivery",
+    ORDERED: "ordered",
+    LEASE: "lease",
+    ATTEMPTS: "attempts",
+    BACKOFF_MIN: "backoff minimum",
+    BACKOFF_MAX: "backoff maximum",
+    DEAD_LETTER_TOPIC: "dead_letter",
+    EXPIRES: "expires",
+    LEDGER: "ledger",
+}
+"""What the arguments of settings are called."""
 
 
 def _start(start: Start) -> str:

@@ -36,7 +36,7 @@ from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_producer_error
 
 _KEYS_MAX: Final = 10_000
 """The number of keys whose partition is cached, since hashing a key costs more than the rest of a publish."""
@@ -529,7 +529,7 @@ class Publisher:
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
         answer = await self._client.send(None, asked)
         if answer.error_code:
-            raise error_from_code(answer.error_code, None, about="a producer id")
+            raise no_producer_error(answer.error_code)
         return ProducerIdentity(answer.producer_id, answer.producer_epoch)
 
     # -- trouble --------------------------------------------------------------------------------------------

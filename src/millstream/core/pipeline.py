@@ -814,7 +814,9 @@ class JobSettings(PipelineSettings):
         if len(given) > 1:
             raise InvalidSetting(f"{' and '.join(given)} are set; a job has one of them, or none")
         if self.every_ms and self.every_ms < _EVERY_MS_MIN:
-            raise InvalidSetting(f"every.ms must be at least {_EVERY_MS_MIN}, not {self.every_ms}: Spark has to start")
+            raise InvalidSetting(
+                f"every.ms must be at least {_EVERY_MS_MIN} ms, not {self.every_ms} ms: Spark has to start"
+            )
         parse_memory(self.memory, name="memory")
         parse_memory(self.python_memory, name="python.memory")
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from millstream.core.errors import InvalidSetting
 _KEY = "millstream.setting"
 
 _INT64_MAX = 2**63 - 1
+_QUOTED_MAX = 100
 
 HIDDEN = "(hidden)"
 """Shown in place of a secret value."""
@@ -74,10 +76,11 @@ class Setting:
             value = text
         else:
             try:
-                value = self.kind(text)
+                # Python alone reads 1_000 as a number.
+                value = self.kind(text.replace("_", "?"))
             except ValueError:
                 noun = "a whole number" if self.kind is int else "a number"
-                raise InvalidSetting(f"{self.name} must be {noun}, not {text!r}") from None
+                raise InvalidSetting(f"{self.name} must be {noun}, not {_shortened(text)!r}") from None
         self.check(value)
         return value
 
@@ -88,7 +91,7 @@ class Setting:
                 f"{self.name} is always {str(self.default).lower()}, not {value!r}; {self.description}"
             )
         if self.choices and value not in self.choices:
-            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {_shortened(value)!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidSetting(f"{self.name} must be a number, not {value}")
         if isinstance(value, int) and abs(value) > _INT64_MAX:
@@ -112,7 +115,12 @@ class Setting:
             return True
         if lowered in ("false", "0", "no", "off"):
             return False
-        raise InvalidSetting(f"{self.name} must be true or false, not {text!r}")
+        raise InvalidSetting(f"{self.name} must be true or false, not {_shortened(text)!r}")
+
+
+def _shortened(value: Any) -> Any:
+    """A value as errors quote it."""
+    return f"{value[:_QUOTED_MAX]}…" if isinstance(value, str) and len(value) > _QUOTED_MAX else value
 
 
 def _plain(number: float) -> str:
@@ -149,6 +157,32 @@ def setting(
         is_url=is_url,
     )
     return dataclasses.field(default=default, metadata={_KEY: declared}, repr=not (is_secret or is_url))
+
+
+def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
+    """Convert seconds to a setting in milliseconds; errors say what the caller calls it, in seconds.
+
+    A negative setting has its own meaning, which a number of seconds does not have.
+    """
+    in_seconds = dataclasses.replace(
+        declared,
+        name=f"{name} (in seconds)",
+        minimum=max(0.0, declared.minimum or 0.0) / 1000,
+        maximum=None if declared.maximum is None else declared.maximum / 1000,
+    )
+    in_seconds.check(int(seconds) if float(seconds).is_integer() else seconds)
+    return str(round(seconds * 1000))
+
+
+@contextmanager
+def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace settings in errors by what the caller calls them, such as a flag; `names` has that by setting."""
+    try:
+        yield
+    except InvalidSetting as error:
+        known = "|".join(map(re.escape, names)) or "(?!)"
+        text = re.sub(rf"(?<![\w.])({known})(?![\w.]*\w)", lambda found: names[found[0]], str(error))
+        raise InvalidSetting(text) from error
 
 
 def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:

@@ -316,7 +316,7 @@ class SubscriptionSettings:
             check_topic_name(self.dead_letter_topic)
         if self.backoff_min_ms > self.backoff_max_ms:
             raise InvalidSetting(
-                f"{BACKOFF_MIN} ({self.backoff_min_ms}) is larger than {BACKOFF_MAX} ({self.backoff_max_ms})"
+                f"{BACKOFF_MIN} ({self.backoff_min_ms} ms) is larger than {BACKOFF_MAX} ({self.backoff_max_ms} ms)"
             )
         if len(self.filter) > FILTER_LENGTH_MAX:
             raise InvalidSetting(f"{FILTER} has at most {FILTER_LENGTH_MAX} characters, not {len(self.filter)}")

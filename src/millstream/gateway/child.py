@@ -27,6 +27,8 @@ from millstream.protocol.wire.credentials import child_environment
 
 MODULE = "millstream.gateway.process"
 
+_STDERR = 2
+"""The descriptor: in a notebook or a test, `sys.stderr` may be an object without one."""
 _REASON_MAX = 500
 """The length of a reason, so that a line is written to the socket as a whole or not at all."""
 
@@ -133,7 +135,7 @@ class HttpChild(SupervisedChild):
             process = await asyncio.create_subprocess_exec(
                 *self._command(),
                 stdin=child_end.fileno(),
-                stdout=sys.stderr,
+                stdout=_STDERR,
                 pass_fds=[one.fileno() for one in self._sockets],
                 env=child_environment(),
                 start_new_session=True,

@@ -123,6 +123,28 @@ def test_a_backoff_may_be_one_number_as_on_the_command_line(backoff: float, sett
 
 
 @pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        ({"lease": 0.01}, "lease (in seconds) must be at least 0.1, not 0.01"),
+        ({"lease": 99_999}, "lease (in seconds) must be at most 43200, not 99999"),
+        ({"attempts": 1000}, "attempts must be at most 200, not 1000"),
+        ({"backoff": (9, 1)}, "backoff"),
+        ({"delivery": "twice"}, "delivery must be one of at-most-once, at-least-once, exactly-once, not 'twice'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_argument(wanted: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        wanted_settings(wanted)
+    assert str(raised.value).startswith(problem)
+    assert "share." not in str(raised.value)
+    assert "millstream." not in str(raised.value)
+
+
+def test_seconds_are_rounded_to_milliseconds() -> None:
+    assert wanted_settings({"lease": 1.001}) == {"share.record.lock.duration.ms": "1001"}
+
+
+@pytest.mark.parametrize(
     "asked",
     [
         {"name": "billing"},

@@ -141,7 +141,6 @@ class ChildPool:
             folder,
             stdin=PIPE,
             stdout=PIPE,
-            stderr=sys.stderr,
             env=kept,
             start_new_session=True,
         )

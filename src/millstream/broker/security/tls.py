@@ -18,6 +18,7 @@ from cryptography import x509
 
 from millstream.core.errors import AuthenticationFailed, InvalidSetting
 from millstream.core.private_file import warn_if_exposed
+from millstream.protocol.wire.credentials import tls_file_problem
 
 _logger = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class FollowedTls:
             self._stamp = files.stamp()
             self._current = files.load(is_server=True)
             self.context = files.load(is_server=True)
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidSetting(f"TLS cannot be set up with {files.certificate}: {error}") from error
+        except OSError as error:
+            named = [one for one in (files.certificate, files.client_ca, files.key) if one]
+            raise InvalidSetting(f"TLS cannot be set up: {tls_file_problem(error, named)}") from error
         self.context.sni_callback = self._choose
         warn_if_exposed(files.key, flag="tls-key")
 

@@ -50,7 +50,7 @@ from millstream.protocol.private.subscriptions import (
     stored_letters,
 )
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
-from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code, no_producer_error
 
 if TYPE_CHECKING:
     from millstream.protocol.private.subscriptions import LeasedMessage
@@ -106,7 +106,7 @@ class DeadLetterProducer:
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
         answer = await self._client.send(None, asked)
         if answer.error_code:
-            raise error_from_code(answer.error_code, None, about="a producer id")
+            raise no_producer_error(answer.error_code)
         return answer.producer_id, answer.producer_epoch
 
 

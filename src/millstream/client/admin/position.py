@@ -50,10 +50,15 @@ class Position:
         }[self.kind]
 
 
+_OFFSET_DIGITS_MAX = 18
+_AGE_DIGITS_MAX = 9
+"""Larger numbers do not fit into 64 bits, in milliseconds."""
+
+
 def parse_age_ms(text: str) -> int | None:
     """Parse a length of time such as 15m or 7d; None if the text is none."""
     ago = _AGO.match(text)
-    return None if ago is None else int(ago[1]) * _UNIT_MS[ago[2]]
+    return None if ago is None or len(ago[1]) > _AGE_DIGITS_MAX else int(ago[1]) * _UNIT_MS[ago[2]]
 
 
 def parse_position(text: str, *, now_ms: int | None = None) -> Position:
@@ -61,7 +66,7 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     text = text.strip()
     if text.lower() in _NAMES:
         return Position(Kind(_NAMES[text.lower()]))
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) <= _OFFSET_DIGITS_MAX:
         return Position(Kind.OFFSET, int(text))
     age_ms = parse_age_ms(text)
     if age_ms is not None:

@@ -24,11 +24,26 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(described: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
-    """Return how an existing subscription differs from what is requested, a phrase each."""
+def differences(
+    described: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str], *, spelled: Mapping[str, str]
+) -> list[str]:
+    """Return how an existing subscription differs from what is requested, a phrase each.
+
+    `spelled` has what the caller calls settings, such as flags, where times are in seconds.
+    """
     known: dict[str, str] = described["settings"]
+
+    def phrase(name: str, value: str) -> str:
+        if name not in spelled:
+            return f"{name} is {known.get(name)!r}, not {value!r}"
+        before, after = (
+            f"{int(text) / 1000:g} s" if name.endswith(".ms") and text.isdigit() else repr(text)
+            for text in (known.get(name, ""), value)
+        )
+        return f"{spelled[name]} is {before}, not {after}"
+
     found = [
-        f"{name} is {known.get(name)!r}, not {value!r}"
+        phrase(name, value)
         for name, value in sorted(shown(settings).items())
         # Its original start is no difference for a subscription that has started.
         if name != START and known.get(name) != value

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 import msgspec
 
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable, MillstreamError
+from millstream.core.json_problem import plain_problem
 from millstream.gateway.api.event_stream import event, send_events
 from millstream.gateway.api.problem import (
     CONTENT_TYPE,
@@ -321,7 +322,7 @@ class _Reader:
             try:
                 names[name] = msgspec.convert(names[name], kind, strict=False)
             except msgspec.ValidationError as error:
-                raise invalid(f"{name}: {error}") from None
+                raise invalid(f"{name} in the path is invalid: {plain_problem(error, is_text=True)}") from None
         return names
 
     def query(self, text: bytes) -> Any:
@@ -359,7 +360,7 @@ class _Reader:
         try:
             return msgspec.convert(given, self._query_type, strict=False)
         except msgspec.ValidationError as error:
-            raise invalid(f"parameter: {error}") from None
+            raise invalid(f"the query is invalid: {plain_problem(error, is_text=True)}") from None
 
 
 def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
@@ -367,7 +368,7 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise invalid(f"the body is invalid: {error}") from None
+        raise invalid(f"the body is invalid: {plain_problem(error)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 

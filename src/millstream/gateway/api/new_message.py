@@ -13,6 +13,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Meta
 
+from millstream.core.json_problem import plain_problem
 from millstream.gateway.api.problem import invalid
 from millstream.protocol.records.record import NewRecord
 
@@ -310,7 +311,7 @@ def _checked(members: _Members) -> CloudEvent:
     try:
         return msgspec.json.decode(msgspec.json.encode(known), type=CloudEvent)
     except msgspec.ValidationError as error:
-        raise invalid(f"the event is invalid: {error}") from None
+        raise invalid(f"the event is invalid: {plain_problem(error)}") from None
 
 
 def _attribute(name: str, raw: msgspec.Raw) -> bytes | None:

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import ssl
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from millstream.core.credential import (
     mac,
     split_token,
 )
-from millstream.core.errors import AuthenticationFailed, InvalidRequest
+from millstream.core.errors import AuthenticationFailed, InvalidRequest, NotFound
 from millstream.core.ids import NodeId
 
 PLAIN: Final = "PLAIN"
@@ -110,10 +110,23 @@ def client_tls(
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if certificate is not None:
             context.load_cert_chain(str(certificate), None if key is None else str(key))
-    except (OSError, ssl.SSLError) as error:
-        files = ", ".join(str(one) for one in (ca, certificate, key) if one is not None)
-        raise InvalidRequest(f"TLS cannot be set up with {files}: {error}") from error
+    except OSError as error:
+        files = [str(one) for one in (ca, certificate, key) if one is not None]
+        raise InvalidRequest(f"TLS cannot be set up: {tls_file_problem(error, files)}") from error
     return context
+
+
+def tls_file_problem(error: OSError, files: Sequence[str]) -> str:
+    """Say which file of TLS cannot be used, and why; raise `NotFound` if one of them does not exist."""
+    for file in files:
+        if not Path(file).exists():
+            raise NotFound(f"TLS cannot be set up: there is no file {file}") from error
+    if not isinstance(error, ssl.SSLError):
+        return f"{error.filename or ' or '.join(files)} cannot be read: {error.strerror}"
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return f"{files[-1]} is not the key of the certificate"
+    reason = (error.reason or "").replace("_", " ").lower()
+    return f"{' or '.join(files)} is not a PEM file of the kind that it has to be ({reason})"
 
 
 # -- nodes and their child processes ------------------------------------------------------------------------------

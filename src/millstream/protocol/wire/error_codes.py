@@ -139,6 +139,13 @@ def error_from_code(code: int, message: str | None, *, about: str = "") -> error
     return errors.RequestRefused(text, code=code) if kind is None else kind(text)
 
 
+def no_producer_error(code: int) -> errors.MillstreamError:
+    """Build the error for a code with which a broker refuses an idempotent producer its id."""
+    is_denied = issubclass(_ERRORS.get(code, errors.MillstreamError), errors.NotAuthorized)
+    reason = "not authorized; it needs WRITE on a topic, or IDEMPOTENT_WRITE on the cluster" if is_denied else None
+    return error_from_code(code, reason, about="publishing")
+
+
 def code_name(code: int) -> str:
     """Return the name of an error code in Kafka's documentation."""
     from kio.schema.errors import ErrorCode

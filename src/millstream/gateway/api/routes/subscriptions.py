@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from millstream.broker.push_board import PushState
 from millstream.client.admin.messages import utc
 from millstream.client.admin.subscriptions import place_of, start_of, summary_of
-from millstream.core.setting import Setting, settings_of
+from millstream.core.setting import Setting, named_by_caller, settings_of
 from millstream.core.subscription import (
     DEAD_LETTER_TOPIC,
     NAME_LENGTH_MAX,
@@ -239,7 +239,8 @@ async def create(services: Services, request: Request[NoFields, NewSubscription]
     new = request.body
     settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
     known = (await services.client.metadata(new.topics)).topics
-    made = await services.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
+    with named_by_caller(_spelled(new)):
+        made = await services.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
     (described,) = await services.subscriptions.describe([new.name])
     missing = [topic for topic in new.topics if topic not in known]
     return Created(new.name, str(made), new.topics, missing, described["settings"][DEAD_LETTER_TOPIC])
@@ -269,7 +270,8 @@ async def change(services: Services, request: Request[NoFields, SubscriptionChan
     changes = {**_given(body), **changes_of(body.settings)}
     if not changes and body.topics is None:
         raise invalid("nothing to change; give `topics` or settings")
-    await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
+    with named_by_caller(_spelled(body)):
+        await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
     return await describe(services, Request(request.path, NoFields(), NoFields(), request.headers, request.memory))
 
 
@@ -307,6 +309,12 @@ def _given(body: Options) -> dict[str, str | None]:
     """Return the given settings by full name, as text."""
     given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
     return {name: _text(value) for name, value in given.items() if value is not UNSET}
+
+
+def _spelled(body: NewSubscription | SubscriptionChanges) -> dict[str, str]:
+    """Return the given fields by setting, but for settings that were also given by their full names."""
+    given = _given(body).keys() - body.settings.keys()
+    return {one.name: attribute for attribute, one in _OPTIONS.items() if one.name in given}
 
 
 def _text(value: Any) -> str | None:
