@@ -30,7 +30,7 @@ import pytest
 import millstream
 from millstream.cli.local_process import ReservedPort
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, extended
-from millstream.pipelines.lake.table import open_table
+from millstream.pipelines.lake.delta_table import open_table
 from millstream.protocol.filter.filter import compile_filter
 from millstream_testing.command import TIMEOUT_VARIABLE, call_command
 from millstream_testing.lake_rows import TOPIC, land, rows, write

@@ -23,8 +23,9 @@ from millstream.core.payload_columns import HOUR, EventTime
 from millstream.pipelines.jobs.land.event_time import EventTimeRule
 from millstream.pipelines.lake import task_writer
 from millstream.pipelines.lake.columns import APPEND_DAY, EVENT_COLUMNS, EVENT_DAY, EVENT_HOUR, RAW, extended
+from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.task_writer import MERGED_BYTES, EventTimeWriter, RowGroup, streamed_group
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, in_this_process, once, rows, write
 

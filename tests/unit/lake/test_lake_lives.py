@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, TOPIC_ID
-from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.delta_table import DeltaTable, open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream_testing.lake_rows import LANDED, TOPIC, rows
 
 OTHER = "3f2b8c1e-0000-4000-8000-000000000002"

@@ -13,10 +13,9 @@ import pytest
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.jobs.land.abandoned_files import AbandonedFiles
 from millstream.pipelines.lake.columns import RAW
-from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.delta_table import DeltaTable, open_table
 from millstream.pipelines.lake.parquet_table import ParquetTable
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import open_table
 from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,

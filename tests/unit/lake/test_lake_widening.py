@@ -17,10 +17,10 @@ import pytest
 from millstream.core.errors import Conflict, StalePlan
 from millstream.pipelines.lake.columns import ELEMENT, RAW, Place
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.delta_table import DeltaTable, open_table
 from millstream.pipelines.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.table_file import ActiveFile
 from millstream_testing.lake_rows import (
     LANDED,

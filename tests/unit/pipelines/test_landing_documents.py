@@ -24,7 +24,8 @@ from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.sources import Source, plans
 from millstream.pipelines.jobs.land.task import Landing
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream_testing.lake_rows import in_this_process
 
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"

@@ -253,7 +253,7 @@ class Replay:
         raise NotFound(f"no pipeline lands topic {self.order.topic!r} message by message, so it has no table to replay")
 
     def _landed_ends(self, table: Table, numbers: list[int]) -> Offsets:
-        from millstream.pipelines.lake.table import open_table
+        from millstream.pipelines.lake.delta_table import open_table
 
         opened = open_table(table.url, format=table.format)
         if opened.schema() is None:

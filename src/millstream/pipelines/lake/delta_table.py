@@ -21,7 +21,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from deltalake.transaction import AddAction, RemoveAction
 
-from millstream.core.errors import Conflict, CorruptState, StalePlan
+from millstream.core.errors import Conflict, CorruptState, InvalidSetting, StalePlan
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.columns import (
     APPEND_DAY,
@@ -33,7 +33,7 @@ from millstream.pipelines.lake.columns import (
     Place,
     file_schema,
 )
-from millstream.pipelines.lake.delta_log import EVENT_TIME, DeltaLog, added, schema_of
+from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, DeltaLog, added, schema_of
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, compact
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
@@ -401,3 +401,23 @@ def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Writ
             return []
         raise CorruptState(f"version {version} of {log.storage.url} does not list its quarantined files")
     return from_json(str(properties[_MANIFEST]))
+
+
+def open_table(
+    url: str, *, format: str = "delta", options: Mapping[str, str] | None = None, event_time: str = ""
+) -> LakeTable:
+    """Open the table at a folder or URL, which may not exist yet; then it is partitioned by the given event time.
+
+    Object stores are configured by the usual environment variables (`AWS_ACCESS_KEY_ID`, `AWS_REGION`,
+    `AWS_ENDPOINT_URL` …) and by options of the same names. A table belongs to one thread; open one per thread.
+    """
+    storage = Storage.at(url, options)
+    configuration = {**CONFIGURATION, EVENT_TIME: event_time} if event_time else CONFIGURATION
+    if format == "delta":
+        return DeltaTable(storage, DeltaLog(storage, configuration=configuration))
+    if format == "parquet":
+        # It is a Delta table that moves its files.
+        from millstream.pipelines.lake.parquet_table import ParquetTable
+
+        return ParquetTable(storage, configuration=configuration)
+    raise InvalidSetting(f"the format of a table is delta or parquet, not {format!r}")

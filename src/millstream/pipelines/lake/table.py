@@ -13,10 +13,8 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
-from millstream.core.errors import InvalidSetting
 from millstream.pipelines.lake.columns import Place
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run
-from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table_file import Written
 from millstream.pipelines.lake.task_writer import RowWriter
 
@@ -121,24 +119,3 @@ class LakeTable(Protocol):
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
         """Yield rows landed in the hour of a time or later, each with that hour, in no order."""
-
-
-def open_table(
-    url: str, *, format: str = "delta", options: Mapping[str, str] | None = None, event_time: str = ""
-) -> LakeTable:
-    """Open the table at a folder or URL, which may not exist yet; then it is partitioned by the given event time.
-
-    Object stores are configured by the usual environment variables (`AWS_ACCESS_KEY_ID`, `AWS_REGION`,
-    `AWS_ENDPOINT_URL` …) and by options of the same names. A table belongs to one thread; open one per thread.
-    """
-    from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, DeltaLog
-    from millstream.pipelines.lake.delta_table import DeltaTable
-    from millstream.pipelines.lake.parquet_table import ParquetTable
-
-    storage = Storage.at(url, options)
-    configuration = {**CONFIGURATION, EVENT_TIME: event_time} if event_time else CONFIGURATION
-    if format == "delta":
-        return DeltaTable(storage, DeltaLog(storage, configuration=configuration))
-    if format == "parquet":
-        return ParquetTable(storage, configuration=configuration)
-    raise InvalidSetting(f"the format of a table is delta or parquet, not {format!r}")

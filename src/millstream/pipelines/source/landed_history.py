@@ -18,7 +18,8 @@ from millstream.client.admin.pipelines import PipelineClient, storage_of
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import UPSERT, LandSettings, PipelineKind
 from millstream.pipelines.lake.columns import QUARANTINE, UNREADABLE_BATCH
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.delta_table import open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, nothing_since
 from millstream.pipelines.source.options import ByTime, FromLake, Offsets, Position, ReadOptions, Timestamps

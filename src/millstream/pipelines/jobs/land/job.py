@@ -50,8 +50,9 @@ from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, PartitionPlan,
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Landing, LandTasks, Report, from_rows, read_records
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.columns import APPEND_DAY, TOPIC_ID, Place, widest
+from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.rewriting import FileWork
-from millstream.pipelines.lake.table import LakeTable, open_table
+from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.access import Access, may_read
 from millstream.pipelines.source.options import BROKERS, read_options

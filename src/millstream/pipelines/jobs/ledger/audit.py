@@ -27,8 +27,8 @@ from millstream.core.subscription import READ_UNCOMMITTED
 from millstream.pipelines.jobs.ledger.account import COLUMNS, DEAD_LETTERED, Account
 from millstream.pipelines.jobs.ledger.events import OVERFLOWED, UNREADABLE
 from millstream.pipelines.jobs.ledger.table import Damage, LedgerTable
+from millstream.pipelines.lake.delta_table import open_table
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import open_table
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.landed_history import landings
