@@ -36,7 +36,7 @@ from millstream.pipelines.lake.columns import (
 from millstream.pipelines.lake.delta_log import CONFIGURATION, EVENT_TIME, DeltaLog, added, schema_of
 from millstream.pipelines.lake.rewriting import SMALL_BYTES, Compacted, Run, Widening, compact
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.table import GRACE, TopicPartition
+from millstream.pipelines.lake.table import GRACE, LakeTable, TopicPartition
 from millstream.pipelines.lake.table_file import ActiveFile, Written, active_files, from_json, to_json, topic_of
 from millstream.pipelines.lake.task_writer import EventTimeWriter, RowGroup, RowWriter, TaskWriter, ordered, row_groups
 
