@@ -271,6 +271,8 @@ def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_se
     until_healthy(server)
     (first,) = gateways(server)
     first.kill()
+    # Until it is gone it may still take a connection, and drop it.
+    first.wait(DEADLINE_S)
     until_healthy(server)
     (second,) = gateways(server)
     assert second.pid != first.pid
