@@ -76,7 +76,7 @@ def test_a_sender_learns_that_no_answer_will_come() -> None:
 def test_the_bare_client_writes_and_reads(case: Case) -> None:
     with Limit().topic(case) as target, closing(Connection(target.address)) as connection:
         topic = Topic(connection, target.topic, case.size_bytes)
-        found = measure([topic], case, target.pid, 0.1, 1000, 100)
+        found = measure([topic], case, target.pid, 0.3, 1000, 100)
     assert all(numbers.get("messages/s", numbers.get("requests/s", 0)) > 0 for numbers in found.values())
     assert len(found) == 2
 
@@ -86,7 +86,7 @@ def test_several_bare_clients_write_at_once() -> None:
     with Limit().topic(case) as target, ExitStack() as stack:
         connections = [stack.enter_context(closing(Connection(target.address))) for _ in range(3)]
         topics = [Topic(each, target.topic, case.size_bytes, at) for at, each in enumerate(connections)]
-        found = measure(topics, case, target.pid, 0.05, 300, 10)
+        found = measure(topics, case, target.pid, 0.3, 300, 10)
     assert found["produce"]["messages/s"] > 0
 
 
