@@ -41,9 +41,13 @@ QUICK = {
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes, to be made or to be tried, is no business of a test.
-hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("patient")
+# How long an example takes, to be made or to be tried, is no business of a test. `make test` tries the same examples
+# each time, so that it says something of the change that is tested; `make trials` looks for new ones.
+for profile, is_fixed in (("fixed", True), ("exploring", False)):
+    hypothesis.settings.register_profile(
+        profile, deadline=None, derandomize=is_fixed, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+hypothesis.settings.load_profile("fixed")
 
 
 # Tests that use the Spark session, which takes long to start and longer to get quick.
