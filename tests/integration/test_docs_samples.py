@@ -360,8 +360,8 @@ def test_samples_run_in_spark(spark: SparkSession, reader: Reader) -> None:
             before = list(names.values())
             asyncio.run(reader.execute(sample))
             for frame in [value for value in names.values() if isinstance(value, DataFrame)]:
-                if not any(frame is other for other in before):
-                    # Nothing is read until somebody asks for it.
+                # Nothing is read until somebody asks for it, as some samples do.
+                if ".show()" not in sample.text and not any(frame is other for other in before):
                     frame.count()
             for query in spark.streams.active:
                 query.processAllAvailable()
