@@ -78,7 +78,7 @@ class Webhook:
         if serving:
             await asyncio.wait(serving)
 
-    async def until(self, is_enough: Callable[[], bool], *, wait_s: float = 60.0) -> None:
+    async def until(self, is_enough: Callable[[], bool], *, wait_s: float = 200.0) -> None:
         """Wait until something holds, looking after each request."""
         async with asyncio.timeout(wait_s):
             while not is_enough():
