@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -64,11 +63,11 @@ class Life:
 
     def pause(self) -> None:
         """Have it stand still without its knowing."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume it."""
-        os.kill(self.process.pid, signal.SIGCONT)
+        """Resume it, unless it has ended."""
+        self.process.send_signal(signal.SIGCONT)
 
     def lines(self) -> Iterator[bytes]:
         """What it noted since the last time; a line that it had not finished when it was killed says nothing."""
