@@ -412,6 +412,39 @@ def test_a_clean_stop_keeps_how_far_compaction_was(open_store: OpenStore, clock:
     assert pairs_of(log) == [(39, b"k", b"v39")]
 
 
+def test_a_log_knows_beyond_which_offset_compaction_has_looked(
+    open_store: OpenStore, clock: ManualClock, files: MemoryFiles
+) -> None:
+    store = open_store()
+    log = opened(store)
+    put(log, clock, (b"k", b"1"))
+    settle(store, log)
+    put(log, clock, (b"other", b"2"))
+    settle(store, log)
+    assert log.superseded_by == 0
+    for number in range(3, 20):
+        put(log, clock, (b"k", b"%d" % number))
+    # The pass is interrupted when some segments are replaced.
+    settle(store, log)
+    swap_in, swaps = log.swap_in, []
+
+    def swap_one(*arguments: object) -> bool:
+        swaps.append(arguments)
+        return len(swaps) == 1 and swap_in(*arguments)  # type: ignore[arg-type]
+
+    log.swap_in = swap_one  # type: ignore[method-assign, assignment]
+    store.compact_once()
+    assert len(swaps) > 1
+    assert (log.cleaned_offset, log.superseded_by) == (0, 19)
+    while store.checkpoint_once():
+        pass
+    files.kill()
+    log = opened(open_store())
+    assert (log.cleaned_offset, log.superseded_by) == (0, 19)
+    log.restart_at(5)
+    assert log.superseded_by == 5
+
+
 def test_the_journal_does_not_bring_back_what_was_compacted(
     open_store: OpenStore, clock: ManualClock, files: MemoryFiles
 ) -> None:

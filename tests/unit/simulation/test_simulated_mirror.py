@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,9 @@ from millstream.broker.mirror.copier import Copier
 from millstream.broker.mirror.follower import Follower
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.replica import Replica
 from millstream.core import ids
+from millstream.core.ids import Offset
 from millstream_testing.mirror_simulation import simulate_mirror
 
 SEEDS_MAX = 40
@@ -50,6 +53,11 @@ def _expose_as_it_arrives(self: Copier, *arguments: Any, **named: Any) -> None:
     _init(self, *arguments, **{**named, "gates": False})
 
 
+def _keep_what_is_below(self: Replica, point: Offset) -> asyncio.Future[None] | None:
+    log = self.log
+    return self._cut(log.begin_restart(point) if point < log.start_offset else log.begin_truncation(point))
+
+
 def _no_commits(*_: Any) -> array[int]:
     return array("q")
 
@@ -64,6 +72,7 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(MirrorService, "_restrict", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
         pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),
+        pytest.param(Replica, "_truncate_to_fetch", _keep_what_is_below, id="a compacted log is cut like any other"),
     ],
 )
 def test_a_planted_bug_is_found(target: object, name: str, wrong: Callable[..., Any] | int) -> None:

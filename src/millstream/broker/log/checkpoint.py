@@ -178,6 +178,7 @@ def _state_of(log: Log) -> LogState:
         journal_id=log.journal_mark[0],
         journal_sequence=log.journal_mark[1],
         cleaned_offset=log.cleaned_offset,
+        superseded_by=log.superseded_by,
         swaps=[swap.name for swap in log.segments.swaps],
         transactions=log.producers.pack_transactions(),
     )

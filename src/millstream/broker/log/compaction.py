@@ -359,7 +359,7 @@ class Compaction:
                 break
             cleaning = WorkerJob(lambda at=at: self.worker.clean(at))  # type: ignore[misc]
             yield cleaning
-            if not self._swap_group(at, cleaning):
+            if not self._swap_group(at, cleaning, mapped.end_offset):
                 break
             if self.log.segments.swaps:
                 yield checkpoint(self.log)
@@ -372,8 +372,8 @@ class Compaction:
         if mapped is not None and not self.failed:
             self._complete(mapped)
 
-    def _swap_group(self, at: int, cleaning: WorkerJob[CleanResult]) -> bool:
-        """Continue with the new segment of a group."""
+    def _swap_group(self, at: int, cleaning: WorkerJob[CleanResult], mapped_to: int) -> bool:
+        """Continue with the new segment of a group, which lacks records whose keys occur again below an offset."""
         cleaned, old = cleaning.done, self._groups[at]
         if cleaned is None:
             self._handle_failure(cleaning.error)
@@ -384,6 +384,8 @@ class Compaction:
             self._forget_aborted(cleaned)
             return True
         new = _new_segment(self.log.directory, old, cleaned)
+        # Stored with the checkpoint that makes the swap count.
+        self.log.note_superseding(mapped_to)
         try:
             swapped = self.log.swap_in(old, new, self._pass.token)
         except OSError as error:

@@ -191,6 +191,10 @@ class Log:
         """Everything below is durable in the segments themselves, not only in the journal."""
         self.cleaned_offset = contents.cleaned_offset
         """Everything below is compacted: each key occurs once."""
+        is_unknown = settings.compacts and not contents.known
+        self.superseded_by = contents.end_offset if is_unknown else contents.superseded_by
+        """Compaction may have removed records because of later ones below this offset. Truncated below it, the log may
+        lack the last value of a key, and has to be fetched again as a whole."""
         self.producers: Producers = contents.producers
         self.epochs = contents.epochs
         self.damage = contents.damage
@@ -766,6 +770,10 @@ class Log:
         self.producers.transactions.cut_before(self.start_offset)
         self.mark_changed()
 
+    def note_superseding(self, end_offset: int) -> None:
+        """Account for a segment whose records are removed because of later ones below an offset."""
+        self.superseded_by = max(self.superseded_by, end_offset)
+
     def advance_cleaned(self, cleaned_offset: int) -> None:
         """Account for a compaction pass."""
         self.cleaned_offset = cleaned_offset
@@ -783,6 +791,7 @@ class Log:
         self.synced_offset = min(self.synced_offset, self.end_offset)
         self.stored_offset = min(self.stored_offset, self.end_offset)
         self.cleaned_offset = min(self.cleaned_offset, end_offset)
+        self.superseded_by = min(self.superseded_by, end_offset)
         self.epochs.cut_after(end_offset)
         if not self.producers.truncate(end_offset):
             # Only the log itself shows the earlier state of the transactions.
@@ -793,7 +802,7 @@ class Log:
         """Drop everything, and begin and end at an offset."""
         self.replace_segments([], removed=list(self.segments))
         self.start_offset = self.end_offset = self.synced_offset = self.stored_offset = Offset(offset)
-        self.cleaned_offset = offset
+        self.cleaned_offset = self.superseded_by = offset
         self.epochs.cut_after(0)
         self.producers.clear()
         self.is_replaying = False

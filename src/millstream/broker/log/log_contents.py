@@ -128,6 +128,8 @@ class LogContents:
     journal_mark: tuple[int, int] = (0, 0)
     cleaned_offset: int = 0
     """Everything below is compacted."""
+    superseded_by: int = 0
+    """Compaction may have removed records because of later ones below this offset."""
     known: bool = False
     """Whether there was a checkpoint, which means that the folder itself is durable."""
     changed: bool = False

@@ -220,6 +220,7 @@ def _trust_state(opening: OpenOptions, directory: str, state: LogState) -> LogCo
         damage=Damage(state.lost),
         journal_mark=(state.journal_id, state.journal_sequence),
         cleaned_offset=state.cleaned_offset,
+        superseded_by=state.superseded_by,
         known=True,
     )
     for segment in segments if contents.damage else ():

@@ -52,6 +52,8 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     journal_sequence: int
     cleaned_offset: int = 0
     """Everything below is compacted."""
+    superseded_by: int = 0
+    """Compaction may have removed records because of later ones below this offset."""
     swaps: list[SwapName] = []
     """Segments whose files may still need to be renamed."""
     transactions: PackedTransactions | None = None

@@ -306,7 +306,7 @@ class Copier:
                     f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
                     "recreated. Delete the copy to fetch it again, or fail over to keep it"
                 )
-            await partition.cut_mirrored(point)
+            await partition.cut_mirrored(point, refetches=True)
         copy.commits = commits_from(partition, copy.verified) if self._gates else array("q")
         partition.expose(copy.exposed)
         if copy.commits:

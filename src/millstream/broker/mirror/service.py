@@ -480,7 +480,7 @@ class MirrorService:
             if begun_at is None:
                 limit = None if request.verified is None else _commit_from(partition, request.verified)
                 if limit is not None and limit < end:
-                    await partition.cut_mirrored(limit)
+                    await partition.cut_mirrored(limit, refetches=False)
                 else:
                     partition.expose(None)
                 stored = partition.stored()
@@ -662,7 +662,7 @@ class MirrorService:
         for partition in led if request.cuts else ():
             cut = Offset(request.cuts[partition.topic.name][partition.index])
             if cut < partition.log.end_offset:
-                await partition.cut_mirrored(cut)
+                await partition.cut_mirrored(cut, refetches=True)
             if not partition.is_leader:
                 # The one that leads it now may not have heard of that.
                 raise NotLeader(f"{partition.log.partition} is not led by this node any more")

@@ -404,11 +404,13 @@ class Partition(Replica):
             self.high_watermark = max(offset, self.log.start_offset)
         self._advance()
 
-    async def cut_mirrored(self, offset: Offset) -> None:
-        """Truncate a mirrored partition, durably."""
+    async def cut_mirrored(self, offset: Offset, *, refetches: bool) -> None:
+        """Truncate a mirrored partition, durably; what is dropped below the offset is only fetched again if it may."""
         self.exposed, self.awaits_exposure = None, False
-        cut = self.log.begin_truncation(offset) if offset >= self.log_start else self.log.begin_restart(offset)
-        done = self._cut(cut)
+        if refetches or offset < self.log_start:
+            done = self._truncate_to_fetch(offset)
+        else:
+            done = self._cut(self.log.begin_truncation(offset))
         self._notify_listeners()
         if done is not None:
             await done

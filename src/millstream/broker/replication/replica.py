@@ -180,9 +180,18 @@ class Replica:
                 "epoch": leader_epoch,
             },
         )
-        if point < self.log.start_offset:
-            return self._cut(self.log.begin_restart(point))
-        return self._cut(self.log.begin_truncation(point))
+        return self._truncate_to_fetch(point)
+
+    def _truncate_to_fetch(self, point: Offset) -> asyncio.Future[None] | None:
+        """Truncate what another log does not have, in order to fetch the rest from it.
+
+        Compaction may have removed the last value of a key below that point because of a later one beyond it. Then
+        nothing is kept.
+        """
+        log = self.log
+        if point < log.start_offset or point < log.superseded_by:
+            return self._cut(log.begin_restart(min(point, log.start_offset)))
+        return self._cut(log.begin_truncation(point))
 
     def _cut(self, cut: Truncation | None) -> asyncio.Future[None] | None:
         self._fail_truncated()
