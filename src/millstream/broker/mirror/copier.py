@@ -129,14 +129,6 @@ class Copy:
         silent_ms = now_ms - self.heard_ms
         return silent_ms if silent_ms > SILENT_MS else 0
 
-    def arrived(self, offsets: TopicOffsets) -> asyncio.Future[None] | None:
-        """Return None if all replicas of the copy reach its offset among these, otherwise a future for that."""
-        return self.partition.arrived(self.offset_in(offsets))
-
-    def offset_in(self, offsets: TopicOffsets) -> Offset:
-        """Return its offset among those of many copies; 0 if there is none."""
-        return Offset(offsets.get(self.partition.topic.name, {}).get(self.partition.index, 0))
-
     def verify(self, offset: int) -> None:
         """Note that transactions committed below an offset have arrived as a whole."""
         if offset > self.verified:
@@ -210,7 +202,7 @@ class Copier:
             if len(copy.commits) >= MARKERS_MAX:
                 # Copying had to wait for this.
                 self._changed.set()
-            copy.verify(copy.offset_in(offsets))
+            copy.verify(offset_in(offsets, copy.partition))
 
     def drop(self, key: CopyKey) -> Copy | None:
         """Stop copying a partition: nothing is appended to it once this returns."""
@@ -318,23 +310,24 @@ class Copier:
     async def _run_line(self, line: tuple[NodeId, int]) -> None:
         backoff = Backoff(max_s=5.0)
         ahead: asyncio.Task[dict[TopicPartition, FetchAnswer | MillstreamError]] | None = None
+        asked: dict[CopyKey, Offset] = {}
         try:
             while members := self._members.get(line):
-                asked = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
-                if not asked:
+                wanted = {key: copy.end for key, copy in members.items() if self._may_fetch(copy)}
+                if not wanted:
                     await self._assigned.wait()
                     continue
                 try:
                     if ahead is None:
-                        ahead = self._fetch(line[0], members, asked)
+                        asked, ahead = wanted, self._fetch(line[0], members, wanted)
                     answers = await ahead
-                    ahead = None
+                    ahead, taken = None, asked
                     await self._pace(answers)
                     if any(isinstance(one, FetchAnswer) and len(one.records) for one in answers.values()):
                         nexts = self._next_positions(members, answers)
                         if nexts:
-                            ahead = self._fetch(line[0], members, nexts)
-                    await self._take(members, answers)
+                            asked, ahead = nexts, self._fetch(line[0], members, nexts)
+                    await self._take(members, taken, answers)
                     backoff.reset()
                 except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
                     for copy in members.values():
@@ -396,12 +389,16 @@ class Copier:
         await asyncio.sleep(self._next_slot_s - now)
 
     async def _take(
-        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+        self,
+        members: dict[CopyKey, Copy],
+        asked: dict[CopyKey, Offset],
+        answers: dict[TopicPartition, FetchAnswer | MillstreamError],
     ) -> None:
         syncing: list[tuple[Copy, asyncio.Future[None]]] = []
         for copy in members.values():
             answer = answers.get(copy.source)
-            if answer is None or not self._may_fetch(copy):
+            # A copy that was truncated meanwhile must not continue behind a gap.
+            if answer is None or not self._may_fetch(copy) or asked.get(copy.key) != copy.end:
                 continue
             try:
                 stored = await self._take_one(copy, answer)
@@ -448,11 +445,11 @@ class Copier:
 
     async def _append(self, copy: Copy, answer: FetchAnswer, headers: list[BatchHeader]) -> asyncio.Future[None] | None:
         partition = copy.partition
-        epoch = max(header.leader_epoch for header in headers)
+        epoch, end = max(header.leader_epoch for header in headers), copy.end
         if epoch > partition.leader_epoch:
             await self._topics.raise_epoch(partition.topic, partition.index, Epoch(epoch))
             copy.checked_epoch = partition.leader_epoch
-        if self.copies.get(copy.key) is not copy:
+        if self.copies.get(copy.key) is not copy or copy.end != end:
             return None
         records = answer.records[headers[0].position : headers[-1].end_position]
         if self._gates:
@@ -471,6 +468,11 @@ def _is_commit(records: memoryview, header: BatchHeader) -> bool:
     except BatchRejected:
         return False
     return marker is not None and marker.commit
+
+
+def offset_in(offsets: TopicOffsets, partition: Partition) -> Offset:
+    """Return the offset of a partition among those of many; 0 if there is none."""
+    return Offset(offsets.get(partition.topic.name, {}).get(partition.index, 0))
 
 
 def commits_from(partition: Partition, offset: int) -> array[int]:
