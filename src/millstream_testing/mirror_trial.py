@@ -567,7 +567,8 @@ class MirrorTrial:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             described = site.command("mirror", "describe", MIRROR, "--json")
-            if described.code == 0 and described.document["lag"] is not None and described.document["lag"] <= lag_max:
+            found = described.document if described.code == 0 else {}
+            if found.get("lag") is not None and not found["lag_unknown"] and found["lag"] <= lag_max:
                 return
             if time.monotonic() > deadline:
                 raise TrialBroken(f"the mirror does not catch up: {described.out[:1000]} {described.err}")

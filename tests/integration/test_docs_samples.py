@@ -45,6 +45,7 @@ README = ROOT / "README.md"
 PRODUCTION = ROOT / "docs" / "guides" / "production.md"
 PAGES = sorted(set((ROOT / "docs").rglob("*.md")) - {PRODUCTION})
 DEFAULT_KAFKA, DEFAULT_HTTP, DEFAULT_WEBHOOK = "127.0.0.1:9092", "127.0.0.1:8080", "8090"
+SECOND_KAFKA, SECOND_HTTP = "127.0.0.1:9192", "127.0.0.1:8180"
 COMMAND_S_MAX = 120.0
 NODE = {"group-initial-delay-ms": 100, "push-private-addresses": "true", "pipelines-enabled": "false"}
 # `pipeline run` handles signals, which only the main thread of a process can.
@@ -90,6 +91,7 @@ SHOWN = {
     "http.md": ('"duplicate":true', '"failed":0', '"millstream.filter":"payload.total > 1000"'),
     "lake.md": ("b'value-0-19'", "count_star()", "20"),
     "landing.md": ("made up",),
+    "mirroring.md": ("(running, from 127.0.0.1:", "stray", "three\n", "four"),
     "stuck.md": ("LEASED", "orders/0@0", "Moved group reports", "No transactions"),
     "subscriptions.md": ('"total": 300',),
 }
@@ -107,8 +109,8 @@ class Reader:
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
         self._said = folder / "beside.txt"
         self._said.touch()
-        self._held = ReservedPort()
-        webhook = str(self._held.number)
+        self._held = [ReservedPort() for _ in range(3)]
+        webhook, second_kafka, second_http = self._held
         self._names: dict[str, Any] = {}
         self.begin()
         self._instead = {
@@ -116,7 +118,9 @@ class Reader:
             "localhost:9092": kafka,
             "kafka.example:9092": kafka,
             DEFAULT_HTTP: http,
-            DEFAULT_WEBHOOK: webhook,
+            DEFAULT_WEBHOOK: str(webhook.number),
+            SECOND_KAFKA: second_kafka.address,
+            SECOND_HTTP: second_http.address,
             "/lake": str(folder / "lake"),
             "postgresql://app@db/shop": f"sqlite:///{folder}/shop.db",
             # Java has its own current folder.
@@ -145,8 +149,10 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         for process in self._beside.values():
-            process.kill()
-            process.wait()
+            # A node ends its own processes, too.
+            process.terminate()
+        for process in self._beside.values():
+            process.wait(COMMAND_S_MAX)
 
     def save(self, name: str, text: str) -> None:
         (self.folder / name).write_text(self._here(text))
@@ -158,10 +164,16 @@ class Reader:
             assert self._beside[command].wait(COMMAND_S_MAX) == 0
         with self._said.open("ab") as said:
             self._beside[command] = subprocess.Popen(
-                ["sh", "-c", f"exec {command}"], cwd=self.folder, env=self._environment, stdout=said, stderr=said
+                ["sh", "-c", f"exec {self._here(command)}"],
+                cwd=self.folder,
+                env=self._environment,
+                stdout=said,
+                stderr=said,
             )
         if "webhook" in command:
-            self._wait_until_listening(self._beside[command])
+            self._wait_until_listening(self._beside[command], f"127.0.0.1:{self._instead[DEFAULT_WEBHOOK]}")
+        elif "serve" in command:
+            self._wait_until_listening(self._beside[command], self._instead[SECOND_KAFKA])
 
     def run(self, script: str) -> str:
         """Run a script; commands that need no shell are run in this process, which is quicker."""
@@ -209,9 +221,10 @@ class Reader:
             assert time.monotonic() < deadline, f"{command}: {said}\n{self._said.read_text()}"
         return said
 
-    def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_listening(self, process: subprocess.Popen[bytes], where: str) -> None:
         """A reader types more slowly than a program starts; what is pushed before is pushed again only later."""
-        address = ("127.0.0.1", int(self._instead[DEFAULT_WEBHOOK]))
+        host, _, port = where.rpartition(":")
+        address = (host, int(port))
         deadline = time.monotonic() + COMMAND_S_MAX
         while True:
             try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
+import msgspec
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
@@ -30,8 +31,8 @@ class Sites:
     """Two brokers: paris, and berlin, which mirrors it."""
 
     def __init__(self, folder: Path) -> None:
-        self.paris = Server(folder / "paris")
-        self.berlin = Server(folder / "berlin")
+        self.paris = Server(folder / "paris", settings={"retention-check-ms": 200})
+        self.berlin = Server(folder / "berlin", settings={"retention-check-ms": 200})
 
     def start(self) -> None:
         self.both(Server.start)
@@ -121,6 +122,20 @@ def caught_up(berlin: CommandLine, name: str, topic: str, paris: CommandLine) ->
         return False
     ends = [(one["partition"], one["end"]) for one in original["partitions"]]
     return ends == [(one["partition"], one["end"]) for one in copy.document["partitions"]]
+
+
+def ids_of(site: CommandLine, topics: Iterable[str]) -> list[UUID]:
+    return [UUID(site("topic", "describe", topic, "--json").document["id"]) for topic in topics]
+
+
+def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
+    """Ask an old source to follow, as the other side does."""
+
+    async def ask() -> AdoptResponse:
+        async with Client.connect(site.brokers) as client:
+            return decode(await client.private(None, ADOPT_KEY, encode(request)), AdoptResponse)
+
+    return asyncio.run(ask())
 
 
 def mirrored(paris: CommandLine, berlin: CommandLine, topic: str, *flags: str) -> str:
@@ -269,10 +284,21 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     # Paris did not notice, and has records that exist only there.
     hanging.abort_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
+    cuts = {
+        name: {int(index): offset for index, offset in offsets.items()}
+        for name, offsets in described(berlin, mirror)["cuts"].items()
+    }
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert reversed_.code == 0, reversed_.err
     assert {one["topic"] for one in reversed_.document["removed"]} >= {topic}
     wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    # If the response is lost, the request is repeated. What comes from berlin by now is not dropped.
+    settings = described(paris, mirror)["overrides"]
+    asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=ids_of(berlin, cuts))
+    again = adopt(paris, asked)
+    assert [(one.topic, one.start, one.end) for one in again.removed] == [
+        (one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]
+    ]
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
     assert {value for _, _, value in read(paris.brokers, f"{topic}-saved", 2)} >= {"lost-1", "lost-2"}
 
@@ -358,6 +384,7 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         publish(paris.brokers, topic, ["a"])
         assert read(berlin.brokers, topic, 1) == [(0, 0, "a")]
         assert http.post(f"/v1/mirrors/{name}/pause").json()["state"] == "paused"
+        wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 1, what="its lag is unknown")
         paris("topic", "alter", topic, "--set", "retention.ms=1234567890", "--partitions", "3")
         # Settings are compared when a mirror starts, and every few seconds.
         assert http.patch(f"/v1/mirrors/{name}", json={"settings": {"rate": None}}).status_code == 200
@@ -371,6 +398,7 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
         publish(paris.brokers, topic, [f"b{number}" for number in range(30)])
         wait_for(lambda: caught_up(berlin, name, topic, paris), what="the new partitions are copied")
         wait_for(lambda: http.get(f"/v1/mirrors/{name}").json()["lag"] == 0, what="HTTP reports no lag")
+        assert http.get(f"/v1/mirrors/{name}").json()["lag_unknown"] == 0
         assert name in {one["mirror"] for one in http.get("/v1/mirrors").json()["mirrors"]}
         metrics = sites.berlin.metrics()
         for metric in ("lag", "lag_seconds"):
@@ -390,23 +418,107 @@ def test_changes_of_topics_follow_and_http_and_metrics_report(
 def test_a_source_takes_writers_again_when_the_side_that_takes_over_is_lost(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
-    paris("topic", "create", topic)
-    topic_id = UUID(paris("topic", "describe", topic, "--json").document["id"])
-
-    async def fence() -> AdoptResponse:
-        asked = AdoptRequest(name=topic, step="fence", settings={"from": berlin.brokers}, topic_ids=[topic_id])
-        async with Client.connect(paris.brokers) as client:
-            return decode(await client.private(None, ADOPT_KEY, encode(asked)), AdoptResponse)
-
+    other = f"{topic}-other"
+    for name in (topic, other):
+        paris("topic", "create", name)
+    fence = AdoptRequest(
+        name=topic, step="fence", settings={"from": berlin.brokers}, topic_ids=ids_of(paris, (topic, other))
+    )
     publish(paris.brokers, topic, ["before"])
-    assert asyncio.run(fence()).ends == {topic: {0: 1}}
+    assert adopt(paris, fence).ends == {topic: {0: 1}, other: {0: 0}}
     with pytest.raises(AssertionError, match="POLICY_VIOLATION"):
         publish(paris.brokers, topic, ["refused"])
     assert "taking over" in paris("mirror", "switch", topic).err
-    assert paris("mirror", "failover", topic).code == 0
+    assert "no copies that match nothing" in paris("mirror", "failover", topic, "--topics", "nothing").err
+    freed = paris("mirror", "failover", topic, "--topics", topic, "--json").document
+    assert [(one["topic"], one["offset"]) for one in freed["partitions"]] == [(topic, 1)]
     publish(paris.brokers, topic, ["after"])
     assert [value for _, _, value in read(paris.brokers, topic, 2)] == ["before", "after"]
+    with pytest.raises(AssertionError, match="POLICY_VIOLATION"):
+        publish(paris.brokers, other, ["refused"])
+
+    # The switch was only slow: what was written since is not dropped by the rest of it.
+    follow = msgspec.structs.replace(fence, step="follow", cuts={topic: {0: 1}, other: {0: 0}}, is_fenced=True)
+    assert "accepts writers again" in (adopt(paris, follow).message or "")
+    assert len(read(paris.brokers, topic, 2)) == 2
+    assert paris("mirror", "failover", topic).code == 0
+    publish(paris.brokers, other, ["after"])
     assert paris("mirror", "describe", topic).code != 0
+
+
+def test_a_switch_takes_topics_along_that_were_failed_over_before(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    early, late = f"{topic}-early", f"{topic}-late"
+    for name in (early, late):
+        paris("topic", "create", name)
+        publish(paris.brokers, name, ["a"])
+    mirror = mirrored(paris, berlin, topic)
+    for name in (early, late):
+        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what="the copies have caught up")  # type: ignore[misc]
+    assert berlin("mirror", "failover", mirror, "--topics", early).code == 0
+    publish(berlin.brokers, early, ["b"])
+    publish(paris.brokers, early, ["lost"])
+    wait_for(lambda: described(berlin, mirror)["state"] == "running", what="the mirror copies the other topic")
+    refused = berlin("mirror", "switch", mirror)
+    assert f"topic '{early}' was failed over before" in refused.err
+    assert "offsets 1 to 1" in refused.err
+    # Nothing has changed.
+    publish(paris.brokers, late, ["b"])
+    publish(paris.brokers, early, ["lost, too"])
+    wait_for(lambda: caught_up(berlin, mirror, late, paris), what="the other copy is continued")
+
+    # Paris gives up what only it has of one topic; then a switch takes both along.
+    assert berlin("mirror", "failover", mirror).code == 0
+    reversed_ = berlin("mirror", "reverse", mirror, "--json")
+    assert [(one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]] == [(early, 1, 3)]
+    for name in (early, late):
+        wait_for(lambda name=name: caught_up(paris, mirror, name, berlin), what="paris follows")  # type: ignore[misc]
+    assert paris("mirror", "failover", mirror, "--topics", early).code == 0
+    publish(paris.brokers, early, ["c"])
+    wait_for(lambda: described(paris, mirror)["state"] == "running", what="the mirror copies the other topic")
+    switched = paris("mirror", "switch", mirror, "--json")
+    assert switched.code == 0, switched.err
+    assert {one["topic"] for one in switched.document["partitions"]} == {late}
+    assert switched.document["removed"] == []
+    publish(paris.brokers, late, ["c"])
+    for name in (early, late):
+        wait_for(lambda name=name: caught_up(berlin, mirror, name, paris), what="berlin follows")  # type: ignore[misc]
+        assert [value for _, _, value in read(berlin.brokers, name, 3)] == ["a", "b", "c"]
+    berlin("mirror", "failover", mirror)
+    assert berlin("mirror", "delete", mirror).code == 0
+
+
+def test_compaction_beyond_the_cut_costs_no_key_on_the_way_back(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    """The old source has replaced a value that both sides had by one that it gives up."""
+    flags = ("cleanup.policy=compact", "segment.ms=100", "min.cleanable.dirty.ratio=0.01")
+    paris("topic", "create", topic, *(part for flag in flags for part in ("--set", flag)))
+
+    def put(site: CommandLine, key: str, value: str) -> None:
+        producer = Producer({"bootstrap.servers": site.brokers})
+        producer.produce(topic, value, key=key)
+        assert producer.flush(PATIENCE_S) == 0
+
+    put(paris, "first", "old")
+    put(paris, "second", "old")
+    mirror = mirrored(paris, berlin, topic)
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    assert berlin("mirror", "failover", mirror).code == 0
+    put(berlin, "third", "new")
+    put(paris, "first", "lost")
+    wait_for(
+        lambda: read(paris.brokers, topic, 2)[0] == (0, 1, "old"), what="paris has removed the first value of a key"
+    )
+    reversed_ = berlin("mirror", "reverse", mirror, "--json")
+    assert reversed_.code == 0, reversed_.err
+    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    everything = [(0, 0, "old"), (0, 1, "old"), (0, 3, "new")]
+    assert read(berlin.brokers, topic, 3) == everything
+    assert read(paris.brokers, topic, 3) == everything
+    paris("mirror", "failover", mirror)
+    assert paris("mirror", "delete", mirror).code == 0
 
 
 SCHEMA = '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "long"}]}'

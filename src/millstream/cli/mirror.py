@@ -152,7 +152,7 @@ def create(
 def list_(common: Common = COMMON) -> None:
     """List all mirrors and their lag."""
     found = _ask(common, lambda mirrors: mirrors.describe())
-    keys = ("mirror", "state", "from", "topics", "lag", "lag_s", "bytes", "error")
+    keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
     rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
     if common.as_json:
         print_json({"mirrors": rows})
@@ -171,6 +171,8 @@ def describe(name: Name, common: Common = COMMON) -> None:
         return
     print_line(f"{one_line(name)}  ({described['state']}, from {described['from']})")
     lag = "unknown" if described["lag"] is None else f"{described['lag']:,} offsets, {described['lag_s']:.1f} s"
+    if described["lag"] is not None and described["lag_unknown"]:
+        lag += f", and unknown for {counted(described['lag_unknown'], 'partition')}"
     print_line(f"lag         {lag}")
     print_line(
         f"copied      {sized(described['bytes'])} since it started, {sized(int(described['bytes_per_s']))}/s now, "
@@ -273,7 +275,9 @@ def cutover(
     Nothing changes if the source is still written to when the time is up.
     """
     ask_person(f"Wait until writers of the source have stopped, then make the copies of {name} writable?", unless=yes)
-    waited = _ask(common.waiting(wait + still), lambda mirrors: mirrors.settle(name, wait_s=wait, still_s=still))
+    waited = _ask(
+        common.waiting(wait + still), lambda mirrors: mirrors.settle(name, topics, wait_s=wait, still_s=still)
+    )
     if not common.as_json:
         print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
     report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))

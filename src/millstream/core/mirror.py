@@ -189,6 +189,8 @@ class Mirror:
     """How often it has changed since it was declared."""
     cuts: TopicOffsets = field(default_factory=dict)
     """Up to where each partition is certainly equal on both sides, from the last failover on."""
+    dropped: TopicOffsets = field(default_factory=dict)
+    """As an old source that follows: where the ranges end that it has dropped; they begin at the cuts."""
     verified: TopicOffsets = field(default_factory=dict)
     """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
     is_gated: bool = False

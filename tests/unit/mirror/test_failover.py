@@ -22,13 +22,20 @@ from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
 from millstream.core.errors import InvalidMirror, MillstreamError, NotLeader, RequestTimedOut
-from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.regex import compile_regex
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import Response
-from millstream.protocol.private.mirror_messages import CutPartition, FailoverRequest, FailoverResponse, FenceRequest
+from millstream.protocol.private.mirror_messages import (
+    AdoptRequest,
+    CutPartition,
+    FailoverRequest,
+    FailoverResponse,
+    FenceRequest,
+    RemovedRange,
+)
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
@@ -189,6 +196,35 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
 # -- the old source -----------------------------------------------------------------------------------------------
 
 
+async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropped(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = RemovedRange(topic=EU, partition=0, start=5, end=9)
+    beyond, is_led = [[lost], []], [False, True]
+
+    async def nothing(*_: Any) -> dict[str, dict[int, int]]:
+        return {}
+
+    async def find_beyond(*_: Any) -> list[Any]:
+        return [(one, None) for one in beyond.pop(0)]
+
+    async def truncate(*_: Any) -> None:
+        if not is_led.pop(0):
+            raise NotLeader("a partition has no leader")
+
+    monkeypatch.setattr(failover, "_beyond", find_beyond)
+    monkeypatch.setattr(failover, "_cut_queues", nothing)
+    target.service.high_watermarks, target.service.truncate_everywhere = nothing, truncate
+    request = AdoptRequest(name=NAME, step="follow", settings={"from": "berlin:9092"}, cuts={EU: {0: 5, 1: 7}})
+    with pytest.raises(NotLeader):
+        await failover._follow(target.service, request, [])
+    # The first attempt has truncated what it found. The third comes after a response that was lost.
+    for _ in range(2):
+        assert (await failover._follow(target.service, request, [])).removed == [lost]
+    mirror = await target.mirror()
+    assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: 9}})
+
+
 class OldSource:
     """A node of an old source that leads one partition, with a real log."""
 
@@ -245,6 +281,31 @@ async def test_an_old_source_is_truncated_at_the_cut(old_source: OldSource) -> N
     diverging = diverging_end(log, Offset(5), 3)
     assert diverging is not None
     assert diverging.end_offset == 2
+
+
+async def test_a_log_that_was_compacted_beyond_the_cut_is_fetched_again_as_a_whole(old_source: OldSource) -> None:
+    partition, log = old_source.partition_0, old_source.partition_0.log
+    log.note_superseding(3)
+    await old_source.truncate(3)
+    assert (log.start_offset, log.end_offset) == (0, 3)
+    log.note_superseding(3)
+    await old_source.truncate(2)
+    assert (log.start_offset, log.end_offset, partition.high_watermark) == (0, 0, 0)
+    # So is that of a follower.
+    partition.append_mirrored(b"".join(empty_batch(at, at + 1, 3) for at in range(5)), exposed=None)
+    log.note_superseding(4)
+    old_source.lead(OTHER, epoch=1003)
+    cut = partition.truncate(EpochEnd(Epoch(3), Offset(2)), leader_epoch=Epoch(1003))
+    assert cut is not None
+    await cut
+    assert (log.start_offset, log.end_offset) == (0, 0)
+
+
+async def test_a_failover_never_drops_more_than_it_cuts(old_source: OldSource) -> None:
+    partition, log = old_source.partition_0, old_source.partition_0.log
+    log.note_superseding(4)
+    await partition.cut_mirrored(Offset(3), refetches=False)
+    assert (log.start_offset, log.end_offset) == (0, 3)
 
 
 async def test_a_partition_that_another_node_leads_is_not_passed_over(old_source: OldSource) -> None:

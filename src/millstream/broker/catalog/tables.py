@@ -158,6 +158,7 @@ mirrors = Table(
     Column("created_ms", BigInteger, nullable=False),
     Column("version", BigInteger, nullable=False),
     Column("cuts", JSON, nullable=False),
+    Column("dropped", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
     Column("is_gated", Boolean, nullable=False),
     Column("cut_epochs", JSON, nullable=False),
@@ -165,7 +166,8 @@ mirrors = Table(
     Column("sightings_source", String(64), nullable=False),
     Column("sightings_owner", String(64), nullable=False),
 )
-"""Mirrors of other clusters. `cuts` and `verified` hold offsets, by topic and partition, `cut_epochs` leader epochs.
+"""Mirrors of other clusters. `cuts`, `dropped` and `verified` hold offsets, by topic and partition, `cut_epochs` leader
+epochs.
 
 `sightings_source` is the cluster that `mirror_sightings` are of, `sightings_owner` the only node that may change them.
 """

@@ -611,6 +611,10 @@ class Topics:
 
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
 
+    async def await_revision(self, revision: int, timeout_s: float = AGREEMENT_S) -> None:
+        """Wait until this node knows the cluster's state as of a revision."""
+        await self._view.until(lambda: self._view.revision >= revision, timeout_s, what=f"revision {revision}")
+
     async def await_mirror(self, topic_ids: Collection[UUID], mirror: str, timeout_s: float = AGREEMENT_S) -> None:
         """Wait until this node knows that a mirror writes topics."""
 

@@ -20,7 +20,7 @@ from millstream.broker.mirror.service import MirrorService, merged_offsets
 from millstream.broker.mirror.source import Source
 from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
 from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror
+from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition
@@ -48,6 +48,8 @@ Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to say what is missing."""
 AT_ONCE: Final = 32
+TURN_S: Final = 60.0
+"""How long a switch takes besides the drain, at most."""
 SAVED_AT_ONCE: Final = 500
 ORIGINAL_HEADER: Final = "millstream-original"
 """A header of saved records: topic, partition and offset that they had."""
@@ -62,7 +64,7 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     mirror = await service.mirrors.find(request.name)
     copied = service.copied_topics(mirror.name)
     if any(topic.is_draining for topic in copied):
-        return await _end_fence(service, mirror, started)
+        return await _end_fence(service, mirror, request.topics, started)
     if not _matching((topic.name for topic in copied), request.topics) and (
         earlier := _earlier_cuts(service, mirror, request.topics)
     ):
@@ -92,9 +94,15 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     return FailoverResponse(partitions=partitions, source_error=source_error, waited_ms=waited_ms)
 
 
-async def _end_fence(service: MirrorService, mirror: Mirror, started: float) -> FailoverResponse:
+async def _end_fence(
+    service: MirrorService, mirror: Mirror, patterns: Sequence[str] | None, started: float
+) -> FailoverResponse:
     """As the source of a switch that was given up, because the other side is gone: take writers again."""
-    topics = [topic for topic in service.copied_topics(mirror.name) if topic.is_draining]
+    fenced = [topic for topic in service.copied_topics(mirror.name) if topic.is_draining]
+    chosen = _matching((topic.name for topic in fenced), patterns)
+    topics = [topic for topic in fenced if topic.name in chosen]
+    if not topics:
+        raise _no_copies(mirror, patterns)
     ends = await service.high_watermarks([topic.name for topic in topics])
     await make_writable(service, topics)
     partitions = [
@@ -140,14 +148,18 @@ def chosen_topics(service: MirrorService, mirror: Mirror, patterns: Sequence[str
     chosen = _matching((topic.name for topic in copied), patterns)
     copied = [topic for topic in copied if topic.name in chosen]
     if not copied:
-        of = "" if patterns is None else f" that match {', '.join(patterns)}"
-        raise InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
+        raise _no_copies(mirror, patterns)
     if any(topic.is_draining for topic in copied):
         raise InvalidMirror(
             f"the other side of mirror {mirror.name!r} is taking over; wait until it has finished. "
             f"If that side is gone, `millstream mirror failover {mirror.name}` lets clients write here again"
         )
     return copied
+
+
+def _no_copies(mirror: Mirror, patterns: Sequence[str] | None) -> InvalidMirror:
+    of = "" if patterns is None else f" that match {', '.join(patterns)}"
+    return InvalidMirror(f"mirror {mirror.name!r} has no copies{of}; `millstream mirror describe` shows them")
 
 
 async def cut_topics(service: MirrorService, mirror: Mirror, topics: Sequence[Topic]) -> list[CutPartition]:
@@ -235,13 +247,15 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
 
 
 async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
-    """Turn a mirror around without losing anything: end writing on the source, drain it, take over."""
+    """Turn a mirror around without losing anything: end writing on the source, drain it, take over.
+
+    The source also follows topics that were failed over before. It must not have other records of them.
+    """
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     _check_reversible(mirror)
     topics = chosen_topics(service, mirror, None)
-    run = service.run_of(mirror.name)
-    if not mirror.is_due or run is None:
+    if not mirror.is_due:
         raise InvalidMirror(f"mirror {mirror.name!r} does not run; resume it first, or fail over")
     if service.unfinished_cuts(mirror):
         raise InvalidMirror(
@@ -249,14 +263,19 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
             f"Once all copies are writable, let the old source follow with `millstream mirror reverse {mirror.name}`"
         )
     deadline = started + request.timeout_ms / 1000
+    await service.follower_of(mirror, deadline)
     async with Source(mirror.settings, name=mirror.name) as source:
-        fence = _adoption(service, mirror, request, step="fence")
+        names = {topic.name for topic in topics}
+        # A mirror that was reversed has cuts of topics that are copies again.
+        failed_over = {name: cuts for name, cuts in mirror.cuts.items() if name not in names}
+        fence = _adoption(service, dataclasses.replace(mirror, cuts=failed_over), request, step="fence")
         try:
             fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
-            if run.follower is None:
-                raise RequestTimedOut("the mirror lost its connection to the source")
-            await run.follower.drain(fenced.ends, deadline)
-            await run.follower.sync_all()
+            if fenced.removed:
+                raise _would_drop(mirror, fenced.removed)
+            follower = await service.follower_of(mirror, deadline)
+            await follower.drain({name: ends for name, ends in fenced.ends.items() if name in names}, deadline)
+            await follower.sync_all()
         except BaseException:
             # Nothing has changed hands yet.
             release = msgspec.structs.replace(fence, step="release")
@@ -266,13 +285,29 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         cuts = await cut_topics(service, mirror, topics)
         await make_writable(service, topics)
         mirror = await service.mirrors.find(mirror.name)
-        follow = _adoption(service, mirror, request, step="follow")
-        adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
+        follow = msgspec.structs.replace(_adoption(service, mirror, request, step="follow"), is_fenced=True)
+        try:
+            adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
+        except MillstreamError as error:
+            raise RequestTimedOut(
+                f"clients can write here now, but the old source does not follow yet: {error}. When it is available, "
+                f"run `millstream mirror reverse {mirror.name}`"
+            ) from None
     await service.mirrors.delete(mirror.name)
     return ReverseResponse(
         removed=adopted.removed,
         partitions=cuts,
         waited_ms=int((service.clock.monotonic() - started) * 1000),
+    )
+
+
+def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirror:
+    """Return the error of a switch that would drop records of a topic that was failed over before."""
+    first = removed[0]
+    return InvalidMirror(
+        f"topic {first.topic!r} was failed over before, and the source has written it since (partition "
+        f"{first.partition}, offsets {first.start} to {first.end - 1}), so a switch would lose these records. Run "
+        f"`millstream mirror failover {mirror.name}` and `millstream mirror reverse {mirror.name} --save-to TOPIC`"
     )
 
 
@@ -285,7 +320,11 @@ def _check_reversible(mirror: Mirror) -> None:
 
 def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *, step: Step) -> AdoptRequest:
     """Return the request by which the source of a mirror becomes its target."""
-    topics = [topic for topic in service.topics.all() if topic.name in mirror.cuts or topic.mirror == mirror.name]
+    topics = [
+        topic
+        for topic in service.topics.all()
+        if topic.mirror == mirror.name or (topic.name in mirror.cuts and not topic.mirror)
+    ]
     kept = {name: text for name, text in mirror.overrides.items() if name not in (SOURCE, *CREDENTIALS)}
     settings = {**kept, **request.settings, SOURCE: request.address or service.membership.addresses()}
     return AdoptRequest(
@@ -315,6 +354,12 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
         if declared is not None:
             await service.mirrors.delete(request.name)
         return AdoptResponse()
+    if request.is_fenced and any(topic.mirror != request.name for topic in topics):
+        raise InvalidMirror(
+            "the old source accepts writers again, because `millstream mirror failover` was run there during the "
+            f"switch. Both sides are writable now; `millstream mirror reverse {request.name} --save-to TOPIC` on the "
+            "side that took over makes the old source follow"
+        )
     if declared is None:
         await service.mirrors.create(request.name, request.settings, is_wanted=False)
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
@@ -323,47 +368,71 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     # From here on no client writes them, on any node, and nothing that was written is still to be acknowledged.
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
     if request.step == "fence":
-        return AdoptResponse(ends=await service.barrier([topic.name for topic in topics]))
+        ends = await service.barrier([topic.name for topic in topics])
+        return AdoptResponse(ends=ends, removed=[one for one, _ in await _beyond(service, request.cuts, ends)])
     return await _follow(service, request, topics)
 
 
+async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets) -> list[tuple[RemovedRange, _Scan]]:
+    """Return the ranges beyond the cuts that hold records, and what else they hold."""
+    found = []
+    for topic, offsets in cuts.items():
+        for index, cut in offsets.items():
+            end = ends.get(topic, {}).get(index, 0)
+            if end > cut:
+                one = RemovedRange(topic=topic, partition=index, start=cut, end=end)
+                scan = await _scan(service, one)
+                # Markers of transactions that the other side has aborted as well need not be saved.
+                if scan.has_records:
+                    found.append((one, scan))
+    return found
+
+
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
-    """Give up what only this cluster has, and begin to copy."""
-    ends = await service.high_watermarks([topic.name for topic in topics])
-    beyond = [
-        RemovedRange(topic=topic, partition=index, start=cut, end=ends[topic][index])
-        for topic, offsets in request.cuts.items()
-        for index, cut in offsets.items()
-        if ends.get(topic, {}).get(index, 0) > cut
+    """Give up what only this cluster has, and begin to copy.
+
+    May be repeated: what is dropped is recorded before it is. Once this cluster copies, there is nothing to drop any
+    more, since what is beyond the cuts comes from the other one.
+    """
+    declared = await service.mirrors.find(request.name)
+    if declared.cuts != request.cuts:
+        declared = await _give_up(service, request, topics)
+    await service.mirrors.change(
+        request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_wanted=True)
+    )
+    _logger.info("this cluster follows another", extra={"mirror": request.name})
+    removed = [
+        RemovedRange(topic=topic, partition=index, start=cut, end=declared.dropped[topic][index])
+        for topic, cuts in sorted(request.cuts.items())
+        for index, cut in sorted(cuts.items())
+        if declared.dropped.get(topic, {}).get(index, 0) > cut
     ]
-    scanned = [(one, await _scan(service, one)) for one in beyond]
-    # Markers of transactions that the other side has aborted as well need not be saved.
-    removed = [one for one, found in scanned if found.has_records]
-    if request.save_to and removed:
+    return AdoptResponse(removed=removed)
+
+
+async def _give_up(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> Mirror:
+    """Drop what lies beyond the cuts; return the mirror with the ends of what was dropped."""
+    beyond = await _beyond(service, request.cuts, await service.high_watermarks([topic.name for topic in topics]))
+    if request.save_to and beyond:
         if service.topics.get(request.save_to) is None:
             with suppress(TopicExists):
                 await service.topics.create(request.save_to, partitions=1)
-        for one, found in scanned:
+        for one, found in beyond:
             await _save(service, one, found, request.save_to)
-    await _cut_queues(service, request, topics)
-    declared = service.mirrors.get(request.name)
-    if declared is None or not declared.is_wanted:
-        # Epochs alone do not show everywhere where histories part: compaction may have removed all records of one.
-        await service.truncate_everywhere(request.name, topics, request.cuts)
+    dropped: dict[str, dict[int, int]] = {}
+    for one, _ in beyond:
+        dropped.setdefault(one.topic, {})[one.partition] = one.end
     await service.mirrors.change(
+        request.name, lambda now: dataclasses.replace(now, dropped=merged_offsets(now.dropped, dropped))
+    )
+    await _cut_queues(service, request, topics)
+    # Epochs alone do not show everywhere where histories part: compaction may have removed all records of one.
+    await service.truncate_everywhere(request.name, topics, request.cuts)
+    return await service.mirrors.change(
         request.name,
         # Below the cuts, both sides have the same transactions as a whole.
-        lambda now: dataclasses.replace(
-            now,
-            cuts=request.cuts,
-            verified=request.cuts,
-            is_gated=True,
-            overrides=dict(request.settings),
-            is_wanted=True,
-        ),
+        lambda now: dataclasses.replace(now, cuts=request.cuts, verified=request.cuts, is_gated=True),
     )
-    _logger.info("this cluster follows another", extra={"mirror": request.name, "ranges_removed": len(removed)})
-    return AdoptResponse(removed=removed)
 
 
 class _Scan:

@@ -66,7 +66,6 @@ TRANSACTIONS_S: Final = 0.2
 """How often the source is asked for a barrier, while clients wait at a commit."""
 ARRIVAL_S: Final = 30.0
 ARRIVAL_WAIT_S: Final = 5.0
-ARRIVAL_RETRY_S: Final = 0.1
 NOTICE_LOST_S: Final = 5.0
 """After how long the owner asks all nodes whether clients wait at a commit, although none has said so."""
 CONFIGS_S: Final = 10.0
@@ -323,14 +322,19 @@ class Follower:
         self, offsets: Vector, deadline: float, *, is_readable: bool = False
     ) -> TopicPartition | None:
         """Wait until all copies reach these offsets; return one that does not when the time is up."""
-        clock = self._service.clock
+        clock, topics = self._service.clock, self._service.topics
         while True:
+            revision = topics.states_revision
             wait_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
-            missing = _missing(offsets, await self._reached(offsets, wait_s=wait_s, is_readable=is_readable))
+            reached = await self._reached(offsets, wait_s=wait_s, is_readable=is_readable)
+            missing = _missing(offsets, reached)
             if missing is None or clock.monotonic() >= deadline:
                 return missing
-            # A copy is between two leaders, or has been missing all the time.
-            await asyncio.sleep(ARRIVAL_RETRY_S)
+            if missing.partition not in reached.get(missing.topic, {}):
+                # No node leads it. Nothing changes before another leader is agreed on.
+                with suppress(RequestTimedOut):
+                    left_s = min(ARRIVAL_WAIT_S, max(0.0, deadline - clock.monotonic()))
+                    await topics.await_revision(revision + 1, left_s)
 
     async def _reached(
         self, offsets: Vector, *, is_verified: bool = False, wait_s: float = 0.0, is_readable: bool = False
@@ -345,6 +349,7 @@ class Follower:
             offsets={topic: dict(found) for topic, found in offsets.items()},
             is_verified=is_verified,
             wait_ms=int(wait_s * 1000),
+            revision=self._service.topics.states_revision,
             is_readable=is_readable,
         )
         answers = await gather_or_cancel(

@@ -20,7 +20,7 @@ from uuid import UUID
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import WirePeers
-from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from
+from millstream.broker.mirror.copier import Copier, Copy, CopyKey, commits_from, offset_in
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.source import Source
 from millstream.broker.replication.partition import Partition
@@ -136,6 +136,7 @@ class MirrorRun:
                     self.error = ""
                     backoff.reset()
                     follower = self.follower = Follower(self, source, self.copier)
+                    self.service.note_connected()
                     parts = [self.copier.run(), self._refresh(self.copier), self._notify_owner(), follower.run()]
                     await run_until_first(parts)
             except MillstreamError as error:
@@ -179,21 +180,16 @@ class MirrorRun:
                 await asyncio.sleep(NOTICE_S)
 
     def _led(self, mirror: Mirror) -> Iterator[Copy]:
-        topics = self.service.topics
-        for topic in topics.all():
-            if topic.mirror != mirror.name or topic.is_draining:
-                continue
-            for partition in topics.partitions_of(topic):
-                key = topic.topic_id, partition.index
-                is_cut = partition.index in mirror.cut_epochs.get(topic.name, ())
-                if partition.is_leader and not is_cut and key not in self.service.cutting.get(mirror.mirror_id, ()):
-                    original = TopicPartition(mirror.source_name(topic), partition.index)
-                    yield Copy(
-                        partition,
-                        original,
-                        verified=mirror.verified_until(topic.name, partition.index) or 0,
-                        caught_up_ms=self.service.clock.now_ms(),
-                    )
+        for partition in self.service.led(mirror.name):
+            topic, key = partition.topic, (partition.topic.topic_id, partition.index)
+            is_cut = partition.index in mirror.cut_epochs.get(topic.name, ())
+            if not is_cut and key not in self.service.cutting.get(mirror.mirror_id, ()):
+                yield Copy(
+                    partition,
+                    TopicPartition(mirror.source_name(topic), partition.index),
+                    verified=mirror.verified_until(topic.name, partition.index) or 0,
+                    caught_up_ms=self.service.clock.now_ms(),
+                )
 
     # -- what is shown --------------------------------------------------------------------------------------
 
@@ -267,6 +263,8 @@ class MirrorService:
         self._runs: dict[str, MirrorRun] = {}
         self._client: Client | None = None
         self._changed = asyncio.Event()
+        self._connected = asyncio.Event()
+        """Set when a mirror has connected to its source, and replaced."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -300,13 +298,37 @@ class MirrorService:
             self._client = Client.connect(self.membership.addresses(), client_id="mirrors")
         return self._client
 
-    def run_of(self, name: str) -> MirrorRun | None:
-        """Return what this node runs of a mirror."""
-        return self._runs.get(name)
+    def note_connected(self) -> None:
+        """Wake those who wait until a mirror has connected to its source."""
+        done, self._connected = self._connected, asyncio.Event()
+        done.set()
+
+    async def follower_of(self, mirror: Mirror, deadline: float) -> Follower:
+        """Return what runs the tasks of a mirror as a whole; wait until it is connected to the source."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self.clock.monotonic())):
+                while (run := self._runs.get(mirror.name)) is None or run.follower is None:
+                    await self._connected.wait()
+        except TimeoutError:
+            error = "" if run is None else run.error
+            raise RequestTimedOut(
+                f"mirror {mirror.name!r} is not connected to its source{f': {error}' if error else ''}"
+            ) from None
+        return run.follower
 
     def copied_topics(self, name: str) -> list[Topic]:
         """Return the topics that a mirror writes."""
         return [topic for topic in self.topics.all() if topic.mirror == name]
+
+    def led(self, name: str) -> list[Partition]:
+        """Return the partitions that a mirror writes and this node leads."""
+        return [
+            partition
+            for topic in self.copied_topics(name)
+            if not topic.is_draining
+            for partition in self.topics.partitions_of(topic)
+            if partition.is_leader
+        ]
 
     def _roles_changed(self, partitions: Sequence[Partition]) -> None:
         """Follow the partitions that this node leads now, and no others."""
@@ -375,7 +397,7 @@ class MirrorService:
 
     def describe(self, mirror: Mirror) -> dict[str, Any]:
         """Return a mirror as declared, and its state on this node."""
-        run = self._runs.get(mirror.name)
+        run, copied = self._runs.get(mirror.name), self.copied_topics(mirror.name)
         notes = []
         if unfinished := self.unfinished_cuts(mirror):
             notes.append(
@@ -391,7 +413,8 @@ class MirrorService:
             "problem": mirror.idle_reason,
             "created_ms": mirror.created_ms,
             "version": mirror.version,
-            "topics": [topic.name for topic in self.copied_topics(mirror.name)],
+            "topics": [topic.name for topic in copied],
+            "copies": {topic.name: topic.partitions for topic in copied if not topic.is_draining},
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
             "notes": notes,
             "report": None if run is None else run.describe(self.clock.now_ms()),
@@ -534,11 +557,20 @@ class MirrorService:
             raise NotLeader(f"the leader of {where} did not say where it was cut")
         return answer.cut
 
-    async def ask_node(self, node: NodeId, key: int, request: Any, kind: type[R], *, waits: bool = False) -> R:
+    async def ask_node(
+        self,
+        node: NodeId,
+        key: int,
+        request: Any,
+        kind: type[R],
+        *,
+        waits: bool = False,
+        timeout_s: float | None = None,
+    ) -> R:
         """Send a request to another node of this cluster; one that may wait has a connection of its own."""
         body = encode(request)
         if waits:
-            answer = decode(await self.client().private(node, key, body, waits=True), kind)
+            answer = decode(await self.client().private(node, key, body, waits=True, timeout_s=timeout_s), kind)
         else:
             answer = decode(await self.peers.send_private(node, key, body), kind)
         if answer.error:
@@ -560,29 +592,34 @@ class MirrorService:
             run.wants_barrier.set()
 
     async def expose(self, request: ExposeRequest) -> ExposeResponse:
-        """Say how far this node's copies are, and where clients wait; expose them up to verified offsets."""
-        run = self._runs.get(request.mirror)
-        if run is not None and request.wait_ms:
+        """Say how far the copies are that this node leads, and where clients wait; expose verified offsets.
+
+        A node that knows less of the cluster than the one that asks learns that first.
+        """
+        if request.wait_ms:
             # One that this node no longer leads is another's to report on.
             with suppress(TimeoutError, MillstreamError):
                 async with asyncio.timeout(request.wait_ms / 1000):
+                    await self.topics.await_revision(request.revision)
+                    wanted = {one: offset_in(request.offsets, one) for one in self.led(request.mirror)}
                     if request.is_readable:
-                        await _Readable(run.copies(), request.offsets).wait()
+                        await _Readable(wanted).wait()
                     else:
-                        arrivals = [copy.arrived(request.offsets) for copy in run.copies()]
+                        arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
-        reached: dict[str, dict[int, int]] = {}
-        waiting: list[tuple[str, int]] = []
+        run = self._runs.get(request.mirror)
         if request.is_verified and run is not None and run.copier is not None:
             run.copier.verify(request.offsets)
-        for copy in [] if run is None else run.copies():
-            topic, index = copy.partition.topic.name, copy.partition.index
-            partition = copy.partition
-            reached.setdefault(topic, {})[index] = (
+        reached: dict[str, dict[int, int]] = {}
+        for partition in self.led(request.mirror):
+            reached.setdefault(partition.topic.name, {})[partition.index] = (
                 partition.high_watermark if request.is_readable else partition.replicated_offset
             )
-            if copy.commits:
-                waiting.append((topic, index))
+        waiting = [
+            (copy.partition.topic.name, int(copy.partition.index))
+            for copy in ([] if run is None else run.copies())
+            if copy.commits
+        ]
         return ExposeResponse(reached=reached, waiting=waiting)
 
     async def barrier(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
@@ -825,6 +862,15 @@ class MirrorService:
             by_copy(lambda copy: None if (lag_ms := copy.lag_ms(now_ms)) is None else lag_ms / 1000),
         )
         yield Metric(
+            "millstream_mirror_lag_unknown",
+            "gauge",
+            "Copies whose lag is unknown, because their source has not answered yet.",
+            [
+                Sample(len(self.led(name)) - sum(copy.lag is not None for copy in run.copies()), (("mirror", name),))
+                for name, run in runs
+            ],
+        )
+        yield Metric(
             "millstream_mirror_bytes_total",
             "counter",
             "Bytes fetched from the source.",
@@ -841,8 +887,8 @@ class MirrorService:
 class _Readable:
     """Waits until clients can read copies up to some offsets, or this node leads them no longer."""
 
-    def __init__(self, copies: Iterable[Copy], offsets: TopicOffsets) -> None:
-        self._wanted = {copy.partition: copy.offset_in(offsets) for copy in copies}
+    def __init__(self, wanted: Mapping[Partition, Offset]) -> None:
+        self._wanted = wanted
         self._changed = asyncio.Event()
 
     def advanced(self, partition: Partition) -> None:

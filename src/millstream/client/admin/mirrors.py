@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from millstream.core.errors import MillstreamError, MirrorExists, NotFound, RequestTimedOut
+from millstream.core.errors import InvalidMirror, MillstreamError, MirrorExists, NotFound, RequestTimedOut
 from millstream.core.ids import NodeId
+from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.mirror_messages import (
@@ -74,23 +75,31 @@ class MirrorClient:
         """Turn a mirror around without losing anything."""
         return await self._ask(None, SWITCH_KEY, request, ReverseResponse)
 
-    async def settle(self, name: str, *, wait_s: float, still_s: float) -> float:
-        """Wait until the copies have everything and the source was not written to for a while; return how long.
+    async def settle(self, name: str, topics: Sequence[str] | None = None, *, wait_s: float, still_s: float) -> float:
+        """Wait until copies have everything and their originals were not written to for a while; return how long.
 
-        Raise `RequestTimedOut` if that did not happen in time.
+        Topics are regular expressions for names, None means all. Raise `RequestTimedOut` if that took too long.
         """
+        patterns = [compile_regex(pattern) for pattern in topics or ()]
         loop = asyncio.get_running_loop()
         started = still_since = loop.time()
         ends: dict[tuple[str, int], int] = {}
         while True:
             (described,) = await self.describe([name])
+            if topics is not None:
+                described = _narrowed(described, lambda topic: any(one.fullmatch(topic) for one in patterns))
+                if not described["copies"]:
+                    raise InvalidMirror(f"mirror {name!r} has no copies that match {', '.join(topics)}")
             now = {(one["topic"], one["partition"]): one["source_end"] for one in described["partitions"]}
-            if now != ends or not now or described["lag"] or described["error"]:
+            if now != ends or not now or described["lag"] or described["lag_unknown"] or described["error"]:
                 ends, still_since = now, loop.time()
             elif loop.time() - still_since >= still_s:
                 return loop.time() - started
             if loop.time() - started > wait_s + still_s:
-                why = described["error"] or f"lag {described['lag']}, and the source may still be written to"
+                why = described["error"] or (
+                    f"lag {described['lag']}, unknown for {described['lag_unknown']} partitions; the source may still "
+                    "be written to"
+                )
                 raise RequestTimedOut(f"mirror {name!r} did not come to rest within {wait_s:g} s ({why})")
             await asyncio.sleep(SETTLE_LOOK_S)
 
@@ -128,6 +137,23 @@ class MirrorClient:
         return answer
 
 
+def _lags(copies: Mapping[str, int], partitions: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+    """Return the sum of the lags that are known, and how many are not, those of silent nodes included."""
+    known = {(one["topic"], one["partition"]): one["lag"] for one in partitions if one["lag"] is not None}
+    return {"lag": sum(known.values()) if known else None, "lag_unknown": max(0, sum(copies.values()) - len(known))}
+
+
+def _narrowed(described: dict[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the description of a mirror with only some of its copies, and their errors."""
+    copies = {topic: count for topic, count in described["copies"].items() if is_wanted(topic)}
+    partitions = [one for one in described["partitions"] if one["topic"] in copies]
+    elsewhere = {one["error"] for one in described["partitions"] if one["topic"] not in copies}
+    error = next((one["error"] for one in partitions if one["error"]), "") or (
+        "" if described["error"] in elsewhere else described["error"]
+    )
+    return {**described, **_lags(copies, partitions), "copies": copies, "partitions": partitions, "error": error}
+
+
 def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
     """Combine what all nodes say about one mirror."""
     newest = max(found, key=lambda one: int(one["version"]))
@@ -137,7 +163,6 @@ def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
         key=lambda partition: (partition["topic"], partition["partition"]),
     )
     errors = sorted({report["error"] for report in reports if report["error"]})
-    lags = [one["lag"] for one in partitions if one["lag"] is not None]
     ages = [one["lag_ms"] for one in partitions if one["lag_ms"] is not None]
     states = {report["state"] for report in reports}
     state = next((one for one in ("retrying", "starting", "running") if one in states), "starting")
@@ -155,7 +180,8 @@ def _merged(found: list[dict[str, Any]], silent: list[str]) -> dict[str, Any]:
         or "; ".join(errors)
         or next((one["error"] for one in partitions if one["error"]), ""),
         "topics": newest["topics"],
-        "lag": sum(lags) if lags else None,
+        "copies": newest["copies"],
+        **_lags(newest["copies"], partitions),
         "lag_s": max(ages) / 1000 if ages else None,
         "bytes": sum(report["bytes"] for report in reports),
         "bytes_per_s": sum(report["bytes_per_s"] for report in reports),

@@ -161,6 +161,8 @@ class ExposeRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_verified: bool = False
     wait_ms: int = 0
     """How long to wait until the copies that the node leads reach the offsets."""
+    revision: int = 0
+    """The revision of the cluster's state that the caller knows."""
     is_readable: bool = False
     """Whether clients have to be able to read up to there, and not only all replicas to have it."""
 
@@ -306,6 +308,8 @@ class AdoptRequest(msgspec.Struct, frozen=True, kw_only=True):
     cuts: Offsets = msgspec.field(default_factory=dict)
     topic_ids: Sequence[UUID] = ()
     save_to: str = ""
+    is_fenced: bool = False
+    """For `follow`: whether the caller relies on a fence, so that the topics were not written since."""
 
 
 class AdoptResponse(Response, frozen=True, kw_only=True):
@@ -314,4 +318,4 @@ class AdoptResponse(Response, frozen=True, kw_only=True):
     ends: Offsets = msgspec.field(default_factory=dict)
     """After `fence`: where each partition ends."""
     removed: Sequence[RemovedRange] = ()
-    """After `follow`: what is dropped."""
+    """After `follow`: what is dropped. After `fence`: what would be dropped beyond the cuts of the request."""

@@ -153,18 +153,26 @@ class Client:
             return await _call(pool, channel, request, patience_s)
 
     async def private(
-        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+        self,
+        node: NodeId | None,
+        api_key: int,
+        body: bytes,
+        *,
+        version: int = 0,
+        waits: bool = False,
+        timeout_s: float | None = None,
     ) -> memoryview:
         """Send a private request, whose body is bytes; return the body of the response.
 
         One that the broker may delay has its own connection while it waits.
         """
         pool = await self._reach(node)
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
         if waits:
             async with pool.borrowed() as channel:
-                frame = await channel.exchange(api_key, version, [body], timeout_s=self._timeout_s)
+                frame = await channel.exchange(api_key, version, [body], timeout_s=patience_s)
         else:
-            frame = await (await pool.shared()).exchange(api_key, version, [body], timeout_s=self._timeout_s)
+            frame = await (await pool.shared()).exchange(api_key, version, [body], timeout_s=patience_s)
         return frame[response_body_at(api_key, version, frame) :]
 
     async def pool_for(self, node: NodeId | None) -> Pool:

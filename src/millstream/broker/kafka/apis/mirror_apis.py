@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
-from millstream.broker.mirror.failover import adopt, fail_over, reverse, switch
+from millstream.broker.mirror.failover import TURN_S, adopt, fail_over, reverse, switch
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
@@ -142,7 +142,7 @@ class MirrorList(_MirrorApi[MirrorNames, MirrorDescriptions]):
 
         {"names": ["paris"]}, or null for all
         answer: {"error": 0, "message": null, "mirrors": [{"name": …, "settings": {…}, "overrides": {…},
-        "wanted": true, "problem": "", "version": …, "topics": […], "cuts": {…}, "notes": […],
+        "wanted": true, "problem": "", "version": …, "topics": […], "copies": {"orders": 3}, "cuts": {…}, "notes": […],
         "report": {"node": 1, "state": "running", "error": "", "bytes": …, "bytes_per_s": …, "notes": […],
         "partitions": [{"topic": …, "partition": …, "source_end": …, "end": …, "exposed": …, "lag": …, "lag_ms": …,
         "epoch": …, "error": ""}]}}]}
@@ -349,7 +349,11 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
         service = self._mirrors
         if not service.is_owner:
             # Only the owner knows what was carried over.
-            return await service.ask_node(service.membership.controller_id, SWITCH_KEY, request, ReverseResponse)
+            # It takes a few seconds longer than the drain.
+            timeout_s = request.timeout_ms / 1000 + TURN_S
+            return await service.ask_node(
+                service.membership.controller_id, SWITCH_KEY, request, ReverseResponse, waits=True, timeout_s=timeout_s
+            )
         return await switch(service, request)
 
 
@@ -357,11 +361,12 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
     """Asks an old source to follow the cluster that takes over from it.
 
         {"name": "paris", "step": "follow", "settings": {"from": "broker-1.berlin:9092"}, "cuts": {"orders": {0: 4711}},
-        "topic_ids": ["5cf0…"], "save_to": ""}
+        "topic_ids": ["5cf0…"], "save_to": "", "is_fenced": false}
         answer: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
 
-    `fence` refuses writers, and returns where the topics end once all decided transactions have; `follow` drops what
-    lies beyond the cuts and copies; `release` ends a fence.
+    `fence` refuses writers, and returns where the topics end once all decided transactions have, and which records lie
+    beyond the cuts, if there are some; `follow` drops what lies beyond the cuts and copies, with `is_fenced` only if no
+    client could write since; `release` ends a fence.
     """
 
     key = ADOPT_KEY

@@ -56,6 +56,7 @@ class MirrorSummary(msgspec.Struct, frozen=True):
     source: str
     topics: int
     lag: int | None
+    lag_unknown: int
     lag_s: float | None
     error: str
 
@@ -91,6 +92,8 @@ class MirrorDescription(msgspec.Struct, frozen=True):
     error: str
     topics: list[str]
     lag: int | None
+    lag_unknown: int
+    """Partitions whose lag is not known, and not part of `lag`."""
     lag_s: float | None
     bytes: int
     bytes_per_s: float

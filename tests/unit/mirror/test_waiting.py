@@ -1,0 +1,180 @@
+"""What a mirror waits for: copies that arrive, and nodes that lead them; nothing is asked for again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from millstream.broker.mirror.copier import Copier, Copy
+from millstream.broker.mirror.follower import Follower
+from millstream.client.admin.mirrors import MirrorClient
+from millstream.core.clock import SystemClock
+from millstream.core.errors import InvalidMirror, RequestTimedOut
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.topic import Topic, TopicPartition
+from millstream.protocol.private.message import encode
+from millstream.protocol.private.mirror_messages import ExposeRequest, ExposeResponse, MirrorDescriptions
+from millstream.protocol.records.rewrite import empty_batch
+from millstream.protocol.wire.fetch import FetchAnswer
+
+ORDERS = Topic(name="orders", topic_id=UUID(int=1), partitions=1, replication=1, overrides={}, created_ms=0)
+WHERE = TopicPartition("orders", PartitionIndex(0))
+
+
+class Cluster:
+    """The cluster of an owner, which asks its nodes how far the copies are; it is also its topics."""
+
+    def __init__(self, *answers: dict[str, dict[int, int]]) -> None:
+        self.answers = list(answers)
+        self.asked: list[ExposeRequest] = []
+        self.states_revision = 7
+        self.changed = asyncio.Event()
+        self.clock = SystemClock()
+        self.topics = self
+        self.others: list[NodeId] = []
+        service: Any = self
+        make: Any = Follower
+        self.follower: Follower = make(
+            SimpleNamespace(service=service, settings=None, mirror=SimpleNamespace(name="m")), None, None
+        )
+
+    async def expose(self, request: ExposeRequest) -> ExposeResponse:
+        self.asked.append(request)
+        return ExposeResponse(reached=self.answers.pop(0))
+
+    async def await_revision(self, revision: int, timeout_s: float) -> None:
+        assert revision == self.states_revision + 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
+        except TimeoutError:
+            raise RequestTimedOut("no change") from None
+        self.states_revision += 1
+
+    async def drain(self) -> None:
+        await self.follower.drain({"orders": {0: 5}}, self.clock.monotonic() + 60)
+
+
+async def test_a_copy_without_a_leader_is_waited_for_until_the_cluster_changes() -> None:
+    cluster = Cluster({}, {"orders": {0: 5}})
+    draining = asyncio.create_task(cluster.drain())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(cluster.asked) == 1
+    cluster.changed.set()
+    await draining
+    assert [request.revision for request in cluster.asked] == [7, 8]
+    assert all(request.wait_ms > 0 for request in cluster.asked)
+
+
+async def test_a_copy_that_is_behind_is_asked_for_at_once() -> None:
+    cluster = Cluster({"orders": {0: 3}}, {"orders": {0: 4}}, {"orders": {0: 5}})
+    await cluster.drain()
+    assert len(cluster.asked) == 3
+
+
+async def test_a_drain_ends_in_time() -> None:
+    cluster = Cluster({"orders": {0: 3}})
+    with pytest.raises(RequestTimedOut, match="orders-0 did not catch up in time"):
+        await cluster.follower.drain({"orders": {0: 5}}, cluster.clock.monotonic())
+
+
+# -- what was fetched before a copy was truncated ---------------------------------------------------------------
+
+
+class CopiedPartition:
+    """A partition with a log that only knows where it ends."""
+
+    is_leader, leader_epoch, index, topic, high_watermark = True, 0, PartitionIndex(0), ORDERS, Offset(0)
+
+    def __init__(self) -> None:
+        self.log = SimpleNamespace(end_offset=Offset(3), start_offset=Offset(0))
+        self.appended: list[bytes] = []
+
+    def append_mirrored(self, records: memoryview, *, exposed: Offset | None) -> None:
+        self.appended.append(bytes(records))
+
+
+@pytest.mark.parametrize(("asked", "is_taken"), [(3, True), (9, False), (0, False)])
+async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(asked: int, is_taken: bool) -> None:
+    partition: Any = CopiedPartition()
+    make: Any = Copier
+    copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, on_commit=None)
+    copy = Copy(partition, WHERE, commits=array("q"))
+    copier.follow([copy])
+    records = bytes(empty_batch(asked, asked + 5, 0))
+    answer = FetchAnswer(memoryview(records), Offset(asked + 5), Offset(0), Offset(asked + 5))
+    await copier._take({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: answer})
+    assert partition.appended == ([records] if is_taken else [])
+
+
+# -- lags that are not known ------------------------------------------------------------------------------------
+
+
+def described_by(node: int, copies: int, *lags: int | None) -> dict[str, Any]:
+    """Return what one node says about a mirror with so many copies."""
+    partitions = [
+        {"topic": "orders", "partition": node * 10 + at, "source_end": -1, "lag": lag, "lag_ms": lag, "error": ""}
+        for at, lag in enumerate(lags)
+    ]
+    report = {"state": "running", "error": "", "source_cluster": "", "partitions": partitions, "notes": []}
+    numbers = {"bytes": 0, "bytes_per_s": 0.0, "groups": 0, "queues": 0}
+    return {
+        "name": "paris",
+        "mirror_id": "1",
+        "settings": {"from": "paris:9092"},
+        "overrides": {},
+        "wanted": True,
+        "problem": "",
+        "created_ms": 0,
+        "version": 1,
+        "topics": ["orders"],
+        "copies": {"orders": copies, "other": 1},
+        "cuts": {},
+        "notes": [],
+        "report": {**report, **numbers},
+    }
+
+
+class Nodes:
+    """Two nodes, of which the second may not answer."""
+
+    def __init__(self, *answers: dict[str, Any] | None) -> None:
+        self.answers = answers
+
+    async def metadata(self, _topics: Any) -> Any:
+        return SimpleNamespace(nodes=dict.fromkeys(NodeId(at) for at in range(len(self.answers))))
+
+    async def private(self, node: NodeId, _key: int, _body: bytes, *, waits: bool) -> memoryview:
+        answer = self.answers[node]
+        if answer is None:
+            raise RequestTimedOut(f"node {node} does not answer")
+        return memoryview(encode(MirrorDescriptions(mirrors=[answer])))
+
+
+async def test_lags_that_are_not_known_are_counted() -> None:
+    clients: list[Any] = [
+        Nodes(described_by(0, 4, 5, 0), described_by(1, 4, 7, 0)),
+        Nodes(described_by(0, 4, 5, None), described_by(1, 4, 7, 0)),
+        Nodes(described_by(0, 4, 0, 0), None),
+        Nodes(described_by(0, 1, None)),
+    ]
+    found = [(await MirrorClient(client).describe())[0] for client in clients]
+    assert [(one["lag"], one["lag_unknown"]) for one in found] == [(12, 1), (12, 2), (0, 3), (None, 2)]
+
+
+async def test_a_cutover_waits_for_nodes_that_do_not_answer() -> None:
+    client: Any = Nodes(described_by(0, 4, 0, 0), None)
+    with pytest.raises(RequestTimedOut, match="unknown for 3 partitions"):
+        await MirrorClient(client).settle("paris", wait_s=0.0, still_s=0.0)
+    with pytest.raises(RequestTimedOut, match="unknown for 2 partitions"):
+        await MirrorClient(client).settle("paris", ["orders"], wait_s=0.0, still_s=0.0)
+    with pytest.raises(InvalidMirror, match="no copies that match order"):
+        await MirrorClient(client).settle("paris", ["order"], wait_s=60.0, still_s=0.0)
+    client = Nodes(described_by(0, 2, 0, 0))
+    await MirrorClient(client).settle("paris", ["orders"], wait_s=60.0, still_s=0.0)
