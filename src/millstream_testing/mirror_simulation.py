@@ -310,9 +310,9 @@ class Site:
         """The last update of each key of the compacted partition, and its offset."""
         return newest({place[1]: value for place, value, _ in self._records([COMPACTED])})
 
-    def read_everything(self) -> tuple[dict[Place, str], dict[str, tuple[int, str]]]:
+    def read_everything(self) -> list[Mapping[Any, Any]]:
         """What both sites have to have in common in the end."""
-        return self.read(), self.read_updates()
+        return [self.read(), self.read_updates()]
 
     def read_committed(self, partitions: Iterable[int] | None = None, start: int = 0) -> dict[Place, str]:
         """Every record whose transaction, if it has one, was committed where clients can read.

@@ -128,6 +128,22 @@ def ids_of(site: CommandLine, topics: Iterable[str]) -> list[UUID]:
     return [UUID(site("topic", "describe", topic, "--json").document["id"]) for topic in topics]
 
 
+def cuts_of(site: CommandLine, mirror: str) -> dict[str, dict[int, int]]:
+    """Return where copies were cut by a failover."""
+    found = described(site, mirror)["cuts"]
+    return {topic: {int(index): offset for index, offset in offsets.items()} for topic, offsets in found.items()}
+
+
+def check_repeated(
+    site: CommandLine, mirror: str, cuts: dict[str, dict[int, int]], topic_ids: list[UUID], removed: list[Any]
+) -> None:
+    """Repeat a reverse whose response was lost: it names the same, and nothing that was copied since."""
+    settings = described(site, mirror)["overrides"]
+    asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=topic_ids)
+    found = [(one.topic, one.start, one.end) for one in adopt(site, asked).removed]
+    assert found == [(one["topic"], one["start"], one["end"]) for one in removed]
+
+
 def adopt(site: CommandLine, request: AdoptRequest) -> AdoptResponse:
     """Ask an old source to follow, as the other side does."""
 
@@ -284,21 +300,12 @@ def test_state_comes_along_and_the_way_back_names_what_it_drops(
     # Paris did not notice, and has records that exist only there.
     hanging.abort_transaction(PATIENCE_S)
     publish(paris.brokers, topic, ["lost-1", "lost-2"])
-    cuts = {
-        name: {int(index): offset for index, offset in offsets.items()}
-        for name, offsets in described(berlin, mirror)["cuts"].items()
-    }
+    cuts = cuts_of(berlin, mirror)
     reversed_ = berlin("mirror", "reverse", mirror, "--save-to", f"{topic}-saved", "--json")
     assert reversed_.code == 0, reversed_.err
     assert {one["topic"] for one in reversed_.document["removed"]} >= {topic}
     wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
-    # If the response is lost, the request is repeated. What comes from berlin by now is not dropped.
-    settings = described(paris, mirror)["overrides"]
-    asked = AdoptRequest(name=mirror, step="follow", settings=settings, cuts=cuts, topic_ids=ids_of(berlin, cuts))
-    again = adopt(paris, asked)
-    assert [(one.topic, one.start, one.end) for one in again.removed] == [
-        (one["topic"], one["start"], one["end"]) for one in reversed_.document["removed"]
-    ]
+    check_repeated(paris, mirror, cuts, ids_of(berlin, cuts), reversed_.document["removed"])
     assert read(paris.brokers, topic, 4) == read(berlin.brokers, topic, 4)
     assert {value for _, _, value in read(paris.brokers, f"{topic}-saved", 2)} >= {"lost-1", "lost-2"}
 

@@ -41,7 +41,14 @@ class Cluster(Client):
         return ClusterMetadata(cluster_id="", controller_id=ONE, nodes=nodes, topics={DEAD: topic}, errors={})
 
     async def private(
-        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+        self,
+        node: NodeId | None,
+        api_key: int,
+        body: bytes,
+        *,
+        version: int = 0,
+        waits: bool = False,
+        timeout_s: float | None = None,
     ) -> memoryview[int]:
         if node == TWO and self.away_for:
             self.away_for -= 1
