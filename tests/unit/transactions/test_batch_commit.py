@@ -28,6 +28,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition
+from millstream.protocol.private.transactions import shared_place
 from millstream_testing.transaction_model import FoldedCoordinator, ModelPartition
 
 T = TypeVar("T")
@@ -198,6 +199,9 @@ def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
 def test_ids_of_batches(transactional_id: str, found: tuple[str, int, str] | None) -> None:
     assert attempt_of(transactional_id) == found
     assert placement_of(transactional_id) == (transactional_id if found is None else found[0])
+    # Clients share a coordinator only among ids that the broker places together.
+    shared = shared_place(transactional_id)
+    assert shared == transactional_id if found is None or found[1] >= 10**18 else shared == f"spark/{found[0]}"
 
 
 class One:

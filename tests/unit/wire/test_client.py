@@ -16,6 +16,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BatchTooLarge,
     BrokerUnreachable,
+    CoordinatorUnavailable,
     CorruptBatch,
     InvalidRequest,
     InvalidSetting,
@@ -393,6 +394,37 @@ async def test_the_coordinator_is_found_and_waited_for(broker: ScriptedBroker) -
     async with connect(broker) as client:
         assert await client.coordinator("g") == NODE
     assert not codes
+
+
+async def test_a_coordinator_is_remembered_until_a_call_fails(broker: ScriptedBroker) -> None:
+    async def find(header: codec.RequestHeader, frame: memoryview) -> Any:
+        messages: Any = importlib.import_module("kio.schema.find_coordinator.v6.response")
+        found = messages.Coordinator(
+            key="g", node_id=1, host="127.0.0.1", port=broker.port, error_code=ErrorCode.none, error_message=None
+        )
+        return messages.FindCoordinatorResponse(throttle_time=timedelta(0), coordinators=(found,))
+
+    broker.handlers[FIND_COORDINATOR] = find
+    failures = [None, None, CoordinatorUnavailable("it has moved"), None, InvalidRequest("no"), None]
+
+    async def attempt(node: NodeId) -> NodeId:
+        failure = failures.pop(0)
+        if failure is not None:
+            raise failure
+        return node
+
+    async with connect(broker) as client:
+        for name in ("spark/q/1/0/a", "spark/q/2/0/b"):
+            assert await client.call_coordinator(name, attempt, kind=1, place="spark/q") == NODE
+        assert broker.asked(FIND_COORDINATOR) == 1
+        # It moves: the second attempt looks it up again.
+        assert await client.call_coordinator("spark/q/3/0/c", attempt, kind=1, place="spark/q") == NODE
+        assert broker.asked(FIND_COORDINATOR) == 2
+        with pytest.raises(InvalidRequest):
+            await client.call_coordinator("spark/q/4/0/d", attempt, kind=1, place="spark/q")
+        assert await client.call_coordinator("spark/q/5/0/e", attempt, kind=1, place="spark/q") == NODE
+        assert broker.asked(FIND_COORDINATOR) == 3
+    assert not failures
 
 
 async def test_a_named_node_is_asked_before_others_that_are_open(broker: ScriptedBroker) -> None:

@@ -12,7 +12,8 @@ Everything here may be repeated, so answers that were lost are asked for again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -96,6 +97,10 @@ TRANSACTION_COORDINATOR: Final = 1
 TIMEOUT_MS: Final = 60_000
 
 R = TypeVar("R", bound=Response)
+T = TypeVar("T")
+
+_ATTEMPT: Final = re.compile(r"spark/.+(?=/[0-9]{1,18}/[^/]+/[^/]+\Z)", re.DOTALL)
+"""What the transactional ids of a query's attempts begin with; they have one coordinator."""
 
 
 class TransactionalProducer(NamedTuple):
@@ -134,7 +139,7 @@ class Transactions:
             _check(answer.error_code, f"producer of {transactional_id!r}")
             return TransactionalProducer(transactional_id, ProducerId(answer.producer_id), answer.producer_epoch)
 
-        return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._at_coordinator(transactional_id, attempt)
 
     async def end(self, producer: TransactionalProducer, *, commit: bool) -> TransactionalProducer:
         """Commit or abort; return the producer for the next transaction."""
@@ -155,7 +160,7 @@ class Transactions:
                 return producer
             return producer._replace(producer_id=ProducerId(answer.producer_id), epoch=answer.producer_epoch)
 
-        return await self._client.call_coordinator(producer.transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._at_coordinator(producer.transactional_id, attempt)
 
     async def commit_offsets(
         self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], member: GroupMember
@@ -223,7 +228,17 @@ class Transactions:
             _check(response.error, f"{transactional_id!r}", response.message)
             return response
 
-        return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._at_coordinator(transactional_id, attempt)
+
+    async def _at_coordinator(self, transactional_id: str, attempt: Callable[[NodeId], Awaitable[T]]) -> T:
+        place = shared_place(transactional_id)
+        return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR, place=place)
+
+
+def shared_place(transactional_id: str) -> str:
+    """Return what all transactional ids with the same coordinator as this one share, as far as is known here."""
+    attempt = _ATTEMPT.match(transactional_id)
+    return transactional_id if attempt is None else attempt[0]
 
 
 def _place_of(query: str) -> str:

@@ -58,6 +58,9 @@ _BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
 
 _GROUP_COORDINATOR: Final = 0
 
+COORDINATORS_MAX: Final = 1024
+"""How many coordinators a client remembers."""
+
 _GIVEN_AS: Final = "with --brokers HOST:PORT"
 
 
@@ -87,6 +90,7 @@ class Client:
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
+        self._coordinators: dict[tuple[int, str], NodeId] = {}
         self._closed = False
 
     @classmethod
@@ -222,11 +226,27 @@ class Client:
         """Return the coordinator of a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
 
-    async def call_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
-        """Call a function with the coordinator of a name, again with the new one if it moves or a response is lost."""
+    async def call_coordinator(
+        self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int, place: str = ""
+    ) -> T:
+        """Call a function with the coordinator of a name, again with the new one if it moves or a response is lost.
+
+        The coordinator is remembered until a call fails. Names that share one by rule share a `place`.
+        """
+        key = kind, place or name
 
         async def once() -> T:
-            return await attempt(await self._find_coordinator(name, kind))
+            known = self._coordinators.get(key)
+            if known is None:
+                known = await self._find_coordinator(name, kind)
+                while len(self._coordinators) >= COORDINATORS_MAX:
+                    self._coordinators.pop(next(iter(self._coordinators)))
+                self._coordinators[key] = known
+            try:
+                return await attempt(known)
+            except MillstreamError:
+                self._coordinators.pop(key, None)
+                raise
 
         return await self._retrying(once)
 
