@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import NAMESPACE_OID, uuid5
@@ -18,6 +17,7 @@ from millstream.cli.pipeline_options import Lake
 from millstream.cli.pipeline_run import Master, Memory, Stages, refuse_without_spark, signed_in, unwound_by_sigterm
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.core.scratch import temporary_folder
 
 if TYPE_CHECKING:
     from millstream.client.admin.pipelines import PipelineStorage
@@ -115,7 +115,7 @@ def _run(
     )
     with (
         unwound_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        temporary_folder() as scratch,
         signed_in(brokers, scratch) as (_link, access),
         Stages("audit") as stages,
     ):

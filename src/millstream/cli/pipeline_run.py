@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidRequest, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline
 from millstream.core.pipeline_rules import check_rules
+from millstream.core.scratch import temporary_folder
 from millstream.core.setting import named_by_caller
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) 
 
     with (
         unwound_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        temporary_folder() as scratch,
         signed_in(brokers, scratch) as (_, access),
     ):
         try:
@@ -114,7 +114,7 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
     from millstream.pipelines.jobs.transform.dry_run import dry_run
     from millstream.pipelines.runtime.spark_session import open_session
 
-    with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+    with unwound_by_sigterm(), temporary_folder() as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
         try:
             with signed_in(brokers, scratch) as (_, access):
@@ -312,7 +312,7 @@ def run_job(
         raise InvalidPipeline(f"job {pipeline.name!r} is run by a node: millstream pipeline trigger {pipeline.name}")
     with (
         unwound_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        temporary_folder() as scratch,
         signed_in(brokers, scratch) as (_, access),
     ):
         order = JobOrder(
@@ -509,7 +509,7 @@ class ByHand:
 
         with (
             unwound_by_sigterm(),
-            tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+            temporary_folder() as scratch,
             signed_in(self._brokers, scratch, max(DEFAULT_TIMEOUT_S, SESSION_S)) as (link, access),
         ):
             claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, on_lost=self._stopping.set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from millstream.cli.options import COMMON, Common, flag
 from millstream.cli.output import counted, one_line, print_answer
 from millstream.cli.pipeline_run import Stages, refuse_without_spark, signed_in, unwound_by_sigterm
 from millstream.client.admin.position import Kind, parse_age_ms, parse_position
+from millstream.core.scratch import temporary_folder
 
 FromTopic = Annotated[
     str | None, flag("--from-topic", "TOPIC", "Replay the log of this topic.", autocompletion=complete_topics)
@@ -82,7 +82,7 @@ def replay(
     began = time.monotonic()
     with (
         unwound_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="millstream-") as scratch,
+        temporary_folder() as scratch,
         signed_in(common.brokers, scratch, common.timeout) as (_, access),
     ):
         made = Replay(order, common.brokers, access)

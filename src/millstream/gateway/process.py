@@ -21,6 +21,7 @@ import uvloop
 
 from millstream.core.config import AUTHENTICATION_REQUIRED
 from millstream.core.log_format import set_up_logging
+from millstream.core.scratch import remove_left_behind
 from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
 from millstream.gateway.callers import Callers
@@ -124,6 +125,8 @@ async def serve(
     server = Server(app, tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
+    # A gateway that was killed during a dry run left its folder behind.
+    tidying = asyncio.create_task(asyncio.to_thread(remove_left_behind))
     try:
         doubles = [listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1)]
         await server.serve(sockets=[listening, *doubles, *([] if registry is None else [registry])])
@@ -132,6 +135,7 @@ async def serve(
         if callers is not None:
             await callers.close()
         await services.close()
+        await tidying
         line.close()
 
 

@@ -24,9 +24,10 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.core.scratch import PREFIX
 from millstream.pipelines.runtime.child import DriverReports, PipelineChild, driver_options, idle_reason_of
 from millstream.pipelines.runtime.driver_messages import DriverEvent, Options
-from millstream.pipelines.runtime.spark_session import DIED, PREFIX
+from millstream.pipelines.runtime.spark_session import DIED
 from millstream.pipelines.source.session import launch_settings
 from millstream_testing.pipeline_script import HANG_S, landing
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from millstream.core.scratch import PREFIX, remove_left_behind, temporary_folder
 from millstream.pipelines.runtime import spark_session
 
 
@@ -42,7 +46,7 @@ def test_a_folder_with_a_long_name_has_no_sockets() -> None:
 
 def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / f"{spark_session.PREFIX}left"
+    left = tmp_path / f"{PREFIX}left"
     left.joinpath("blockmgr").mkdir(parents=True)
     mine = Path(spark_session.make_scratch())
     assert not left.exists()
@@ -65,10 +69,29 @@ def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
             Path(folder, late.pop()).mkdir(parents=True)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{spark_session.PREFIX}left").mkdir()
+    (tmp_path / f"{PREFIX}left").mkdir()
     monkeypatch.setattr(shutil, "rmtree", remove_while_written_to)
-    spark_session.remove_left_behind()
+    remove_left_behind()
     assert (late, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_a_command_that_is_killed_leaves_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import os", "from millstream.core.scratch import temporary_folder", "with temporary_folder() as made:"]
+    lines += ["    open(f'{made}/token', 'x').close()", "    os.kill(os.getpid(), 9)"]
+    killed = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"TMPDIR": str(tmp_path)}, check=False)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unrelated = tmp_path / "millstream-demo"
+    unrelated.mkdir()
+    with temporary_folder() as folder:
+        assert not left.exists()
+        assert Path(folder).stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    theirs = tmp_path / f"{PREFIX}theirs"
+    theirs.mkdir()
+    remove_left_behind()
+    assert sorted(tmp_path.iterdir()) == [unrelated, theirs]
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

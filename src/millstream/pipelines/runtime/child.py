@@ -32,8 +32,9 @@ from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownGroup, UnknownPipeline
 from millstream.core.pipeline import GROUP_PREFIX, Pipeline, PipelineKind
+from millstream.core.scratch import remove_left_behind
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
-from millstream.pipelines.runtime.spark_session import DIED, missing_packages, remove_left_behind
+from millstream.pipelines.runtime.spark_session import DIED, missing_packages
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import child_environment
 

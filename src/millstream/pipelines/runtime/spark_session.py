@@ -1,59 +1,46 @@
 """The Spark session of pipelines: shared fairly by all of them, and silent except for its own log.
 
-Spark's temporary files (blocks, sockets, libraries) go to a scratch folder that belongs to the process. Spark leaves it
-behind when it is killed, so a process locks its folder, and the next one removes folders that no process locks.
+Spark's temporary files (blocks, sockets, libraries) go to a scratch folder that belongs to the process: Spark leaves
+them behind when it is killed.
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.core.errors import MillstreamError
+from millstream.core.scratch import LockedFolder, create_locked_folder
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.source.session import session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-
-PREFIX: Final = "millstream-scratch-"
-_REMOVE_S_MAX: Final = 5.0
-_REMOVE_AGAIN_S: Final = 0.1
-
-_held: dict[str, int] = {}
+_held: list[LockedFolder] = []
 
 
 def make_scratch() -> str:
     """Create this process's scratch folder, which exists until `remove_scratch` or the end of the process."""
-    remove_left_behind()
-    while True:
-        folder = tempfile.mkdtemp(prefix=PREFIX)
-        lock = _locked(folder)
-        # Another process that cleans up may have been faster than the lock.
-        if lock is not None and os.path.isdir(folder):
-            _held[folder] = lock
-            # Registered before Spark's own handler, so it runs after Java has ended.
-            atexit.register(remove_scratch)
-            return folder
+    folder = create_locked_folder()
+    _held.append(folder)
+    # Registered before Spark's own handler, so it runs after Java has ended.
+    atexit.register(remove_scratch)
+    return folder.path
 
 
 def scratch_folder() -> str:
     """Return this process's scratch folder, which only its user can read."""
-    return next(iter(_held))
+    return _held[0].path
 
 
 @contextmanager
@@ -70,40 +57,7 @@ def temporary_files_in(folder: str) -> Iterator[None]:
 def remove_scratch() -> None:
     """Remove the folders of this process."""
     while _held:
-        folder, lock = _held.popitem()
-        _remove(folder)
-        os.close(lock)
-
-
-def remove_left_behind() -> None:
-    """Remove the folders of processes that have ended."""
-    for folder in map(str, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
-        lock = _locked(folder)
-        if lock is not None:
-            _remove(folder)
-            os.close(lock)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder, again while Java and its workers, which outlive a killed process for a moment, write into it."""
-    deadline = time.monotonic() + _REMOVE_S_MAX
-    shutil.rmtree(folder, ignore_errors=True)
-    while os.path.isdir(folder) and time.monotonic() < deadline:
-        time.sleep(_REMOVE_AGAIN_S)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: str) -> int | None:
-    """Lock a folder and return the lock's descriptor; None if another process holds it, or locking fails."""
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    with suppress(OSError):
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return opened
-    os.close(opened)
-    return None
+        _held.pop().remove()
 
 
 DIED: Final = 70
