@@ -27,6 +27,33 @@ ISSUER: Final = "https://issuer.example"
 AUDIENCE: Final = "millstream"
 
 
+def owner_rules(user: str, prefix: str, *, transactions: str = "pipeline/") -> list[Acl]:
+    """What the owner of pipelines needs: its topics and groups, the transactions of what it runs, and to declare it."""
+    prefixed = (
+        (ResourceType.TOPIC, prefix),
+        (ResourceType.GROUP, f"pipeline-{prefix}"),
+        (ResourceType.TRANSACTIONAL_ID, transactions),
+        (ResourceType.TRANSACTIONAL_ID, f"spark/{transactions}"),
+    )
+    found = [
+        Acl(
+            resource_type=kind,
+            resource_name=text,
+            pattern=PatternType.PREFIXED,
+            principal=f"User:{user}",
+            operation=Operation.ALL,
+        )
+        for kind, text in prefixed
+    ]
+    alter = Acl(
+        resource_type=ResourceType.CLUSTER,
+        resource_name="kafka-cluster",
+        principal=f"User:{user}",
+        operation=Operation.ALTER,
+    )
+    return [*found, alter]
+
+
 class Certificates:
     """An authority in a folder, with a node's certificate."""
 

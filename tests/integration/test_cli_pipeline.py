@@ -208,6 +208,15 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     assert refused.json()["detail"].endswith("the kinds are: land, transform, route, job, ledger; did you mean 'land'?")
     refused = http.post("/pipelines", json={"name": "x", "kind": "land", "settings": {"every.ms": [1]}})
     assert (refused.status_code, "the setting 'every.ms'" in refused.json()["detail"]) == (422, True)
+    days = {"topics": "web-x", "decode": "json", "partition.by": "day(created_at)"}
+    made = http.post("/pipelines", json={"name": "web-days", "kind": "land", "wanted": False, "settings": days})
+    assert made.status_code == 201
+    assert http.get("/pipelines/web-days").json()["overrides"] == days
+    refused = http.patch("/pipelines/web-days", json={"settings": {"partition.by": "month(created_at)"}})
+    assert (refused.status_code, "day(COLUMN)" in refused.json()["detail"]) == (422, True)
+    hours = http.patch("/pipelines/web-days", json={"settings": {"partition.by": "hour(created_at)"}}).json()
+    assert hours["overrides"]["partition.by"] == "hour(created_at)"
+    assert http.delete("/pipelines/web-days").status_code == 204
     assert http.post("/pipelines/none/start").status_code == 404
     assert http.delete("/pipelines/web").status_code == 204
     assert http.get("/pipelines/web").status_code == 404

@@ -12,7 +12,6 @@ from confluent_kafka import Producer
 
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.security import add_acls, put_user
-from millstream.core.acl import Acl, Operation, PatternType, ResourceType
 from millstream.core.errors import NotAuthorized
 from millstream.core.pipeline import PipelineKind
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -22,7 +21,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
-from millstream_testing.security import declare_security
+from millstream_testing.security import declare_security, owner_rules
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
 from millstream_testing.waiting import until_answered, wait_until
@@ -146,7 +145,7 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
             for topic in ("jo-in", "jo-out", "secret"):
                 await admin.metadata([topic], create=True)
                 await admin.produce(topic, 0, encode_batch([NewRecord(None, b"1")]))
-            await add_acls(admin, rights("jo"))
+            await add_acls(admin, owner_rules("jo", "jo-", transactions="job-"))
 
             async def run_of(name: str) -> dict[str, Any] | None:
                 runs = await PipelineClient(admin).runs(name, limit=1)
@@ -181,30 +180,3 @@ async def test_a_job_has_the_rights_of_its_owner(tmp_path: Path) -> None:
 
 def code(source: str, target: str) -> str:
     return COPY.format(topic=source, name="", pause_s=0).replace(f"{source}-", target)
-
-
-def rights(user: str) -> list[Acl]:
-    """What the owner of a job needs, and the right to declare it."""
-    prefixed = (
-        (ResourceType.TOPIC, f"{user}-"),
-        (ResourceType.GROUP, f"pipeline-{user}-"),
-        (ResourceType.TRANSACTIONAL_ID, "job-"),
-        (ResourceType.TRANSACTIONAL_ID, "spark/job-"),
-    )
-    found = [
-        Acl(
-            resource_type=kind,
-            resource_name=text,
-            pattern=PatternType.PREFIXED,
-            principal=f"User:{user}",
-            operation=Operation.ALL,
-        )
-        for kind, text in prefixed
-    ]
-    alter = Acl(
-        resource_type=ResourceType.CLUSTER,
-        resource_name="kafka-cluster",
-        principal=f"User:{user}",
-        operation=Operation.ALTER,
-    )
-    return [*found, alter]

@@ -19,7 +19,7 @@ from confluent_kafka.admin import ResourceType as Kind  # type: ignore[attr-defi
 
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.security import add_acls, delete_user, list_tokens, put_user, remove_acls
-from millstream.core.acl import Acl, AclFilter, Operation, PatternType, ResourceType
+from millstream.core.acl import Acl, AclFilter, Operation, ResourceType
 from millstream.core.errors import NotAuthorized
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.push import URL
@@ -28,7 +28,7 @@ from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials
-from millstream_testing.security import declare_security
+from millstream_testing.security import declare_security, owner_rules
 from millstream_testing.server import Server
 from millstream_testing.waiting import until_answered
 from millstream_testing.webhook import Webhook
@@ -47,33 +47,6 @@ class Locked(NamedTuple):
         credentials = Credentials(user=user, password=PASSWORD)
         async with Client.connect(self.server.kafka, credentials=credentials) as client:
             yield client
-
-
-def rules(user: str, name: str) -> list[Acl]:
-    """What an owner needs: its topics and groups, the transactions of its pipelines, and to declare them."""
-    prefixed = (
-        (ResourceType.TOPIC, name),
-        (ResourceType.GROUP, f"pipeline-{name}"),
-        (ResourceType.TRANSACTIONAL_ID, "pipeline/"),
-        (ResourceType.TRANSACTIONAL_ID, "spark/pipeline/"),
-    )
-    found = [
-        Acl(
-            resource_type=kind,
-            resource_name=text,
-            pattern=PatternType.PREFIXED,
-            principal=f"User:{user}",
-            operation=Operation.ALL,
-        )
-        for kind, text in prefixed
-    ]
-    alter = Acl(
-        resource_type=ResourceType.CLUSTER,
-        resource_name="kafka-cluster",
-        principal=f"User:{user}",
-        operation=Operation.ALTER,
-    )
-    return [*found, alter]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +71,7 @@ async def publish(client: Client, topic: str, value: bytes) -> None:
 async def test_a_pipeline_runs_as_its_owner_and_is_parked_when_the_owner_is_gone(locked: Locked) -> None:
     async with locked.connected("admin") as admin:
         await put_user(admin, "olga", PASSWORD)
-        await add_acls(admin, rules("olga", "olga"))
+        await add_acls(admin, owner_rules("olga", "olga"))
         await admin.metadata(["olga-in"], create=True)
         await publish(admin, "olga-in", b"{}")
         async with locked.connected("olga") as olga:
