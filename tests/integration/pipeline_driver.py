@@ -81,8 +81,8 @@ def striking(folder: Path) -> Any:
     """What a task of a route writes, with an end of its process after the rows of one batch."""
     routed = task.routed
 
-    def rows(ranges: Any, ways: Any, brokers: str) -> Iterator[pa.RecordBatch]:
-        yield from routed(ranges, ways, brokers)
+    def rows(*given: Any) -> Iterator[pa.RecordBatch]:
+        yield from routed(*given)
         if folder.joinpath("done-0").exists() and not folder.joinpath("struck").exists():
             folder.joinpath("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProducerFenced
+from millstream.core.errors import InvalidBatch, MillstreamError, OffsetOutOfRange, ProducerFenced
 from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
-from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, stream_of
+from millstream.pipelines.jobs import batch_loop
+from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, few_at_a_time, stream_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.job import StreamLoop
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.protocol.private.transactions import GroupMember
+from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
@@ -143,6 +147,42 @@ def test_of_two_runs_one_commits_a_batch(trial: Trial) -> None:
     assert second.commit(later) is None
     assert trial.ranges(second) == [(0, 5, 8)]
     assert trial.plan(second).batch.number == 1
+
+
+def test_rows_that_the_driver_writes_itself_are_one_transaction_with_the_offsets(trial: Trial) -> None:
+    trial.publish(5)
+    first, second = trial.loop(), trial.loop()
+    into = f"{trial.topic}-into"
+    rows = pa.RecordBatch.from_pydict({"key": [b"a", b"b"], "value": [b"1", b"2"]})
+    earlier = trial.plan(first)
+    trial.publish(3)
+    later = trial.plan(second)
+    assert first.commit_here(earlier, first.options_for(into), [rows]) == 2
+    # Of two runs one commits a batch, and the other one leaves nothing behind.
+    assert second.commit_here(later, second.options_for(into), [rows]) is None
+    assert trial.ranges(second) == [(0, 5, 8)]
+    assert sorted(committed_messages(trial.server.kafka, into)) == [b"1", b"2"]
+    wrong = rows.append_column("partition", pa.array([None, 99], pa.int32()))
+    with pytest.raises(InvalidBatch, match="partition 99"):
+        second.commit_here(trial.plan(second), second.options_for(into), [wrong])
+    assert trial.ranges(second) == [(0, 5, 8)]
+    assert second.commit_here(trial.plan(second), second.options_for(into), []) == 0
+    assert trial.ranges(trial.loop()) == []
+    assert len(committed_messages(trial.server.kafka, into)) == 2
+
+
+def test_a_pipeline_that_hangs_in_the_driver_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_loop, "TURN_S_MAX", 0.001)
+    with ExitStack() as stack:
+        for _ in range(batch_loop.HERE_AT_ONCE + 2):
+            stack.enter_context(few_at_a_time())
+    # Only turns that were taken are given back.
+    free = batch_loop._here
+    assert [free.acquire(blocking=False) for _ in range(batch_loop.HERE_AT_ONCE + 1)].count(True) == (
+        batch_loop.HERE_AT_ONCE
+    )
+    for _ in range(batch_loop.HERE_AT_ONCE):
+        free.release()
 
 
 def test_a_pipeline_that_begins_at_the_end_misses_nothing_from_then_on(trial: Trial) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from millstream.pipelines.jobs.batch_loop import ROWS_HERE_MAX
 from millstream_testing.committed_messages import committed_records
 from millstream_testing.moved_messages import Place, Source, faults_of, make_topic
 from millstream_testing.server import Server
@@ -68,7 +69,7 @@ class Run:
 class Trial:
     """A pipeline that is run by the program beside this file."""
 
-    def __init__(self, server: Server, name: str, folder: Path, kind: str) -> None:
+    def __init__(self, server: Server, name: str, folder: Path, kind: str, batch: int = BATCH) -> None:
         self.server = server
         self.name = name
         self.folder = folder
@@ -85,7 +86,7 @@ class Trial:
             "id": str(uuid.uuid4()),
             "name": name,
             "kind": kind,
-            "settings": {"batch.max.messages": str(BATCH), **(self._statement() if kind == "transform" else {})},
+            "settings": {"batch.max.messages": str(batch), **(self._statement() if kind == "transform" else {})},
             "rules": self._rules() if kind == "route" else [],
         }
 
@@ -155,12 +156,13 @@ class Trial:
         return reported + faults_of(found, wanted)
 
 
+@pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
 @pytest.mark.parametrize("kind", ["route", "transform"])
 @pytest.mark.parametrize("pause", ["before-commit", "after-commit"])
 def test_a_driver_that_is_killed_around_a_commit(
-    server: Server, topic: str, tmp_path: Path, kind: str, pause: str
+    server: Server, topic: str, tmp_path: Path, kind: str, pause: str, size: int
 ) -> None:
-    trial = Trial(server, topic[-40:], tmp_path, kind)
+    trial = Trial(server, topic[-40:], tmp_path, kind, size)
     # At the first batch, of which nothing is known before; then in the middle, twice at the same one.
     for batch in (0, 2, 2) if pause == "before-commit" else (0, 2):
         trial.kill_at(pause, batch)
@@ -168,11 +170,12 @@ def test_a_driver_that_is_killed_around_a_commit(
     trial.check()
 
 
+@pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
 @pytest.mark.parametrize("kind", ["route", "transform"])
 def test_a_driver_that_comes_back_when_another_has_taken_its_place(
-    server: Server, topic: str, tmp_path: Path, kind: str
+    server: Server, topic: str, tmp_path: Path, kind: str, size: int
 ) -> None:
-    trial = Trial(server, topic[-40:], tmp_path, kind)
+    trial = Trial(server, topic[-40:], tmp_path, kind, size)
     with trial.driver("before-commit", 1) as old:
         old.until("paused")
         with trial.driver("before-commit", 2) as new:
@@ -195,9 +198,10 @@ def test_a_worker_that_is_killed_when_its_rows_are_written(server: Server, topic
 
 
 @pytest.mark.parametrize("kind", ["route", "transform"])
-def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topic: str, kind: str) -> None:
+@pytest.mark.parametrize("size", [BATCH, ROWS_HERE_MAX], ids=["tasks", "driver"])
+def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topic: str, kind: str, size: int) -> None:
     with Server(tmp_path / "data") as server:
-        trial = Trial(server, topic[-40:], tmp_path, kind)
+        trial = Trial(server, topic[-40:], tmp_path, kind, size)
         trial.kill_at("before-commit", 1)
         server.restart(clean=False)
         # And once more while a driver runs that has promised, and commits when the broker is back.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from pyspark.errors import PySparkException
 from pyspark.sql.types import StructType
 
 from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
@@ -24,6 +26,7 @@ from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.route.job import RouteJob
 from millstream.pipelines.jobs.transform.dry_run import dry_run
 from millstream.pipelines.jobs.transform.job import TransformJob
+from millstream.pipelines.jobs.transform.local_plan import LocalPlan
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery
 from millstream.pipelines.jobs.transform.statement import explain_errors, relations
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -99,6 +102,66 @@ def orders(first: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
+SMALL_STATEMENTS = (
+    "SELECT key, id, total * 1.19 AS gross, CAST(total AS DECIMAL(12, 3)) AS exact, customer.tier, payload_error, "
+    "timestamp AS at, CAST(timestamp AS DATE) AS day FROM orders WHERE total > 3 OR total IS NULL",
+    "SELECT id, item.name AS name, upper(item.name) AS loud FROM orders LATERAL VIEW explode(items) AS item",
+    "SELECT value, key, headers, timestamp FROM orders WHERE partition = 1 AND offset % 2 = 0",
+    "SELECT o.* FROM (SELECT * FROM orders) AS o",
+)
+
+
+def contents(messages: Iterable[Committed]) -> list[tuple[Any, ...]]:
+    return sorted((one.value, one.key, one.headers) for one in messages)
+
+
+@pytest.mark.parametrize("sql", SMALL_STATEMENTS)
+def test_small_batches_are_evaluated_in_the_driver_as_by_a_job(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, sql: str
+) -> None:
+    rows: list[dict[str, Any]] = orders(0, 6)
+    rows += [{"id": 6, "total": None, "items": [{"name": "ä"}, {"name": None}]}, {"id": 7, "items": []}, {"id": "no"}]
+    shop.publish(shop.orders, rows)
+    evaluated: list[int] = []
+    evaluate = LocalPlan.evaluate
+
+    def counted(plan: LocalPlan, batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
+        found = evaluate(plan, batches)
+        evaluated.append(-1 if found is None else sum(map(len, found)))
+        return found
+
+    monkeypatch.setattr(LocalPlan, "evaluate", counted)
+    assert shop.run(sql) == len(rows)
+    here = committed_records(shop.server.kafka, shop.into)
+    assert evaluated == [len(here)]
+    shop.id, shop.name, shop.into = uuid.uuid4(), f"{shop.name}-2", f"{shop.into}-2"
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.job.ROWS_HERE_MAX", 0)
+    assert shop.run(sql) == len(rows)
+    assert contents(committed_records(shop.server.kafka, shop.into)) == contents(here)
+    assert len(evaluated) == 1
+
+
+def test_what_the_driver_cannot_evaluate_is_left_to_a_job(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.publish(shop.orders, orders(0, 4))
+    sql = "SELECT id, explode(sequence(1, IF(id = 3, 40000, 1))) AS n, 1 / (id - 5) AS x FROM orders"
+    job = TransformJob(shop.pipeline(sql), shop.context())
+    # Too many rows come out of a few.
+    assert job.step().counts == {"written": 40_003, "undecoded": 0}
+
+    def changed(_plan: LocalPlan, _batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        raise TypeError("another version of Spark has no such method")
+
+    monkeypatch.setattr(LocalPlan, "_evaluated", changed)
+    shop.publish(shop.orders, orders(4, 1))
+    assert job.step().counts == {"written": 1, "undecoded": 0}
+    monkeypatch.undo()
+    shop.publish(shop.orders, orders(5, 1))
+    # An error of the statement is the job's own.
+    with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO"):
+        job.step()
+    job.close()
+
+
 def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -153,6 +216,7 @@ def test_small_batches_are_planned_once_unless_that_would_change_their_rows(
         return result(prepared, plan)
 
     monkeypatch.setattr(PreparedQuery, "result", counted)
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.job.ROWS_HERE_MAX", 0)
     for first, columns, is_kept in ((0, "id, total", True), (10, "id, uuid() AS word, now() AS at", False)):
         job = TransformJob(shop.pipeline(f"SELECT {columns} FROM orders"), shop.context())
         for start in (first, first + 3):

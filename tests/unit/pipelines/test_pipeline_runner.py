@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from millstream.core.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
+from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.job import JobContext, JobKind, Step
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, Runner, Surroundings, Tally
 from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
@@ -22,7 +23,7 @@ NO_SPARK = cast("Any", None)
 class Watched:
     """A runner in its thread, with everything that it reported."""
 
-    def __init__(self, script: Script, claim: FreeClaim) -> None:
+    def __init__(self, script: JobKind, claim: FreeClaim) -> None:
         self.claim = claim
         self.reported: list[str] = []
         self.steps: list[object] = []
@@ -77,6 +78,34 @@ def test_a_step_in_which_java_is_lost_stays_under_way() -> None:
     with running(script) as watched:
         assert script.at_end.wait(HANG_S)
     assert watched.steps[:6] == ["begun", False, "begun", "lost", "begun", True]
+
+
+def test_a_step_that_only_waits_is_not_under_way() -> None:
+    seen: list[list[object]] = []
+
+    class Waiting:
+        """Finds nothing to do, then something."""
+
+        def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+            self.context = context
+
+        def step(self) -> Step:
+            if not seen:
+                self.context.idle()
+            seen.append(list(watched.steps))
+            if len(seen) > 2:
+                raise ValueError("odd")
+            return Step()
+
+        def close(self) -> None:
+            watched.runner.stop()
+
+    watched = Watched(Waiting, FreeClaim())
+    watched.thread.start()
+    watched.thread.join(HANG_S)
+    # Whatever ends the driver while the first step waits, it is not this pipeline.
+    assert seen[:3] == [["begun", True], ["begun", True, "begun"], ["begun", True, "begun", True, "begun"]]
+    assert watched.steps == ["begun", True, "begun", True, "begun", False]
 
 
 def test_a_topic_that_is_missing_is_waited_for() -> None:

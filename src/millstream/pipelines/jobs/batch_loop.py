@@ -9,12 +9,16 @@ and this run's batch is not committed.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 from uuid import UUID, uuid4
 
@@ -44,8 +48,16 @@ from millstream.pipelines.source.batch_commit import (
 )
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import BROKERS, ByTime, SourceOffsets, WriteOptions, read_options
+from millstream.pipelines.source.options import (
+    BROKERS,
+    ByTime,
+    ReadOptions,
+    SourceOffsets,
+    WriteOptions,
+    read_options,
+)
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
+from millstream.pipelines.source.row_producer import write_with_offsets
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
@@ -54,10 +66,29 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 0.5
-"""How long a step waits for messages; stopping waits for it."""
+"""How long a step waits for messages at a time; stopping waits for it."""
+
+IDLE_S: Final = 2.0
+"""How long a step waits in all if the one before has waited too; the next one looks for new partitions."""
+
+PARTITIONS_S: Final = 1.0
+"""How long the partitions of topics are taken as known: new ones are noticed after that."""
 
 TASK_ROWS_MIN: Final = 5000
 """The fewest records that are worth a task, unless a partition has fewer."""
+
+ROWS_HERE_MAX: Final = 500
+"""Up to this many messages are processed by the driver itself, if it can: a Spark job would take more time than they
+do."""
+
+TIMEOUT_S: Final = 60.0
+"""How long requests may take, for reading and writing alike, so that one client serves both."""
+
+HERE_AT_ONCE: Final = max(2, min(4, os.cpu_count() or 2))
+"""How many pipelines process messages in the driver at a time; Python uses few cores, however many there are."""
+
+TURN_S_MAX: Final = 1.0
+"""How long a pipeline waits for that at most: one that hangs must not stop the others."""
 
 PART_SCHEMA: Final = "part binary"
 CLIENT_ID: Final = "millstream-pipeline"
@@ -117,7 +148,14 @@ class BatchLoop:
         self._known: _Known | None = None
         self._is_alone = False
         """Whether undecided transactions of earlier runs have been looked for."""
-        self.options = WriteOptions(brokers=context.brokers, access=context.access, client_id=CLIENT_ID)
+        self._sources: tuple[Sequence[str], Partitions] = (), {}
+        self._targets: dict[str, int] = {}
+        """The number of partitions of topics that are written here."""
+        self._looked = -PARTITIONS_S
+        self._is_idle = False
+        self.options = WriteOptions(
+            brokers=context.brokers, access=context.access, client_id=CLIENT_ID, timeout_s=TIMEOUT_S
+        )
 
     @property
     def link(self) -> Link:
@@ -133,14 +171,29 @@ class BatchLoop:
 
     def survey(self, topics: Sequence[str]) -> OffsetResolver:
         """Return a resolver of the committed offsets of some topics."""
-        given = {BROKERS: self._context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
-        return OffsetResolver(read_options(given, self._context.access))
+        return OffsetResolver(reading_options(self._context.brokers, tuple(topics), self._context.access))
 
     def plan(self, topics: Sequence[str]) -> Plan:
         """Plan the next batch of some topics; it has no rows if there are no messages."""
         survey = self.survey(topics)
         known = self._known or self._ask()
-        partitions = survey.partitions()
+        partitions = self._partitions(survey, topics)
+        try:
+            return self._planned(survey, known, partitions)
+        except BaseException:
+            self._looked = -PARTITIONS_S
+            raise
+
+    def _partitions(self, survey: OffsetResolver, topics: Sequence[str]) -> Partitions:
+        """Return the partitions of topics, as of now or a moment ago."""
+        now, named = time.monotonic(), tuple(topics)
+        if self._known is None or self._sources[0] != named or now - self._looked >= PARTITIONS_S:
+            self._sources = named, survey.partitions()
+            self._targets.clear()
+            self._looked = now
+        return self._sources[1]
+
+    def _planned(self, survey: OffsetResolver, known: _Known, partitions: Partitions) -> Plan:
         latest = self._at_time(survey, partitions, survey.latest(partitions), is_end=True)
         start, lost = self._start(survey, known, partitions, latest)
         self._known = known
@@ -197,21 +250,52 @@ class BatchLoop:
         Return the number of rows written; None if nothing was, because another run has committed the batch or because
         `is_good` failed after all rows were written.
         """
-        known = self._known
+        offsets = self.link.start(self.prepare_offsets(plan.batch, plan.end))
+
+        def prepare() -> tuple[list[TransactionalProducer], int] | None:
+            parts = write()
+            if not is_good():
+                return None
+            return [*members_of(parts), offsets.result()], sum(part.rows for part in parts)
+
+        def give_up() -> None:
+            self.give_up(plan.batch, offsets)
+
+        return self._commit(plan, prepare, give_up)
+
+    def commit_here(self, plan: Plan, options: WriteOptions, rows: Iterable[pa.RecordBatch]) -> int | None:
+        """Write the rows of a small batch in this process and commit them, as one transaction with the offsets.
+
+        Return the number of rows written; None if nothing was, because another run has committed the batch.
+        """
+        source = SourceOffsets(self._pipeline.group, plan.end, self._context.member())
+
+        def prepare() -> tuple[list[TransactionalProducer], int]:
+            part = write_with_offsets(options, plan.batch, rows, source, self._targets)
+            return members_of([part]), part.rows
+
+        return self._commit(plan, prepare, lambda: self._abort(plan.batch))
+
+    def _commit(
+        self,
+        plan: Plan,
+        prepare: Callable[[], tuple[list[TransactionalProducer], int] | None],
+        give_up: Callable[[], None],
+    ) -> int | None:
+        """Let the members of a batch be prepared, and commit them; return the number of their rows, if they are new."""
+        known, self._is_idle = self._known, False
         # The state is unknown until the commit has succeeded.
         self._known = None
         link = self.link
-        offsets = link.start(self.prepare_offsets(plan.batch, plan.end))
         try:
-            parts = write()
-            if not is_good():
-                self.give_up(plan.batch, offsets)
+            prepared = prepare()
+            if prepared is None:
+                give_up()
                 return None
-            members = [part.member for part in parts if part.member is not None]
-            members.append(offsets.result())
+            members, rows = prepared
             done = link.call(Transactions(link.client).complete_batch(plan.batch.query, plan.batch.number, members))
         except BaseException as error:
-            self.give_up(plan.batch, offsets)
+            give_up()
             if is_refused(error) and self.is_taken(plan.batch):
                 return None
             raise
@@ -220,11 +304,17 @@ class BatchLoop:
             self._known = _Known(plan.batch.number + 1, {**known.offsets, **merged})
         elif not done and not self._was_done(plan):
             return None
-        return sum(part.rows for part in parts)
+        return rows
 
     def wait(self, plan: Plan) -> Step:
         """Wait a moment for messages if there are none."""
-        self.survey(list(plan.end)).wait_for_more(plan.end, WAIT_S)
+        self._context.idle()
+        survey, deadline = self.survey(list(plan.end)), time.monotonic() + (IDLE_S if self._is_idle else 0.0)
+        self._is_idle = True
+        # Planning another batch would find nothing but new partitions.
+        while not survey.wait_for_more(plan.end, WAIT_S):
+            if self._context.stopping.is_set() or time.monotonic() >= deadline:
+                break
         return Step()
 
     def committed(self) -> Offsets:
@@ -249,6 +339,9 @@ class BatchLoop:
         """Abort what was prepared of a batch, as far as possible; otherwise the next run does it."""
         with suppress(MillstreamError):
             offsets.result()
+        self._abort(batch)
+
+    def _abort(self, batch: Batch) -> None:
         with suppress(MillstreamError):
             abort_batch(self.options, batch)
 
@@ -281,6 +374,42 @@ class BatchLoop:
                 # It has just been committed.
                 continue
             return _Known(number, await stable_offsets(link.client, self._pipeline.group))
+
+
+_here = BoundedSemaphore(HERE_AT_ONCE)
+
+
+@contextmanager
+def few_at_a_time() -> Iterator[None]:
+    """Let few threads plan and process small batches at a time.
+
+    A message of a topic is often work for many pipelines at once. If all share the processor, all of them finish as
+    late as the last one; one after the other, they finish after half of that time on average.
+    """
+    is_mine = _here.acquire(timeout=TURN_S_MAX)
+    try:
+        yield
+    finally:
+        if is_mine:
+            _here.release()
+
+
+@lru_cache(maxsize=64)
+def reading_options(brokers: str, topics: tuple[str, ...], access: Access) -> ReadOptions:
+    """Return the options by which jobs read topics: batches that no reader can read are passed over."""
+    given = {
+        BROKERS: brokers,
+        "subscribe": ",".join(topics),
+        "kafka.client.id": CLIENT_ID,
+        "kafka.request.timeout.ms": f"{TIMEOUT_S * 1000:.0f}",
+        "failOnUnreadable": "false",
+    }
+    return read_options(given, access)
+
+
+def members_of(parts: Iterable[Part]) -> list[TransactionalProducer]:
+    """Return the transactions of the parts that have one."""
+    return [part.member for part in parts if part.member is not None]
 
 
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:

@@ -80,6 +80,8 @@ class JobContext:
     """The rules of a route; changed rules come with a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the job has to end; every wait includes it."""
+    idle: Callable[[], None] = lambda: None
+    """Called when a step has found nothing to do and only waits: it cannot be the cause of a driver's death."""
     progress: Callable[[], None] = lambda: None
     """Called by any thread when a part of a step is done that Spark does not see; long steps have many."""
 

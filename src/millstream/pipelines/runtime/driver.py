@@ -188,6 +188,7 @@ class Driver:
         self._running: dict[str, _Running] = {}
         self._ending: dict[str, _Running] = {}
         self._turns = Turns()
+        self._thread = threading.local()
         self._news = threading.Event()
         self._over = threading.Event()
         self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
@@ -264,10 +265,11 @@ class Driver:
         )
 
     def _begun(self, name: str) -> None:
-        if self._spark is not None:
+        if self._spark is not None and not hasattr(self._thread, "is_grouped"):
             # Both are properties of the thread, and a pool per pipeline makes the scheduler fair.
             self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
             self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+            self._thread.is_grouped = True
         self._send(DriverEvent(begun=name))
 
     def _ended(self, name: str, is_well: bool) -> None:
@@ -319,10 +321,13 @@ def _send_heartbeats(events: EventWriter) -> None:
         time.sleep(RATES_S)
 
 
-def _warm_up(spark: Any) -> None:
-    """Let Java load what batches need, and start Python workers."""
+def _warm_up(spark: Any, folder: str) -> None:
+    """Let Java load and compile what statements and batches need, and start Python workers."""
     for kind in (PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE):
         import_module(LazyJobKind(kind).module)
+    from millstream.pipelines.jobs.transform.prepared_query import try_statement
+
+    try_statement(spark, folder)
     numbers = spark.range(0, 2, 1, 2).mapInArrow(_same, "id long")
     numbers.createOrReplaceTempView("warm")
     spark.sql("SELECT id + 1 AS id, to_json(struct(id)) AS value FROM warm WHERE id >= 0").collect()
@@ -351,7 +356,7 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
             ends_with_java=True,
         )
         if options.is_spare:
-            _warm_up(spark)
+            _warm_up(spark, scratch_folder())
         credentials = NODE_CREDENTIALS.get()
         link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S, credentials=credentials)
     except Exception as error:

@@ -161,7 +161,7 @@ class Surroundings:
     begun: Callable[[], None] = lambda: None
     """Called when the step starts."""
     ended: Callable[[bool], None] = lambda _well: None
-    """Called after each step, with whether it succeeded."""
+    """Called after each step, or when it begins to wait for messages, with whether it succeeded."""
     lost: Callable[[], None] = lambda: None
     """Called instead when Java was lost during it: the driver may end with it while the step is running."""
     cancel: Callable[[], None] = lambda: None
@@ -195,6 +195,8 @@ class Runner:
         self._stalls = 0
         self._given_up = ""
         """Why the running step was cancelled, if it was."""
+        self._is_begun = False
+        """Whether a step works, and does not only wait."""
         self.progress = Progress()
         self._state: State = "starting"
         self._error = ""
@@ -315,9 +317,10 @@ class Runner:
         self._around.turn()
         self.progress.is_working = True
         self._around.begun()
+        self._is_begun = True
         if self._ended.is_set():
             # It waited for its turn and was stopped meanwhile.
-            self._around.ended(False)
+            self._end_step(is_well=False)
             return 0.0
         if self._state in ("starting", "waiting"):
             self._be("running")
@@ -327,9 +330,9 @@ class Runner:
             if is_java_lost(error):
                 self._around.lost()
             else:
-                self._around.ended(False)
+                self._end_step(is_well=False)
             raise
-        self._around.ended(not step.is_open)
+        self._end_step(is_well=not step.is_open)
         self._tally.add(step)
         if step.is_open:
             if self._given_up:
@@ -340,6 +343,12 @@ class Runner:
         self._failures = self._tries = self._failing_ms = 0
         self._be("running")
         return step.wait_s
+
+    def _end_step(self, *, is_well: bool) -> None:
+        """Report the end of a step, unless it was reported when the step began to wait."""
+        if self._is_begun:
+            self._is_begun = False
+            self._around.ended(is_well)
 
     def _failed(self, error: Exception, stopping: threading.Event) -> None:
         if self._ended.is_set():
@@ -390,6 +399,7 @@ class Runner:
             rules=pipeline.rules,
             stopping=stopping,
             member=lambda: self._claim.member(),
+            idle=lambda: self._end_step(is_well=True),
             progress=self.progress.sign,
         )
 

@@ -24,7 +24,7 @@ from millstream.pipelines.source.options import (
     Timestamps,
 )
 from millstream.protocol.wire.error_codes import error_from_code
-from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchLimits
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 from millstream.protocol.wire.list_offsets import ListedOffset
 
 _logger = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ class OffsetResolver:
             return self._look_up(position.times_ms, or_latest=position.or_latest)
         return self._resolve_named(position, partitions, f"{option}Offsets")
 
-    def wait_for_more(self, ends: Offsets, timeout_s: float) -> None:
-        """Wait briefly until some partition may have grown beyond an offset."""
-        self.link.call(self._wait(ends, timeout_s))
+    def wait_for_more(self, ends: Offsets, timeout_s: float) -> bool:
+        """Wait briefly until some partition may have grown beyond an offset; return False if none has."""
+        return self.link.call(self._wait(ends, timeout_s))
 
     # -- how ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class OffsetResolver:
         level = self._options.isolation if isolation is None else isolation
         return await self.link.client.list_offsets(topic, times_ms, isolation=level)
 
-    async def _wait(self, ends: Offsets, timeout_s: float) -> None:
+    async def _wait(self, ends: Offsets, timeout_s: float) -> bool:
         client = self.link.client
         by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
         for topic, offsets in ends.items():
@@ -189,15 +189,26 @@ class OffsetResolver:
                 where = TopicPartition(topic, PartitionIndex(number))
                 by_leader.setdefault(leader, {})[where] = Offset(offset)
         limits = FetchLimits(max_bytes=1, max_wait_ms=int(timeout_s * 1000), isolation=self._options.isolation)
-        waits = [asyncio.create_task(client.fetch_many(positions, limits)) for positions in by_leader.values()]
+        waits = {
+            asyncio.create_task(client.fetch_many(positions, limits)): len(positions)
+            for positions in by_leader.values()
+        }
         if not waits:
             await asyncio.sleep(timeout_s)
-            return
-        _, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return True
+        done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             other.cancel()
-        # An error of a partition shows when its end is looked up.
         await asyncio.gather(*waits, return_exceptions=True)
+        return any(_may_have_more(one, waits[one]) for one in done)
+
+
+def _may_have_more(fetched: asyncio.Task[dict[TopicPartition, FetchAnswer]], partitions: int) -> bool:
+    """Whether a fetch returned records, or not of all partitions; an error shows when their ends are looked up."""
+    if fetched.exception() is not None:
+        return True
+    found = fetched.result()
+    return len(found) < partitions or any(one.records for one in found.values())
 
 
 def nothing_since(topic: str, number: int, time_ms: int) -> InvalidSetting:

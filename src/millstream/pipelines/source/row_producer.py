@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Final
@@ -18,7 +18,7 @@ from millstream.core.heap import freeze_worker_heap
 from millstream.core.ids import ProducerId
 from millstream.pipelines.source.batch_commit import Batch, Part, writing_link
 from millstream.pipelines.source.link import Link
-from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.schema_decoder import encode_values
 from millstream.pipelines.source.target_topic import count_partitions, partition_counts, supports_batch_commit
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
@@ -56,13 +56,20 @@ class RowProducer:
     """An idempotent producer, transactional or not. Batches of one partition are sent one after the other."""
 
     def __init__(
-        self, link: Link, options: WriteOptions, identity: TransactionalProducer, *, transactional: bool
+        self,
+        link: Link,
+        options: WriteOptions,
+        identity: TransactionalProducer,
+        *,
+        transactional: bool,
+        partitions: dict[str, int] | None = None,
     ) -> None:
+        """Write by a link; `partitions` has the known numbers of partitions of topics, and is added to."""
         self._link = link
         self._options = options
         self._identity = identity
         self._transactional = transactional
-        self._partitions: dict[str, int] = {}
+        self._partitions = {} if partitions is None else partitions
         self._sequences: dict[Target, int] = {}
         self._last: dict[Target, Future[Produced]] = {}
         self._pending: dict[Future[Produced], int] = {}
@@ -230,6 +237,37 @@ def _write_once(link: Link, options: WriteOptions, batch: Batch, iterator: Itera
             return Part(batch, 0, None)
         link.call(transactions.prepare(identity))
     except BaseException:
+        with suppress(MillstreamError):
+            link.call(transactions.end(identity, commit=False))
+        raise
+    return Part(batch, producer.rows, identity)
+
+
+def write_with_offsets(
+    options: WriteOptions,
+    batch: Batch,
+    rows: Iterable[pa.RecordBatch],
+    source: SourceOffsets,
+    partitions: dict[str, int],
+) -> Part:
+    """Write rows and the offsets that they come from in one transaction, and prepare it.
+
+    Only for the driver of a pipeline, which knows whether the batch was committed before.
+    """
+    link = writing_link(options)
+    transactions = Transactions(link.client)
+    identity = link.call(transactions.begin(batch.new_attempt(0), timeout_ms=TASK_MS_MAX))
+    producer = RowProducer(link, options, identity, transactional=True, partitions=partitions)
+    offsets = link.start(transactions.commit_offsets(identity, source.group, source.offsets, source.member))
+    try:
+        for one in rows:
+            producer.write(one)
+        producer.flush()
+        offsets.result()
+        link.call(transactions.prepare(identity))
+    except BaseException:
+        with suppress(MillstreamError):
+            offsets.result()
         with suppress(MillstreamError):
             link.call(transactions.end(identity, commit=False))
         raise

@@ -16,13 +16,22 @@ import pyarrow as pa
 from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.pipeline import Pipeline, RouteSettings
 from millstream.core.subscription import FILTER
-from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLoop, Plan, as_row, parts_of
+from millstream.pipelines.jobs.batch_loop import (
+    PART_SCHEMA,
+    ROWS_HERE_MAX,
+    BatchLoop,
+    Plan,
+    as_row,
+    few_at_a_time,
+    parts_of,
+    reading_options,
+)
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
 from millstream.pipelines.source.batch_commit import Batch, Part
-from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
+from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import read_columns
@@ -61,8 +70,7 @@ def routed(
     """Yield the messages of ranges with the topics that they go to."""
     for one in ranges:
         rules = rule_set(ways[one.topic])
-        asked = {BROKERS: brokers, "subscribe": one.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
-        options = read_options(asked, access)
+        options = reading_options(brokers, (one.topic,), access)
         for columns in read_columns(one, options, FIELDS.intersection(NAMES)):
             rows = _sent(columns, one, rules)
             if rows is not None:
@@ -82,9 +90,6 @@ def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None
 
 
 _logger = logging.getLogger(__name__)
-
-ROWS_HERE_MAX: Final = 500
-"""Up to this many messages are routed by the driver itself: a Spark job would take more time than they do."""
 
 LOOK_S: Final = 5.0
 """How often the filters of subscriptions are looked up."""
@@ -106,13 +111,20 @@ class RouteJob:
     def step(self) -> Step:
         """Route the available messages, up to the limit of a batch."""
         if not self._rules:
+            self._context.idle()
             self._context.stopping.wait(1.0)
             return Step()
         self._look()
-        plan = self._plan()
-        if not plan.ranges and not self._loop.is_new(plan):
+        with few_at_a_time():
+            plan = self._plan()
+            is_idle = not plan.ranges and not self._loop.is_new(plan)
+            if not is_idle and plan.rows <= ROWS_HERE_MAX:
+                return self._done(plan, self._routed_here(plan))
+        if is_idle:
             return self._loop.wait(plan)
-        sent = self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [])
+        return self._done(plan, self._loop.commit(plan, lambda: self._parts(plan)))
+
+    def _done(self, plan: Plan, sent: int | None) -> Step:
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(routed=sent))
@@ -140,12 +152,14 @@ class RouteJob:
             plan = self._loop.plan(left)
         return plan
 
+    def _routed_here(self, plan: Plan) -> int | None:
+        options = self._loop.options
+        return self._loop.commit_here(plan, options, routed(plan.ranges, self._ways, options.brokers, options.access))
+
     def _parts(self, plan: Plan) -> Sequence[Part]:
         loop = self._loop
         writing = loop.options.for_tasks(plan.batch.query, {target for rule in self._rules for target in rule.targets})
         reading = loop.reading_access({one.topic for one in plan.ranges})
-        if plan.rows <= ROWS_HERE_MAX:
-            return [write_part(writing, plan.batch, routed(plan.ranges, self._ways, writing.brokers, reading))]
         tasks = Marked(routing(plan.ranges, self._ways, writing, plan.batch, reading))
         return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 

@@ -23,9 +23,11 @@ from millstream.core.errors import CorruptState, InvalidPipeline
 from millstream.core.pipeline import LATEST, SKIP, Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import (
     CLIENT_ID,
+    ROWS_HERE_MAX,
     TASK_ROWS_MIN,
     BatchLoop,
     Plan,
+    few_at_a_time,
     is_refused,
     parts_of,
     read_part,
@@ -446,6 +448,7 @@ class TransformJob:
         if self._way is None:
             self._way = self._begin()
             if self._way is None:
+                self._context.idle()
                 self._context.stopping.wait(WAIT_S)
                 return Step()
         return self._way.step()
@@ -484,14 +487,25 @@ class _Batches:
     def step(self) -> Step:
         """Process the available messages, up to the limit of a batch."""
         prepared = self._prepared
-        plan = self._loop.plan(prepared.statement.topics)
-        if not plan.ranges and not self._loop.is_new(plan):
+        prepared.accumulator.clear()
+        with few_at_a_time():
+            plan = self._loop.plan(prepared.statement.topics)
+            is_idle = not plan.ranges and not self._loop.is_new(plan)
+            rows = None if is_idle or plan.rows > ROWS_HERE_MAX else prepared.rows_here(plan)
+            if rows is not None:
+                is_good = self._saw_everything()
+                return self._done(plan, self._loop.commit_here(plan, prepared.options, rows) if is_good else None)
+        if is_idle:
             return self._loop.wait(plan)
         prepared.accumulator.clear()
-        sent = self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [], self._saw_everything)
+        return self._done(
+            plan, self._loop.commit(plan, lambda: self._parts(plan) if plan.ranges else [], self._saw_everything)
+        )
+
+    def _done(self, plan: Plan, sent: int | None) -> Step:
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        undecoded = sum(one.undecoded for one in prepared.accumulator.read().values())
+        undecoded = sum(one.undecoded for one in self._prepared.accumulator.read().values())
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,17 +15,28 @@ from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.dataset as pads
 from deltalake import DeltaTable
+from pyspark.sql.pandas.types import to_arrow_schema
 
-from millstream.core.errors import InvalidSetting
-from millstream.core.pipeline import BY_SCHEMA, FUNCTIONS_CODE, NO_DECODING, Pipeline, TransformSettings, named_texts
+from millstream.core.errors import InvalidSetting, MillstreamError
+from millstream.core.pipeline import (
+    BY_SCHEMA,
+    FUNCTIONS_CODE,
+    NO_DECODING,
+    Pipeline,
+    PipelineKind,
+    TransformSettings,
+    named_texts,
+)
 from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.own_job import load_module
+from millstream.pipelines.jobs.transform.local_plan import LocalPlan
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written_by_job
 from millstream.pipelines.jobs.transform.payload_schema import (
     KeptSchemas,
@@ -34,7 +46,7 @@ from millstream.pipelines.jobs.transform.payload_schema import (
     registered_fields,
 )
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
-from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, view_of
+from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, rows_of_view, view_of
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.options import WriteOptions
@@ -45,6 +57,7 @@ if TYPE_CHECKING:
 
     from millstream.pipelines.lake.storage import Storage
 
+_logger = logging.getLogger(__name__)
 
 HANDED_BYTES_MAX: Final = 64 * 1024 * 1024
 """Up to this size, table rows go through the driver, which is faster than starting tasks."""
@@ -72,7 +85,7 @@ class TableTasks:
 
 def rows_of(spark: SparkSession, storage: Storage, table: DeltaTable) -> tuple[DataFrame, int]:
     """Return the rows of a table at the version of its handle, and their approximate size."""
-    from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+    from pyspark.sql.pandas.types import from_arrow_schema
 
     size = sum(pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist())
     if size <= HANDED_BYTES_MAX:
@@ -441,6 +454,44 @@ class PreparedQuery:
     output_mode: str = APPEND
     _kept: tuple[Any, DataFrame | None] = field(default=(None, None), init=False)
     """A job for small batches, and what it depends on."""
+    _local: tuple[Any, LocalPlan | None] = field(default=(None, None), init=False)
+    """A plan for smaller ones, and what it depends on."""
+
+    def rows_here(self, plan: Plan) -> list[pa.RecordBatch] | None:
+        """Return the statement's rows over a batch, evaluated in this process; None if that takes a job.
+
+        Statements with lake tables, or over several topics, always do.
+        """
+        if not self.is_repeatable or self.tables or len(self.views) != 1:
+            return None
+        ((topic, view),) = self.views.items()
+        options = self.loop.options
+        try:
+            if self._local[0] != view:
+                self._local = view, self._planned_here(topic, view)
+            local = self._local[1]
+            return (
+                None if local is None else local.evaluate(rows_of_view(view, plan.of(topic), options, self.accumulator))
+            )
+        except MillstreamError:
+            raise
+        except Exception as error:
+            # A job gives the same rows, or an error that says where it happened.
+            _logger.debug("a statement is not evaluated in the driver", extra={"reason": str(error)})
+            self._local = view, None
+            return None
+
+    def try_rows(self, columns: Mapping[str, Sequence[Any]]) -> list[pa.RecordBatch] | None:
+        """Return the statement's rows over given ones, if it can be evaluated in this process."""
+        ((topic, view),) = self.views.items()
+        local = self._planned_here(topic, view)
+        types = to_arrow_schema(view.schema, timezone="UTC")
+        return None if local is None else local.evaluate([pa.RecordBatch.from_pydict(dict(columns), types)])
+
+    def _planned_here(self, topic: str, view: TopicView) -> LocalPlan | None:
+        local = LocalPlan(self.spark, view.schema)
+        local.view.createOrReplaceTempView(f"`{topic}`")
+        return local if local.plan(as_messages(self.frame(), self.options)) else None
 
     def result_of_job(self, query: str) -> DataFrame | None:
         """Return a job that writes the statement's rows for the batch that it passes to its tasks.
@@ -630,6 +681,22 @@ def prepare(
     if prepared.needs_state and not of_stream:
         fixed.write(prepared.schemas.found)
     return prepared
+
+
+def try_statement(spark: SparkSession, folder: str) -> None:
+    """Prepare and evaluate a statement over no topic at all, so that the first real one finds everything loaded."""
+    settings = {
+        "sql": "SELECT key, id + 1 AS id FROM warm WHERE id >= 0",
+        "into": "out",
+        "schemas": '{"warm": "id long"}',
+    }
+    pipeline = Pipeline(pipeline_id=uuid4(), name="warm", kind=PipelineKind.TRANSFORM, overrides=settings)
+    context = JobContext(spark=spark, brokers="127.0.0.1:0", lake=folder, folder=folder)
+    parsed = TransformSettings.from_strings(settings)
+    prepared = prepare(pipeline, context, parsed, BatchLoop(pipeline, context, parsed))
+    if prepared is not None:
+        prepared.try_rows({"key": [b"a"], "id": [1]})
+        prepared.close()
 
 
 def _forbid_java(spark: SparkSession) -> None:

@@ -18,13 +18,13 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
-from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, batch_of_job, numbers_of
+from millstream.pipelines.jobs.batch_loop import BatchLoop, batch_of_job, numbers_of, reading_options
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder, SchemaDecoder
 from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.access import NO_ACCESS, Access
-from millstream.pipelines.source.options import BROKERS, read_options
+from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range, task_link
 from millstream.pipelines.source.schema_decoder import SchemaRows
@@ -208,19 +208,34 @@ def fetching(
     access: Access = NO_ACCESS,
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """Return the function of a task that fetches the ranges of the given numbers; without ranges, those of its job."""
-    shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
+    read = _reading(view, brokers, access)
     decode = decoding(view, accumulator, brokers, access)
 
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
-        asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
-        options = read_options(asked, access)
         for batch in batches:
             numbers = batch.column(0).to_pylist()
-            wanted = batch_of_job().of(view.topic) if ranges is None else [ranges[number] for number in numbers]
-            for one in wanted:
-                yield from read_range(one, options, shape)
+            yield from read(batch_of_job().of(view.topic) if ranges is None else [ranges[one] for one in numbers])
 
     return lambda batches: decode(records(batches))
+
+
+def rows_of_view(
+    view: TopicView, ranges: Sequence[Range], options: WriteOptions, accumulator: FindingsAccumulator
+) -> Rows:
+    """Yield the rows of some ranges in this process, which reads as it writes."""
+    read = _reading(view, options.brokers, options.access)
+    return decoding(view, accumulator, options.brokers, options.access)(read(ranges))
+
+
+def _reading(view: TopicView, brokers: str, access: Access) -> Callable[[Iterable[Range]], Rows]:
+    shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
+
+    def read(ranges: Iterable[Range]) -> Rows:
+        options = reading_options(brokers, (view.topic,), access)
+        for one in ranges:
+            yield from read_range(one, options, shape)
+
+    return read
 
 
 def decoding(
@@ -235,8 +250,7 @@ def decoding(
     def decoded_by() -> Callable[[pa.RecordBatch], Decoded]:
         if not view.by_schema:
             return lambda batch: by_fields.decode(batch.column("value"))
-        asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID}
-        rows = SchemaRows(task_link(read_options(asked, access)), view.topic)
+        rows = SchemaRows(task_link(reading_options(brokers, (view.topic,), access)), view.topic)
         by_schema = SchemaDecoder(known, rows, evolves=view.evolves)
         return lambda batch: by_schema.decode(batch.column("value"), batch.column("headers"))
 

@@ -1,0 +1,134 @@
+"""A planned statement that Java evaluates on a few rows in the driver: no Spark job, no task, no Python worker.
+
+A job costs tens of milliseconds of CPU whatever its rows are, mostly for its scheduling and for two Python workers.
+With many pipelines on a topic, each message would cost that once for each of them.
+
+This calls methods of Spark that are not part of its public interface. If one of them is missing or fails, the caller
+runs a job instead, which gives the same rows or Spark's own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from millstream.pipelines.jobs.transform.statement import elements
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+BYTES_MAX: Final = 1024 * 1024
+"""The most bytes of rows that go in or come out; more are the work of a job."""
+
+_OUT_ROWS: Final = 1000
+"""How many rows Java passes at a time."""
+
+_SCAN: Final = "Scan ExistingRDD"
+"""The operator that only the view has."""
+
+_OPERATORS: Final = frozenset({"Project", "Filter", "Generate", "InputAdapter", _SCAN})
+"""Operators that need nothing of a task: no memory to account for, no exchange, no Python."""
+
+_STAGE: Final = "WholeStageCodegen"
+
+_ZONE: Final = "UTC"
+
+
+class LocalPlan:
+    """The plan of a statement over one view, whose rows are given for each evaluation.
+
+    The view is a collection without rows, and Spark's plan is a function of a part of that collection; every evaluation
+    gives it another part.
+    """
+
+    def __init__(self, spark: SparkSession, columns: StructType) -> None:
+        """Make a view of these columns; `plan` follows, once a statement uses it."""
+        from pyspark.sql import DataFrame
+
+        session: Any = spark._jsparkSession
+        jvm: Any = spark.sparkContext._jvm
+        # A name of Java is looked up piece by piece, each time it is written, so all are looked up here.
+        self._arrow = _module(jvm.org.apache.spark.sql.execution.arrow, "ArrowConverters")
+        self._contexts = _module(jvm.org.apache.spark, "TaskContext")
+        self._iterators = _module(jvm.scala.collection, "Iterator")
+        self._lists = _module(jvm.scala.collection.immutable, "LazyList")
+        self._part_of = jvm.org.apache.spark.rdd.ParallelCollectionPartition
+        self._nothing = jvm.scala.Option.empty()
+        empty: Any = spark.sparkContext._jsc.parallelize(jvm.java.util.ArrayList(), 1)
+        self._tag = empty.classTag()
+        self._types_in = jvm.org.apache.spark.sql.types.DataType.fromJson(columns.json())
+        self._arrow_in = to_arrow_schema(columns, timezone=_ZONE)
+        self.view = DataFrame(session.internalCreateDataFrame(empty.rdd(), self._types_in, False), spark)
+        # What expressions look up while they run is that of this thread's session.
+        jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(session)
+        self._rows: Any = None
+        self._types_out: Any = None
+        self._arrow_out = pa.schema([])
+
+    def plan(self, frame: DataFrame) -> bool:
+        """Plan a statement over the view; return whether it can be evaluated here."""
+        execution: Any = frame._jdf.queryExecution()
+        scans = 0
+        for name in _operators(execution.executedPlan()):
+            if name not in _OPERATORS and not name.startswith(_STAGE):
+                return False
+            scans += name == _SCAN
+        if scans != 1:
+            return False
+        self._rows = execution.toRdd()
+        self._types_out = execution.analyzed().schema()
+        self._arrow_out = to_arrow_schema(frame.schema, timezone=_ZONE)
+        return True
+
+    def evaluate(self, batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
+        """Return the statement's rows over some rows; None if there are too many bytes of either.
+
+        Java's errors are raised: those of the statement, such as a division by zero, as well as others.
+        """
+        given = _bounded(batches)
+        if given is None:
+            return None
+        table = pa.Table.from_batches(given, self._arrow_in).combine_chunks()
+        return _bounded(made for batch in table.to_batches() for made in self._evaluated(batch))
+
+    def _evaluated(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        context = self._contexts.empty()
+        try:
+            message = self._iterators.single(batch.serialize().to_pybytes())
+            rows = self._arrow.fromBatchIterator(message, self._types_in, _ZONE, True, False, context)
+            # Arrow's rows are views that move on. Each is read before the next is asked for, so the list may be lazy.
+            part = self._part_of(0, 0, getattr(self._lists, "from")(rows), self._tag)
+            made = self._rows.iterator(part, context)
+            encoded = self._arrow.toBatchIterator(made, self._types_out, _OUT_ROWS, _ZONE, True, False, context)
+            while encoded.hasNext():
+                yield pa.ipc.read_record_batch(pa.py_buffer(encoded.next()), self._arrow_out)
+        finally:
+            # It releases what Arrow has allocated.
+            context.markTaskCompleted(self._nothing)
+
+
+def _module(package: Any, name: str) -> Any:
+    """Return a Scala object."""
+    return getattr(getattr(package, f"{name}$"), "MODULE$")
+
+
+def _bounded(batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
+    """Return all batches, or None as soon as they are too large."""
+    found: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        size += batch.nbytes
+        if size > BYTES_MAX:
+            return None
+        found.append(batch)
+    return found
+
+
+def _operators(plan: Any) -> Iterator[str]:
+    yield plan.nodeName()
+    for child in elements(plan.children()):
+        yield from _operators(child)
