@@ -366,6 +366,39 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         assert alice.get(f"https://{locked.registry}/v1/topics").json()["error_code"] == 404
 
 
+def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked: Locked) -> None:
+    hidden = {"schema": '{"type":"record","name":"Hidden","fields":[{"name":"salary","type":"double"}]}'}
+    referring = {
+        "schema": '{"type":"record","name":"Leak","fields":[{"name":"hidden","type":"Hidden"}]}',
+        "references": [{"name": "Hidden", "subject": "alice-hidden-value", "version": 1}],
+    }
+    with locked.client(ALICE) as alice, locked.client(BOB) as bob:
+        assert alice.post("/registry/subjects/alice-hidden-value/versions", json=hidden).status_code == 200
+        assert bob.put("/registry/config/bob-alias", json={"alias": "alice-hidden-value"}).status_code == 200
+        assert bob.put("/registry/config/bob-second", json={"alias": "bob-alias"}).status_code == 200
+        for name in ("bob-alias", "bob-second"):
+            subject = f"/registry/subjects/{name}"
+            for answer in (
+                bob.get(f"{subject}/versions"),
+                bob.get(f"{subject}/versions/latest"),
+                bob.post(subject, json=hidden),
+                bob.post(f"{subject}/versions", json={"schema": '"string"'}),
+                bob.post(f"/registry/compatibility/subjects/{name}/versions/latest", json=hidden),
+                bob.delete(f"{subject}/versions/1"),
+                bob.delete(subject),
+            ):
+                assert answer.status_code == 403, (answer.request.method, answer.url, answer.text)
+        for path in (
+            "/registry/subjects/bob-leak/versions",
+            "/registry/subjects/bob-leak",
+            "/registry/compatibility/subjects/bob-leak/versions",
+        ):
+            assert bob.post(path, json=referring).status_code == 403
+        assert alice.get("/registry/subjects/alice-hidden-value/versions").json() == [1]
+        referring["references"][0]["subject"] = "shared-absent-value"  # type: ignore[index]
+        assert bob.post("/registry/subjects/bob-leak/versions", json=referring).json()["error_code"] == 42201
+
+
 def test_a_node_that_authenticates_has_the_metrics_of_the_page(locked: Locked) -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     with locked.client(ADMIN) as admin:

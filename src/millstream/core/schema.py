@@ -70,6 +70,11 @@ class QualifiedSubject(NamedTuple):
             return cls(GLOBAL_CONTEXT, text[len(GLOBAL_CONTEXT) + 2 :])
         return cls(DEFAULT_CONTEXT, text)
 
+    def sibling(self, text: str) -> QualifiedSubject:
+        """Parse a subject that is in this one's context unless it names another."""
+        parsed = self.parse(text)
+        return parsed if text.startswith(":.") else QualifiedSubject(self.context, parsed.name)
+
     def __str__(self) -> str:
         return self.name if self.context == DEFAULT_CONTEXT else f":{self.context}:{self.name}"
 

@@ -143,6 +143,12 @@ def test_what_is_encoded_is_accepted_and_changes_are_not(kind: str) -> None:
         CODECS[kind].encode({"a": "no number"})
 
 
+@pytest.mark.parametrize("value", [4.5, True, 2**63, None, "4"])
+def test_avro_does_not_change_a_value_that_does_not_fit(value: object) -> None:
+    with pytest.raises(SchemaMismatch, match="does not fit"):
+        CODECS["AVRO"].encode({**VALUES["AVRO"], "a": value})
+
+
 def test_a_time_beyond_the_calendar_is_valid_avro() -> None:
     avro = CODECS["AVRO"]
     avro.check(Framed(1, None, avro.encode({**VALUES["AVRO"], "at": 2**60}), None))

@@ -105,6 +105,7 @@ ATTEMPTS_MAX: Final = 20
 """How often a change is prepared again because others changed the same subject."""
 RENDERED_MAX: Final = 256
 LEVEL: Final = "compatibilityLevel"
+_RESERVED: Final = ("__GLOBAL", "__EMPTY")
 _ANNOTATIONS: Final = (("metadata", "Metadata"), ("rule_set", "RuleSet"))
 
 
@@ -715,6 +716,13 @@ class SchemaRegistry:
         for reference in schema.content.references:
             self._referrers[_within(schema.context, reference.subject), reference.version].discard(key)
 
+    def names_of(self, subject: QualifiedSubject) -> list[QualifiedSubject]:
+        """Return a subject, and every one that it is an alias of, directly or not."""
+        names = [subject]
+        while (following := self._aliased(names[-1])) not in names:
+            names.append(following)
+        return names
+
     def _aliased(self, subject: QualifiedSubject) -> QualifiedSubject:
         """Return the subject that a name stands for."""
         alias = self.settings(subject).config.get("alias")
@@ -759,7 +767,7 @@ def check_subject(subject: QualifiedSubject, *, is_named: bool = False) -> None:
     """Raise the error of an invalid subject; one that `is_named` cannot stand for a context."""
     text = str(subject)
     is_too_long = len(subject.name) > SUBJECT_CHARACTERS_MAX or len(subject.context) > CONTEXT_CHARACTERS_MAX
-    is_scope = is_named and (not subject.name or subject.context == GLOBAL_CONTEXT)
+    is_scope = is_named and (not subject.name.strip() or subject.name in _RESERVED or subject.context == GLOBAL_CONTEXT)
     if is_too_long or is_scope or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text):
         raise SchemaRegistryError(
             f"The specified subject '{text[:SUBJECT_CHARACTERS_MAX]}' is not a valid subject.",
@@ -775,8 +783,7 @@ def _choose(versions: Sequence[SubjectVersion], number: int | None) -> SubjectVe
 
 def _within(context: str, subject: str) -> QualifiedSubject:
     """Return a subject by a name that a schema of this context uses."""
-    parsed = QualifiedSubject.parse(subject)
-    return parsed if subject.startswith(":.") else QualifiedSubject(context, parsed.name)
+    return QualifiedSubject(context, "").sibling(subject)
 
 
 def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:

@@ -382,7 +382,8 @@ async def _set_config(client: SchemaClient, request: RegistryRequest) -> Any:
     level = body.get("compatibility", body.get("compatibilityLevel"))
     config = {key: value for key, value in body.items() if key not in ("compatibility", "compatibilityLevel")}
     if level is not None or not config:
-        config["compatibilityLevel"] = str(level).upper()
+        # Without anything to set, the level is missing, which is refused as one that is unknown.
+        config["compatibilityLevel"] = "" if level is None else str(level).upper()
     await client.configure(Configure(subject=request.subject, config=config))
     return body
 

@@ -99,6 +99,15 @@ class RegistryApi(PrivateApi[RequestT, AnswerT]):
     async def answer(self, request: RequestT) -> AnswerT:
         """Carry out a request."""
 
+    def needs_on(self, operation: Operation, subject: str, references: Iterable[SchemaReference] = ()) -> list[Need]:
+        """Return what a request about a subject, or about what it is an alias of, needs; DESCRIBE on references."""
+        qualified = QualifiedSubject.parse(subject)
+        needs = [subject_need(operation, str(name)) for name in self._registry.names_of(qualified)]
+        for reference in references:
+            names = self._registry.names_of(qualified.sibling(reference.subject))
+            needs += [subject_need(Operation.DESCRIBE, str(name)) for name in names]
+        return needs
+
     async def message_of(self, version: SubjectVersion, wanted: str = "") -> SchemaMessage:
         """Describe a version of a subject."""
         return msgspec.structs.replace(
@@ -122,13 +131,17 @@ class RegistryApi(PrivateApi[RequestT, AnswerT]):
         )
 
 
+def references_of(body: SchemaBody) -> tuple[SchemaReference, ...]:
+    """Return what a schema that a client sends refers to."""
+    return tuple(SchemaReference(*one) for one in body.references)
+
+
 def new_schema(body: SchemaBody, *, schema_id: int | None = None, version: int | None = None) -> NewSchema:
     """Convert what a client sends."""
-    references = tuple(SchemaReference(*one) for one in body.references)
     content = SchemaContent(
         schema_type=body.schema_type,
         text=body.schema,
-        references=references,
+        references=references_of(body),
         metadata=body.metadata,
         rule_set=body.rule_set,
     )
@@ -151,8 +164,8 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
     changes = single_change("schema", CREATE, name="subject")
 
     async def needs(self, request: RegisterSchema) -> Sequence[Need]:
-        """WRITE on the subject's topic: a producer registers the schemas that it writes with."""
-        return [subject_need(Operation.WRITE, request.subject)]
+        """WRITE on the subject's topic, since producers register what they write with; DESCRIBE on its references'."""
+        return self.needs_on(Operation.WRITE, request.subject, references_of(request))
 
     async def answer(self, request: RegisterSchema) -> SchemaResponse:
         """Register it durably."""
@@ -175,8 +188,8 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
     changes = None
 
     async def needs(self, request: LookupSchema) -> Sequence[Need]:
-        """DESCRIBE on the subject's topic."""
-        return [subject_need(Operation.DESCRIBE, request.subject)]
+        """DESCRIBE on the topics of the subject and of the references."""
+        return self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def answer(self, request: LookupSchema) -> SchemaResponse:
         """Find the newest version with this content."""
@@ -199,8 +212,8 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
     changes = None
 
     async def needs(self, request: CheckSchema) -> Sequence[Need]:
-        """DESCRIBE on the subject's topic."""
-        return [subject_need(Operation.DESCRIBE, request.subject)]
+        """DESCRIBE on the topics of the subject and of the references."""
+        return self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def answer(self, request: CheckSchema) -> CheckResponse:
         """Decide, without registering anything."""
@@ -343,7 +356,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
 
     async def needs(self, request: GetSubject) -> Sequence[Need]:
         """DESCRIBE on the subject's topic."""
-        return [subject_need(Operation.DESCRIBE, request.subject)]
+        return self.needs_on(Operation.DESCRIBE, request.subject)
 
     async def answer(self, request: GetSubject) -> SubjectResponse:
         """Describe a subject."""
@@ -386,7 +399,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
 
     async def needs(self, request: DeleteSubject) -> Sequence[Need]:
         """DELETE on the subject's topic."""
-        return [subject_need(Operation.DELETE, request.subject)]
+        return self.needs_on(Operation.DELETE, request.subject)
 
     async def answer(self, request: DeleteSubject) -> DeletedResponse:
         """Delete durably."""
