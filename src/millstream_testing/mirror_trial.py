@@ -441,8 +441,9 @@ class MirrorTrial:
         else:
             site.command("mirror", "pause", MIRROR)
             time.sleep(0.5)
-            self.second.command("mirror", "resume", MIRROR)
-        self.second.command("mirror", "resume", MIRROR)
+        # Only the side that follows has the mirror: the first after `reverse`.
+        for follower in (self.first, self.second):
+            follower.command("mirror", "resume", MIRROR)
         time.sleep(self._random.uniform(0.5, 2))
 
     # -- the checker ----------------------------------------------------------------------------------------
