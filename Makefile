@@ -120,7 +120,7 @@ bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost pe
 bench-ledger: $(DEV_STAMP) ## Measure what a ledger costs the broker, and an audit of 100 million deliveries (10 minutes; BENCH_ARGS="--only cost": 3)
 	@$(BIN)/python -m benchmarks.ledger $(BENCH_ARGS)
 
-bench-console: $(DEV_STAMP) ## Measure the console's pages with 10,000 topics, and a search (5 minutes; BENCH_ARGS=--quick: 1)
+bench-console: $(DEV_STAMP) ## Measure the console's pages with 10,000 topics, and a search (5 minutes; BENCH_ARGS=--quick: 1, "--only search": 1)
 	@$(BIN)/python -m benchmarks.console $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message

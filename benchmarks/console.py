@@ -1,11 +1,13 @@
 """Measure the console: server CPU per page with 10,000 topics and 1,000 subscriptions, open browsers, and a search.
 
-    python -m benchmarks.console [--quick]
+    python -m benchmarks.console [--quick] [--only pages|browsers|search]
 
 CPU seconds are those of the server's processes together, so that other work on the machine does not count. A search is
 measured on one topic with messages of 160 bytes and a filter on a field; the CPU of the process that evaluates filters
-is listed separately. Browsers keep the overview open and refresh it as the script of the page does, while a steady load
-is published and read; their cost is the CPU of the broker's process beyond what it uses for the load alone, in turn.
+is listed separately. Publishing and a page are timed without and beside a search, in turn; then the search is stopped,
+and what filters cost after that is measured. Browsers keep the overview open and refresh it as the script of the page
+does, while a steady load is published and read; their cost is the CPU of the broker's process beyond what it uses for
+the load alone, in turn.
 `--quick` uses 1,000 topics, 100 subscriptions and fewer messages.
 """
 
@@ -19,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +47,11 @@ LOAD_S: Final = 0.05
 LOAD_RECORDS: Final = 50
 """A batch of so many records is published, and read, every so many seconds: 1,000 messages a second."""
 REPEATS: Final = 5
+SEARCHED: Final = {"filter": "payload.total = 4242 AND payload.order < 0", "at": "0:0"}
+OTHERS: Final = 20
+"""How often others are timed beside a search."""
+STOPPED_S: Final = 2.0
+STOPPED_SHARE_MAX: Final = 0.05
 TOPICS_PER_REQUEST: Final = 500
 LOADED: Final = "topic-00000"
 RECORDS_PER_BATCH: Final = 2000
@@ -75,12 +83,23 @@ def main() -> None:
     """Fill a server, measure, report; exit with 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    topics, subscriptions, messages = QUICK if parser.parse_args().quick else (TOPICS, SUBSCRIPTIONS, MESSAGES)
+    parser.add_argument("--only", choices=("pages", "browsers", "search"))
+    given = parser.parse_args()
+    topics, subscriptions, messages = QUICK if given.quick else (TOPICS, SUBSCRIPTIONS, MESSAGES)
+    if given.only == "search":
+        topics = subscriptions = 1
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
         asyncio.run(_fill(server.kafka, topics, subscriptions, messages))
         print(f"{topics:,} topics, {subscriptions:,} subscriptions, {messages:,} messages of 160 B")
         with httpx.Client(base_url=f"http://{server.http}/console", timeout=600) as client:
-            is_good = all([*_pages(server, client), _browsers(server, client), _search(server, client, messages)])
+            is_good = True
+            if given.only in (None, "pages"):
+                is_good &= all(list(_pages(server, client)))
+            if given.only in (None, "browsers"):
+                is_good &= _browsers(server, client)
+            if given.only in (None, "search"):
+                is_good &= _search(server, client, messages)
+                is_good &= _search_beside_others(server, client)
         memory = dict(_memory(server.pid))
         print("memory: " + ", ".join(f"{name} {rss / 2**20:.0f} MiB" for name, rss in memory.items()))
     sys.exit(0 if is_good else 1)
@@ -199,13 +218,12 @@ def _broker_share(pid: int) -> float:
 
 
 def _search(server: Server, client: httpx.Client, messages: int) -> bool:
-    asked = {"filter": "payload.total = 4242 AND payload.order < 0", "at": "0:0"}
-    with client.stream("GET", "/topics/searched/search", params=asked) as answer:
+    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as answer:
         # Starts the process that evaluates filters.
         answer.read()
     before, worker_before = _cpu_s(server.pid), _worker_cpu_s(server.pid)
     started = time.monotonic()
-    with client.stream("GET", "/topics/searched/search", params=asked) as answer:
+    with client.stream("GET", "/topics/searched/search", params=SEARCHED) as answer:
         said = [line for line in answer.iter_lines() if line.startswith("data:")]
     took_s = time.monotonic() - started
     worker_s = _worker_cpu_s(server.pid) - worker_before
@@ -216,6 +234,45 @@ def _search(server: Server, client: httpx.Client, messages: int) -> bool:
         f"that evaluates, {messages / used_s:,.0f} per CPU second of all processes"
     )
     return messages / worker_s >= SEARCHED_PER_CPU_S_MIN
+
+
+def _search_beside_others(server: Server, client: httpx.Client) -> bool:
+    """Time others without and beside a search, in turn; then stop it, and measure what is left of it."""
+    timed: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for number in range(2 * WINDOWS):
+        is_searching = bool(number % 2)
+        with ExitStack() as stack:
+            if is_searching:
+                _begin_search(stack, client)
+            timed[is_searching] += [_time_others(server, client) for _ in range(OTHERS)]
+    for name, at in (("publish", 0), ("page", 1)):
+        without, beside = (sorted(one[at] * 1000 for one in timed[way]) for way in (False, True))
+        print(
+            f"search: a {name} takes {statistics.median(beside):.1f} ms beside a search, "
+            f"{statistics.median(without):.1f} without; at most {beside[-1]:.0f} and {without[-1]:.0f}"
+        )
+    before = _worker_cpu_s(server.pid)
+    time.sleep(STOPPED_S)
+    left = (_worker_cpu_s(server.pid) - before) / STOPPED_S
+    print(f"search: stopped, filters use {left:.1%} of a core")
+    return left < STOPPED_SHARE_MAX
+
+
+def _begin_search(stack: ExitStack, client: httpx.Client) -> None:
+    """Start a search, and stop it with the stack, as a browser does: it closes the connection."""
+    own = stack.enter_context(httpx.Client(base_url=client.base_url, timeout=600))
+    answer = stack.enter_context(own.stream("GET", "/topics/searched/search", params=SEARCHED))
+    next(answer.iter_lines())
+
+
+def _time_others(server: Server, client: httpx.Client) -> tuple[float, float]:
+    """Return how long a message takes to be published, and a page to be shown."""
+    started = time.monotonic()
+    address = f"http://{server.http}/v1/topics/{LOADED}/messages"
+    client.post(address, content=_value(1), headers={"content-type": "application/json"}).raise_for_status()
+    published = time.monotonic()
+    _page(client, f"/topics/{LOADED}")
+    return published - started, time.monotonic() - published
 
 
 def _processes(pid: int) -> list[psutil.Process]:

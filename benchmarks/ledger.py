@@ -1,10 +1,13 @@
 """`make bench-ledger`: what a ledger costs the broker, and how long an audit of very many deliveries takes.
 
-    python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only cost|failover|audit]
+    python -m benchmarks.ledger [--rounds N] [--messages N] [--deliveries N] [--range N] [--only PART]
 
 Cost: the same messages are published, delivered and accepted, in large ranges and one by one, through a subscription
 without and one with a ledger, on one broker and in turn; the figures are CPU seconds of the broker's process, and their
-ratio. Nothing lands meanwhile: landing happens in Spark's processes, whose CPU seconds are counted separately.
+ratio. Nothing lands meanwhile.
+
+Landing: the events of messages that were accepted in ranges and one by one are landed by one run of the pipeline. The
+figures are CPU seconds of its processes beyond those of a run that finds nothing to land, which starts Spark as well.
 
 Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the
 time until it serves again and the time until a worker then has the next message, which needs the queue's state, without
@@ -21,15 +24,18 @@ import asyncio
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pyarrow as pa
 
 from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
@@ -51,6 +57,8 @@ _FRAMES: Final = 100_000
 _AT_ONCE: Final = 100
 """Acknowledgements under way at a time where their cost is not measured."""
 QUEUES: Final = 8
+_SAMPLED_S: Final = 0.1
+"""How often the CPU time of processes that end is looked at."""
 
 
 def main() -> int:
@@ -61,12 +69,15 @@ def main() -> int:
     parser.add_argument("--deliveries", type=int, default=100_000_000)
     parser.add_argument("--range", type=int, default=50, help="messages per stored range")
     parser.add_argument("--unlanded", type=int, default=200_000, help="messages accepted before the node is killed")
-    parser.add_argument("--only", choices=("cost", "failover", "audit"))
+    parser.add_argument("--only", choices=("cost", "landing", "failover", "audit"))
     given = parser.parse_args()
     failed = False
     if given.only in (None, "cost"):
         with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
             failed = asyncio.run(cost(server, given.rounds, given.messages))
+    if given.only in (None, "landing"):
+        with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
+            asyncio.run(landing(server, folder, given.messages))
     if given.only in (None, "failover"):
         for ledger in (False, True):
             with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "data") as server:
@@ -125,6 +136,34 @@ async def _deliver(client: Client, name: str, count: int, at_once: int, *, ledge
             if any(errors):
                 raise RuntimeError(f"a message was not accepted: {errors}")
         done += len(messages)
+
+
+async def landing(server: Server, folder: str, messages: int) -> None:
+    """Deliver with a ledger, and measure what landing its events costs."""
+    async with Client.connect(server.kafka) as client:
+        for way, at_once, count in (("in ranges", _BATCH, messages), ("one by one", 1, messages // 10)):
+            await _deliver(client, f"landing-{way[:2]}", count, at_once, ledger=True)
+            full_s, empty_s = [await asyncio.to_thread(_land, server, f"{folder}/lake") for _ in range(2)]
+            print(
+                f"landing {count:,} messages accepted {way}: {full_s - empty_s:.1f} CPU seconds, "
+                f"{(full_s - empty_s) * 1e6 / count:.0f} µs per message, and {empty_s:.1f} to start Spark",
+                flush=True,
+            )
+
+
+def _land(server: Server, lake: str) -> float:
+    """Run the pipeline once; return the CPU seconds of its processes, among them Java."""
+    command = [sys.executable, "-m", "millstream.cli.main", "pipeline", "run", "ledger", "--once", "--lake", lake]
+    used: dict[int, float] = {}
+    with subprocess.Popen([*command, "--brokers", server.kafka], stdout=subprocess.DEVNULL) as driver:
+        while driver.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(driver.pid)
+                used |= {one.pid: sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True))}
+            time.sleep(_SAMPLED_S)
+    if driver.returncode:
+        raise RuntimeError(f"landing failed with exit code {driver.returncode}")
+    return sum(used.values())
 
 
 def failover(server: Server, messages: int, *, ledger: bool) -> None:

@@ -1,13 +1,13 @@
 """`make chaos-ledger`: kill nodes, workers and the ledger's driver, seek, redrive and cut; then every message adds up.
 
-    python -m trials.chaos_ledger [--rounds N] [--seed S] [--keep FOLDER]
+    python -m trials.chaos_ledger [--rounds N] [--seed S] [--nodes N] [--keep FOLDER]
 
-One node, one topic, three subscriptions with a ledger, one for each delivery promise. Messages are published all the
-time, with receipts; processes of workers accept, release and reject them at random and are killed, and so is the node
-(`kill -9`), in every round. Subscriptions are moved, dead letters are redriven, the beginning of the log is deleted, a
-subscription is deleted and created again, and runs of the ledger's pipeline are killed on their way. In the end
-`millstream audit` has to account for every message and every receipt. The exit code is 1, and the seed is printed, when
-it does not.
+One node or a cluster, one topic, three subscriptions with a ledger, one for each delivery promise. Messages are
+published in every round, with receipts; processes of workers accept, release and reject them at random and are killed,
+and so is a node (`kill -9`), in most rounds. Subscriptions are moved, dead letters are redriven, the beginning of the
+log is deleted, a subscription is deleted and created again, and runs of the ledger's pipeline are killed on their way.
+In the end `millstream audit` has to account for every message and every receipt. The exit code is 1, and the seed is
+printed, when it does not.
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import millstream
+from millstream.cli.exit_code import ExitCode
 from millstream.core.errors import MillstreamError
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
 
 TOPIC: Final = "work"
 PARTITIONS: Final = 3
@@ -42,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trials.chaos_ledger")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="leave the data and the receipts in this folder")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -52,8 +60,8 @@ def main() -> int:
     seed = random.randrange(1_000_000) if given.seed is None else given.seed
     with tempfile.TemporaryDirectory(prefix="millstream-ledger-") as scratch:
         folder = given.keep or Path(scratch)
-        adds_up = LedgerTrial(folder, random.Random(seed)).run(given.rounds)
-    print(f"seed {seed}: {'all add up' if adds_up else 'IT DOES NOT ADD UP'}", flush=True)
+        adds_up = LedgerTrial(folder, random.Random(seed), given.nodes).run(given.rounds)
+    print(f"seed {seed}, {given.nodes} nodes: {'all add up' if adds_up else 'IT DOES NOT ADD UP'}", flush=True)
     return int(not adds_up)
 
 
@@ -79,19 +87,30 @@ async def work(brokers: str, name: str, chance: random.Random) -> None:
 class LedgerTrial:
     """One trial in a folder."""
 
-    def __init__(self, folder: Path, chance: random.Random) -> None:
+    def __init__(self, folder: Path, chance: random.Random, nodes: int) -> None:
         self._folder = folder
         self._chance = chance
         self._receipts = folder / "receipts.jsonl"
         self._lake = folder / "lake"
-        settings = {"pipelines-enabled": "false", "ledger-bytes-max": 64 * 1024 * 1024}
-        self._server = Server(folder / "data", settings=settings)
+        self._settings = {"pipelines-enabled": "false", "ledger-bytes-max": 64 * 1024 * 1024, "lease-ms": 3000}
+        self._number_of_nodes = nodes
+        self._nodes: list[Server] = []
         self._workers: list[subprocess.Popen[bytes]] = []
-        self._driver: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _brokers(self) -> str:
+        return ",".join(node.kafka for node in self._nodes)
 
     def run(self, rounds: int) -> bool:
         """Run all rounds, and the audit."""
-        with self._server:
+        with ExitStack() as stack:
+            if self._number_of_nodes == 1:
+                self._nodes = [stack.enter_context(Server(self._folder / "data", settings=self._settings))]
+            else:
+                etcd, postgres = stack.enter_context(EtcdServer()), stack.enter_context(PostgresServer())
+                stores = (etcd.url, postgres.new_database())
+                group = ServerGroup(self._folder, *stores, nodes=self._number_of_nodes, settings=self._settings)
+                self._nodes = list(stack.enter_context(group))
             try:
                 self._command("topic", "create", TOPIC, "--partitions", PARTITIONS)
                 for promise in PROMISES:
@@ -119,12 +138,16 @@ class LedgerTrial:
             self._run_driver(self._chance.uniform(5, 40))
             done.append("driver killed")
         if self._chance.random() < 0.7:
-            self._server.restart(clean=False)
-            done.append("node killed")
+            node = self._chance.choice(self._nodes)
+            node.kill()
+            time.sleep(self._chance.uniform(0, 5) if len(self._nodes) > 1 else 0)
+            node.start()
+            self._wait_until_healthy()
+            done.append(f"node {self._nodes.index(node) + 1} killed")
         print(f"round {number + 1}: {', '.join(done)} ({time.monotonic() - began:.0f} s)", flush=True)
 
     async def _publish(self) -> None:
-        async with millstream.connect(self._server.kafka, receipts=str(self._receipts)) as client:
+        async with millstream.connect(self._brokers, receipts=str(self._receipts)) as client:
             for number in range(MESSAGES):
                 await client.publish(TOPIC, {"number": number}, key=str(number % 50))
 
@@ -138,7 +161,8 @@ class LedgerTrial:
         elif what == "seek forward":
             self._command("subscription", "seek", name, "--to", "end")
         elif what == "redrive":
-            self._command("dlq", "redrive", name, "--yes", may_fail=True)
+            # Letters of messages that were cut stay open.
+            self._command("dlq", "redrive", name, allowed=(ExitCode.OK, ExitCode.CONFLICT))
         elif what == "cut":
             asyncio.run(self._cut())
         else:
@@ -153,7 +177,7 @@ class LedgerTrial:
         from millstream.protocol.wire.client import Client
 
         messages: Any = request
-        async with Client.connect(self._server.kafka) as client:
+        async with Client.connect(self._brokers) as client:
             partition = self._chance.randrange(PARTITIONS)
             end = (await client.list_offsets(TOPIC, {partition: -1}))[partition].offset
             start = (await client.list_offsets(TOPIC, {partition: -2}))[partition].offset
@@ -166,18 +190,29 @@ class LedgerTrial:
 
     def _start_worker(self, name: str) -> subprocess.Popen[bytes]:
         seed = str(self._chance.randrange(1_000_000))
-        command = [sys.executable, "-m", "trials.chaos_ledger", "--worker", f"{self._server.kafka}|{name}"]
+        command = [sys.executable, "-m", "trials.chaos_ledger", "--worker", f"{self._brokers}|{name}"]
         return subprocess.Popen([*command, "--seed", seed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _run_driver(self, seconds: float) -> None:
         command = [sys.executable, "-m", "millstream.cli.main", "pipeline", "run", "ledger", "--once"]
-        flags = ["--lake", str(self._lake), "--brokers", self._server.kafka]
+        flags = ["--lake", str(self._lake), "--brokers", self._brokers]
         driver = subprocess.Popen(
             [*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
         )
         with suppress(subprocess.TimeoutExpired):
             driver.wait(seconds)
-        self._kill(driver)
+        with suppress(ProcessLookupError):
+            # Java and its Python workers, too.
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+
+    def _wait_until_healthy(self) -> None:
+        """Wait until every partition has a leader: seeks and deletions are for a cluster that answers."""
+        deadline = time.monotonic() + _COMMAND_S
+        while self._run("cluster", "status").returncode and len(self._nodes) > 1:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the cluster does not recover: {self._run('cluster', 'status').stdout}")
+            time.sleep(0.5)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         process.kill()
@@ -188,18 +223,22 @@ class LedgerTrial:
             self._kill(worker)
         self._workers.clear()
 
-    def _command(self, *arguments: object, may_fail: bool = False) -> str:
-        command = [sys.executable, "-m", "millstream.cli.main", *map(str, arguments), "--brokers", self._server.kafka]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-        if done.returncode and not may_fail:
+    def _command(self, *arguments: object, allowed: Sequence[int] = (ExitCode.OK,)) -> str:
+        done = self._run(*arguments)
+        if done.returncode not in allowed:
             raise RuntimeError(f"{' '.join(map(str, arguments))} failed: {done.stderr}")
         return done.stdout
+
+    def _run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "millstream.cli.main", *map(str, arguments), "--brokers", self._brokers]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _audit(self) -> bool:
         receipts = ["--receipts", str(self._receipts)]
-        report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, may_fail=True))
+        found = (ExitCode.OK, ExitCode.FAILED)
+        report = json.loads(self._command("audit", "--json", "--lake", self._lake, *receipts, allowed=found))
         for row in report["subscriptions"]:
             counts = {name: row[name] for name in ("published", *_CLASSES, "doubled")}
             print(f"{row['subscription']} ({row['subscription_id'][:8]}): {counts}", flush=True)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, ViewportSize, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+WAIT_S = 60.0
+expect.set_options(timeout=WAIT_S * 1000)
+AXE = Path(__file__).parents[2] / "tests" / "integration" / "axe-core" / "axe.min.js"
+SCREENSHOTS = os.environ.get("CONSOLE_SCREENSHOTS")
+"""A folder for pictures of pages, among them those of docs/console.md; without it none are taken."""
+_RENAME = """([from, to]) => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) walker.currentNode.data = walker.currentNode.data.replaceAll(from, to);
+}"""
+DESKTOP, PHONE = ViewportSize(width=1280, height=800), ViewportSize(width=390, height=800)
 
 
 def chromium() -> str:
@@ -52,3 +64,45 @@ class Watched:
         # A status of a page that the test asks for is no error of the page.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.problems.append(f"console: {message.text}")
+
+
+def open_page(browser: Browser, address: str, **context: Any) -> Watched:
+    """Open an address in a session of its own."""
+    watched = Watched(browser.new_context(reduced_motion="reduce", **context).new_page())
+    watched.page.set_default_timeout(WAIT_S * 1000)
+    watched.page.goto(address)
+    return watched
+
+
+def take_picture(page: Page, name: str, *, folder: Path | None = None) -> None:
+    """Keep a picture of what the page shows now, for docs/console.md; a folder of the test gets a common name."""
+    if SCREENSHOTS:
+        if folder is not None:
+            page.evaluate(_RENAME, [str(folder), "/var/lib/millstream"])
+        page.screenshot(path=f"{SCREENSHOTS}/console-{name}.png")
+
+
+def check_look(page: Page, name: str = "", *, schemes: Sequence[Any] = ("light", "dark")) -> None:
+    """Check that the page is accessible in its themes and fits on a phone; with a name, take a picture of each."""
+    page.set_viewport_size(DESKTOP)
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    for scheme in schemes:
+        page.emulate_media(color_scheme=scheme)
+        # The themes differ in their colours only.
+        checked = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] if scheme == "light" else ["color-contrast"]
+        found = page.evaluate("rules => axe.run(document, {runOnly: rules, resultTypes: ['violations']})", checked)
+        violations = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found["violations"]]
+        assert violations == [], (page.url, scheme, violations)
+        _take_theme(page, name, scheme)
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), page.url
+    _take_theme(page, name, "phone")
+    page.set_viewport_size(DESKTOP)
+
+
+def _take_theme(page: Page, name: str, theme: str) -> None:
+    if SCREENSHOTS and name:
+        folder = Path(SCREENSHOTS, "themes")
+        folder.mkdir(exist_ok=True)
+        page.screenshot(path=folder / f"{name}-{theme}.png", full_page=True)

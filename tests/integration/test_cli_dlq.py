@@ -58,9 +58,9 @@ def test_letters_beyond_the_limit_are_not_said_to_not_match(millstream: CommandL
     redriven = millstream("dlq", "redrive", name, "-n", 6)
     assert (redriven.code, redriven.out, redriven.err) == (0, f"Redrove 6 letters in {name} (6).\n", "")
     purged = millstream("dlq", "purge", name, "-n", 2, "--json").document
-    assert purged == {"purged": 2, "skipped": 0, "held": 0, "doubtful": 0}
+    assert purged == {"purged": 2, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
     filtered = millstream("dlq", "redrive", name, "--filter", "headers['dlq-offset'] = '19'", "--json").document
-    reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "doubtful": 0}
+    reported = {"redriven": 1, "skipped": LETTERS - 9, "held": 0, "held_back": 0, "doubtful": 0}
     assert filtered == {**reported, "subscriptions": {name: 1}, "refused": 0, "reasons": []}
     assert open_letters(millstream, name) == LETTERS - 9
 
@@ -100,6 +100,7 @@ def test_a_dry_run_counts_and_changes_nothing(server: Server, millstream: Comman
         "would_redrive": 4,
         "skipped": LETTERS - 4,
         "held": 0,
+        "held_back": 0,
         "doubtful": 0,
         "subscriptions": {name: 4},
         "refused": 0,
@@ -181,7 +182,8 @@ def test_letters_whose_originals_are_gone_are_left_open_and_can_be_published(
     assert "--to-topic" in refused.err
     assert open_letters(millstream, name) == LETTERS - 5
     published = millstream("dlq", "redrive", name, "--to-topic", name, "--json").document
-    assert published == {"redriven": LETTERS - 5, "skipped": 0, "held": 0, "doubtful": 0, "topics": {name: LETTERS - 5}}
+    counts = {"redriven": LETTERS - 5, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
+    assert published == {**counts, "topics": {name: LETTERS - 5}}
     assert len(pulled(millstream, name, LETTERS, "--accept")) == LETTERS
 
 
@@ -302,7 +304,7 @@ def test_letters_that_a_count_holds_back_are_reported(
     assert (counted.code, counted.out) == (0, f"Would close {LETTERS} letters.\n")
     assert "15 letters that stayed open can be processed by others after a minute" in counted.err
     purged = millstream("dlq", "purge", name, "--json")
-    assert purged.document == {"purged": LETTERS - 15, "skipped": 0, "held": 15, "doubtful": 0}
+    assert purged.document == {"purged": LETTERS - 15, "skipped": 0, "held": 15, "held_back": 0, "doubtful": 0}
     assert "15 letters are held by another command and come back within a minute" in purged.err
     assert open_letters(millstream, name) == 15
 
@@ -331,7 +333,7 @@ async def test_an_interrupted_command_gives_back_what_it_held(
         assert [letter.attempt for letter in again] == [1] * LETTERS, "no worker has received them"
         await subscriptions.settle(f"__dlq/{name}-dead", "next", again, Verb.RETURN)
     purged = (await asyncio.to_thread(millstream, "dlq", "purge", name, "--json")).document
-    assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "doubtful": 0}
+    assert purged == {"purged": LETTERS, "skipped": 0, "held": 0, "held_back": 0, "doubtful": 0}
 
 
 def test_a_subscription_on_a_topic_that_is_not_there_yet_is_reported(millstream: CommandLine) -> None:

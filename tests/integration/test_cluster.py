@@ -26,8 +26,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 from confluent_kafka.cimpl import NewPartitions, NewTopic
+from playwright.sync_api import expect
 
 import millstream
+from millstream_testing.browser import check_look, chromium, open_page, running_browser, take_picture
 from millstream_testing.command import CommandLine, run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -548,3 +550,37 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
             wait_until(partial(all_messages, node))
             assert "catching up" in shown(node, f"/topics/{topic}")
             assert re.search(r">(unreachable|away)<", shown(node, "/cluster"))
+
+
+def test_a_node_is_drained_in_the_browser(cluster: ServerGroup, topic: str) -> None:
+    chromium()
+    admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
+    # On one node each, and on the drained node too.
+    admin.create_topics([NewTopic(topic, 6, 1)], operation_timeout=WAIT_S)[topic].result()
+    (drained, *_) = [leader for number in range(6) if (leader := leader_of(cluster, topic, number)) != 1]
+    with running_browser() as browser:
+        watched = open_page(browser, f"http://{cluster[1].http}/console/cluster")
+        page = watched.page
+        check_look(page, "cluster-of-three")
+        page.get_by_role("link", name="Drain or balance nodes").click()
+        page.locator("summary").filter(has_text="Compute a plan").click()
+        page.get_by_label("What").select_option("drain")
+        page.get_by_label("Node (").fill(str(drained))
+        page.get_by_role("button", name="Compute").click()
+        expect(page.locator(".head .chip")).to_have_text("proposed")
+        expect(page.get_by_role("row").filter(has_text=topic).first).to_contain_text("proposed")
+        check_look(page, "plan-proposed")
+        take_picture(page, "plan")
+        page.locator("summary").filter(has_text="Apply the plan").click()
+        page.get_by_role("button", name="Apply").click()
+        expect(page.get_by_role("status")).to_contain_text("millstream cluster apply")
+        check_look(page, "plan-running")
+        expect(page.locator(".stat").filter(has_text="Moving")).to_contain_text("0", timeout=WAIT_S * 1000)
+        expect(page.locator(".head .chip")).to_have_text("done", timeout=WAIT_S * 1000)
+        check_look(page, "plan-done")
+        assert all(leader_of(cluster, topic, number) != drained for number in range(6))
+        page.locator("summary").filter(has_text="Undrain a node").click()
+        page.get_by_role("button", name="Undrain").click()
+        expect(page.get_by_role("status")).to_contain_text(f"millstream cluster undrain {drained}")
+        assert watched.problems == []
+    admin.delete_topics([topic], operation_timeout=WAIT_S)[topic].result()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
@@ -23,14 +21,18 @@ from millstream.core.topic import TopicPartition
 from millstream.gateway.console.search import TAILS_PER_PERSON_MAX
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.group_offsets import commit_offsets
-from millstream_testing.browser import Watched, chromium, running_browser
+from millstream_testing.browser import (
+    SCREENSHOTS,
+    WAIT_S,
+    Watched,
+    check_look,
+    chromium,
+    open_page,
+    running_browser,
+    take_picture,
+)
 from millstream_testing.server import Server
 
-WAIT_S = 60.0
-expect.set_options(timeout=WAIT_S * 1000)
-AXE = Path(__file__).parent / "axe-core" / "axe.min.js"
-SCREENSHOTS = os.environ.get("CONSOLE_SCREENSHOTS")
-"""A folder for the pictures of docs/console.md; without it none are taken."""
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>window.pwned=1</script>"
 MESSAGES = {"content-type": "application/vnd.millstream.messages+json"}
 PAGES = (
@@ -80,10 +82,7 @@ class Console(NamedTuple):
         return httpx.Client(base_url=f"http://{self.server.http}/v1", timeout=WAIT_S)
 
     def page(self, path: str = "", **context: Any) -> Watched:
-        watched = Watched(self.browser.new_context(reduced_motion="reduce", **context).new_page())
-        watched.page.set_default_timeout(WAIT_S * 1000)
-        watched.page.goto(self.url + path)
-        return watched
+        return open_page(self.browser, self.url + path, **context)
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +139,6 @@ async def _commit(kafka: str) -> None:
         await commit_offsets(client, "reporting", {TopicPartition("orders", PartitionIndex(0)): 5})
 
 
-def _picture(page: Page, name: str) -> None:
-    if SCREENSHOTS:
-        page.screenshot(path=f"{SCREENSHOTS}/console-{name}.png")
-
-
 # -- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,23 +155,13 @@ def test_the_navigation_opens_every_page(console: Console) -> None:
 def test_pages_are_accessible_fit_on_a_phone_and_run_nothing_of_others(console: Console) -> None:
     watched = console.page()
     page = watched.page
-    axe = AXE.read_text(encoding="utf-8")
     for path in PAGES:
-        page.set_viewport_size({"width": 1280, "height": 800})
         answer = page.goto(console.url + path)
         assert answer is not None
         assert answer.status == 200, (path, answer.text())
         assert "unsafe" not in answer.headers["content-security-policy"]
-        page.evaluate(axe)
-        for scheme in ("light", "dark") if path in THEMED else ("light",):
-            page.emulate_media(color_scheme=cast("Any", scheme))
-            # The themes differ in their colours only.
-            checked = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] if scheme == "light" else ["color-contrast"]
-            found = page.evaluate("rules => axe.run(document, {runOnly: rules, resultTypes: ['violations']})", checked)
-            violations = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found["violations"]]
-            assert violations == [], (path, scheme, violations)
-        page.set_viewport_size({"width": 390, "height": 800})
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), path
+        name = path.strip("/").replace("/", "-") or "overview"
+        check_look(page, name, schemes=("light", "dark") if SCREENSHOTS or path in THEMED else ("light",))
         assert page.evaluate("window.pwned") is None
     assert watched.problems == []
 
@@ -199,7 +183,7 @@ def test_topics_are_searched_as_one_types(console: Console) -> None:
     watched.page.get_by_label("Search by name").press_sequentially("orde")
     expect(watched.page.get_by_role("rowheader")).to_have_text(["orders"])
     assert "search=orde" in watched.page.url
-    _picture(watched.page, "topics")
+    take_picture(watched.page, "topics")
     assert watched.problems == []
 
 
@@ -213,7 +197,7 @@ def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) ->
     page.get_by_role("button", name="Show").click()
     expect(page.locator("#rows tr")).to_have_count(5)
     expect(page.locator("#rows")).to_contain_text('{"order": 59, "total": 5900}')
-    _picture(page, "messages")
+    take_picture(page, "messages")
     page.get_by_label("Filter").fill("payload.total >=")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_role("alert")).to_be_visible()
@@ -296,15 +280,15 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
         assert api.post("/subscriptions/billing/pause").is_success
     watched = console.page()
     page = watched.page
-    _picture(page, "overview")
+    take_picture(page, "overview")
     expect(page.get_by_text("billing is paused")).to_be_visible()
     page.get_by_role("link", name="Resume it").click()
     page.get_by_role("button", name="Resume").click()
     expect(page.get_by_role("status")).to_contain_text("millstream subscription resume billing")
-    _picture(page, "subscription")
+    take_picture(page, "subscription")
     page.get_by_role("link", name="Dead letters", exact=True).click()
     page.get_by_role("link", name="billing-dlq").click()
-    _picture(page, "dead-letters")
+    take_picture(page, "dead-letters")
     page.get_by_role("link", name="the bank did not answer").first.click()
     first = page.get_by_role("link", name="orders/").first.get_attribute("href")
     page.get_by_text("Redrive 3 letters").click()
@@ -355,7 +339,7 @@ def test_who_holds_a_message_is_shown_there_and_on_its_page(console: Console) ->
         row = page.get_by_role("row").filter(has_text="shipping")
         expect(row).to_contain_text("leased")
         expect(row).to_contain_text("slow-worker")
-        _picture(page, "message")
+        take_picture(page, "message")
         api.post("/subscriptions/shipping/messages:settle", json={"accept": [held["lease"]]})
     assert watched.problems == []
 
@@ -481,7 +465,7 @@ def test_a_mirror_is_followed_paused_and_failed_over(console: Console, server: S
         expect(page.get_by_text("running", exact=True)).to_be_visible()
         row = page.get_by_role("row").filter(has_text=f"{topic}/0")
         _reload_until(page, lambda: row.count() == 1 and "1" in row.get_by_role("cell").nth(1).inner_text())
-        _picture(page, "mirror")
+        take_picture(page, "mirror")
         page.get_by_role("button", name="Pause").click()
         expect(page.get_by_role("status")).to_contain_text("millstream mirror pause paris")
         page.get_by_role("button", name="Resume").click()
@@ -509,8 +493,9 @@ def test_an_open_transaction_is_aborted(console: Console) -> None:
     writer.begin_transaction()
     writer.produce("payments", b"not yet")
     writer.flush()
-    watched = console.page("/transactions")
+    watched = console.page("/topics/payments/consumers")
     page = watched.page
+    page.get_by_role("link", name="open", exact=True).click()
     expect(page.get_by_role("row").filter(has_text="invoices")).to_contain_text("Ongoing")
     page.get_by_role("link", name="Look for hanging ones").click()
     expect(page.get_by_text("No transaction hangs.")).to_be_visible()
@@ -559,7 +544,7 @@ def test_landing_is_tried_on_recent_messages(console: Console) -> None:
     expect(page.get_by_text("2 would be landed in a new table")).to_be_visible()
     expect(page.get_by_role("cell", name="Oslo", exact=True)).to_be_visible()
     expect(page.get_by_role("rowheader", name="the payload")).to_be_visible()
-    _picture(page, "dry-run")
+    take_picture(page, "dry-run", folder=console.server.data)
     page.get_by_role("link", name="Back").click()
     expect(page.get_by_role("heading", name="landed", exact=True)).to_be_visible()
     assert watched.problems == []

@@ -16,17 +16,20 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from millstream.client.admin.security import put_user
 from millstream.core import acl
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
+from millstream_testing.browser import check_look, chromium, open_page, running_browser
 from millstream_testing.security import AUDIENCE, Certificates, Issuer, declare_security
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
-PASSWORDS = {"admin": "admin-password", "alice": "alice-password", "bob": "bob-password"}
+PASSWORDS = {name: f"{name}-password" for name in ("admin", "alice", "bob", "otto")}
+"""Alice owns what her name begins, Bob may read it, Otto may read it and change pipelines."""
 CLIENT_ID = "millstream-console"
 
 
@@ -119,6 +122,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         for principal in ("User:alice", "User:oauth:alice", "User:bob")
         for kind in (acl.ResourceType.TOPIC, acl.ResourceType.GROUP)
     )
+    rules |= {
+        acl.Acl(resource_type=kind, resource_name=name, pattern=pattern, principal=principal, operation=operation)
+        for principal, kind, name, pattern, operation in (
+            ("User:otto", acl.ResourceType.CLUSTER, acl.CLUSTER_NAME, acl.PatternType.LITERAL, acl.Operation.ALTER),
+            ("User:otto", acl.ResourceType.TOPIC, "alice", acl.PatternType.PREFIXED, acl.Operation.READ),
+            ("User:otto", acl.ResourceType.GROUP, "pipeline-", acl.PatternType.PREFIXED, acl.Operation.DESCRIBE),
+            ("User:alice", acl.ResourceType.GROUP, "pipeline-", acl.PatternType.PREFIXED, acl.Operation.DESCRIBE),
+        )
+    }
     declare_security(folder / "data", PASSWORDS, rules)
     settings = {
         "auth": "required",
@@ -278,6 +290,123 @@ def test_users_rules_and_tokens_are_changed(guarded: Guarded) -> None:
         form = {"csrf": _token(page), "what": "create", "name": "x", "password": "y"}
         refused = alice.post("/console/access/user", data=form)
         assert refused.status_code == 403
+
+
+def test_a_count_of_dead_letters_says_which_rights_a_redrive_lacks(guarded: Guarded) -> None:
+    with guarded.client(follow_redirects=True) as alice, guarded.client(auth=("admin", "admin-password")) as admin:
+        for topic, name in (("alice-crates", "alice-crating"), ("secret", "alice-spying")):
+            settings = {"attempts": 1, "dead_letter_topic": "alice-dead", "start": "start"}
+            made = admin.post("/v1/subscriptions", json={"name": name, "topics": [topic], **settings})
+            assert made.status_code == 201, made.text
+            admin.post(f"/v1/topics/{topic}/messages", json={"crate": 1}).raise_for_status()
+            _reject(admin, name, 1, "no room")
+        assert sign_in(alice, "alice").status_code == 200
+        page = alice.get("/console/dead-letters/alice-dead")
+        form = {"csrf": _token(page), "filter": "", "only": "check"}
+        counted = alice.post("/console/dead-letters/alice-dead/redrive", data=form)
+        assert "1 letter would be redriven (1 in alice-crating)" in counted.text, counted.text
+        assert "1 letter would stay open: redriving needs READ on topic &#39;secret&#39; (1)" in counted.text
+        done = alice.post("/console/dead-letters/alice-dead/redrive", data={"csrf": _token(page), "filter": ""})
+        assert "1 message delivered again (1 to alice-crating)" in done.text, done.text
+        assert "1 letter is left open" in done.text
+        again = alice.post("/console/dead-letters/alice-dead/redrive", data={"csrf": _token(page), "filter": ""})
+        assert again.status_code == 409, "nothing that she may redrive is left"
+        assert "secret" in again.text
+        left = admin.post("/v1/dead-letters/alice-dead/redrive", json={}).json()
+        assert (left["done"], left["held_back"], left["subscriptions"]) == (1, 0, {"alice-spying": 1})
+
+
+def _reject(client: httpx.Client, name: str, number: int, reason: str) -> None:
+    """Reject messages as a worker does, and wait for their letters."""
+    pulled = client.post(f"/v1/subscriptions/{name}/messages:pull", json={"max": number, "wait_ms": 20_000}).json()
+    reject = [{"lease": one["lease"], "reason": reason} for one in pulled["messages"]]
+    assert len(reject) == number
+    assert client.post(f"/v1/subscriptions/{name}/messages:settle", json={"reject": reject}).is_success
+    wait_until(lambda: len(client.get(f"/v1/dead-letters/{name}").json()["letters"]) >= number)
+
+
+def test_a_dry_run_reads_with_the_rights_of_the_person(guarded: Guarded) -> None:
+    with guarded.client(auth=("admin", "admin-password")) as admin:
+        for name, topic in (("land-orders", "alice-orders"), ("land-secret", "secret")):
+            admin.post(f"/v1/topics/{topic}/messages", json={"kept": topic}).raise_for_status()
+            settings = {"topics": topic, "decode": "json"}
+            made = admin.post(
+                "/v1/pipelines", json={"name": name, "kind": "land", "settings": settings, "wanted": False}
+            )
+            assert made.is_success, made.text
+
+    def try_it(person: httpx.Client, name: str) -> httpx.Response:
+        page = person.get(f"/console/pipelines/{name}")
+        assert ("Try it" in page.text) == (person is not alice)
+        return person.post(f"/console/pipelines/{name}/dry-run", data={"csrf": _token(person.get("/console/topics"))})
+
+    def ended(person: httpx.Client, task: httpx.Response) -> str:
+        assert task.status_code == 200, task.text
+        wait_until(lambda: "Stop</button>" not in person.get(task.url).text)
+        return person.get(task.url).text
+
+    with guarded.client(follow_redirects=True) as alice, guarded.client(follow_redirects=True) as otto:
+        assert sign_in(alice, "alice").status_code == 200
+        assert sign_in(otto, "otto").status_code == 200
+        assert try_it(alice, "land-orders").status_code == 403
+        shown = ended(otto, try_it(otto, "land-orders"))
+        assert "would be landed in a new table" in shown, shown
+        refused = ended(otto, try_it(otto, "land-secret"))
+        assert "would be landed" not in refused
+        assert re.search(r"(not authorized|may not|READ).*secret|secret.*(not authorized|may not|READ)", refused), (
+            refused
+        )
+        # A token that was made for a dry run is gone with it.
+        assert "mst_" not in otto.get("/console/access").text
+
+
+def test_someone_new_signs_in_finds_why_orders_are_stuck_and_fixes_it(guarded: Guarded) -> None:
+    chromium()
+    with guarded.client(auth=("admin", "admin-password")) as admin:
+        settings = {"name": "alice-shipping", "topics": ["alice-parcels"], "start": "start", "attempts": 2}
+        assert admin.post("/v1/subscriptions", json=settings).status_code == 201
+        for number in range(8):
+            admin.post("/v1/topics/alice-parcels/messages", json={"parcel": number}).raise_for_status()
+        _reject(admin, "alice-shipping", 5, "the address is missing")
+        assert admin.post("/v1/subscriptions/alice-shipping/pause").is_success
+        with running_browser() as browser:
+            watched = open_page(browser, f"https://{guarded.server.http}/console", ignore_https_errors=True)
+            page = watched.page
+            check_look(page, "login")
+            page.get_by_label("User").fill("alice")
+            page.get_by_label("Password").fill("alice-password")
+            page.get_by_role("button", name="Sign in", exact=True).click()
+            expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+            expect(page.get_by_text("alice-shipping is paused, and 3 messages wait")).to_be_visible()
+            check_look(page, "overview-of-a-person")
+            # Why do orders not arrive? It is paused: resume it.
+            page.get_by_role("listitem").filter(has_text="alice-shipping is paused").get_by_role("link").click()
+            page.get_by_role("button", name="Resume").click()
+            expect(page.get_by_role("status")).to_contain_text("millstream subscription resume alice-shipping")
+            # Why did some fail? Their letters say it, and are redriven once the addresses are known.
+            page.locator(".stat").filter(has_text="Dead-lettered").click()
+            page.get_by_role("link", name="the address is missing").first.click()
+            parcel = page.get_by_role("link", name="alice-parcels/").first.get_attribute("href")
+            page.locator("summary").filter(has_text="Redrive 5 letters").click()
+            page.get_by_role("button", name="Count only").first.click()
+            expect(page.get_by_role("status")).to_contain_text("5 letters would be redriven (5 in alice-shipping)")
+            page.get_by_role("link", name="the address is missing").first.click()
+            page.locator("summary").filter(has_text="Redrive 5 letters").click()
+            page.get_by_role("button", name="Redrive").click()
+            expect(page.get_by_role("status")).to_contain_text("5 messages delivered again (5 to alice-shipping)")
+            work = {"max": 100, "wait_ms": 10_000}
+            pulled = admin.post("/v1/subscriptions/alice-shipping/messages:pull", json=work).json()["messages"]
+            accept = {"accept": [one["lease"] for one in pulled]}
+            assert len(pulled) == 8
+            assert admin.post("/v1/subscriptions/alice-shipping/messages:settle", json=accept).is_success
+            # Confirmed: the page of the message says who has it, and nothing waits.
+            page.goto(f"https://{guarded.server.http}{parcel}")
+            expect(page.get_by_role("row").filter(has_text="alice-shipping")).to_contain_text("accepted")
+            page.get_by_role("link", name="Subscriptions", exact=True).click()
+            expect(page.get_by_role("row").filter(has_text="alice-shipping")).not_to_contain_text("paused")
+            page.get_by_role("button", name="Sign out").click()
+            expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+            assert watched.problems == []
 
 
 def test_openid_connect_signs_in_with_pkce(guarded: Guarded) -> None:

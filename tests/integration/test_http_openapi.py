@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_every_response_is_documented(case: schemathesis.Case[Any], server: Serv
             response_schema_conformance,
         ],
     )
+
+
+def test_a_request_with_a_large_head_is_refused_as_documented(server: Server) -> None:
+    case = answered["/v1/dead-letters/{name}"]["GET"].Case(
+        path_parameters={"name": "orders"}, query={"filter": "x" * 70_000}
+    )
+    response = case.call(base_url=f"http://{server.http}", timeout=PATIENCE_S)
+    assert response.status_code == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    case.validate_response(response, checks=[status_code_conformance, response_schema_conformance])
 
 
 def test_the_page_names_every_route_once() -> None:

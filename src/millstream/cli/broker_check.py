@@ -15,7 +15,7 @@ from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
 from millstream.client.admin.cluster_status import DamagedOffsets, damage_in, node_status
-from millstream.client.admin.pipelines import PipelineClient
+from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings
 from millstream.client.admin.topics import min_in_sync
 from millstream.core.errors import (
     AuthenticationFailed,
@@ -28,13 +28,6 @@ from millstream.core.tasks import within
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
-
-FAILING_S_MAX: Final = 300.0
-"""A dependency that has been unreachable for this long is worth a look."""
-
-QUARANTINED_SHARE_MAX: Final = 0.01
-
-_SHOWN_MAX: Final = 5
 
 _PARKED_METRIC: Final = "millstream_pipeline_parked"
 
@@ -52,76 +45,8 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
     """Return the findings about described pipelines."""
-    parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
-    failing = [_failing(one, since_ms) for one in pipelines if (since_ms := _failing_ms(one, now_ms))]
-    quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
-    found = [*parked[:_SHOWN_MAX], *_waiting(pipelines), *failing[:_SHOWN_MAX], *quarantined[:_SHOWN_MAX]]
+    found = [warning("pipelines", one.text, one.advice) for one in pipeline_warnings(pipelines, now_ms=now_ms)]
     return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, all healthy")]
-
-
-def _parked(pipeline: Mapping[str, Any]) -> Finding:
-    name = pipeline["name"]
-    return warning(
-        "pipelines",
-        f"pipeline {name} is parked and no longer runs: {_first_line(pipeline['parked'])}",
-        f"millstream pipeline describe {name} shows the details; fix the cause, and it is retried when its settings "
-        f"or rules are changed, or by: millstream pipeline start {name}",
-    )
-
-
-def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Report pipelines that no node runs, grouped by reason: usually it is the same for all."""
-    by_reason: dict[str, list[str]] = {}
-    for one in pipelines:
-        if one["state"] == "waiting":
-            by_reason.setdefault((one["report"] or {}).get("last_error", ""), []).append(one["name"])
-    for reason, names in list(by_reason.items())[:_SHOWN_MAX]:
-        shown = ", ".join(names[:_SHOWN_MAX]) + (", …" if len(names) > _SHOWN_MAX else "")
-        yield warning(
-            "pipelines",
-            f"{counted(len(names), 'pipeline')} ({shown}) {'waits' if len(names) == 1 else 'wait'}: "
-            f"{_first_line(reason) or 'no node runs pipelines'}",
-            "provide what is missing, and it resumes automatically; nodes with pipelines-enabled on and Spark "
-            "installed run pipelines",
-        )
-
-
-def _failing_ms(pipeline: Mapping[str, Any], now_ms: float) -> int:
-    """Return since when a pipeline has been failing, if for long."""
-    since_ms = int((pipeline["report"] or {}).get("failing_ms", 0))
-    is_tried = pipeline["state"] in ("retrying", "starting")
-    return since_ms if is_tried and since_ms and now_ms - since_ms > FAILING_S_MAX * 1000 else 0
-
-
-def _failing(pipeline: Mapping[str, Any], since_ms: int) -> Finding:
-    name, minutes = pipeline["name"], (time.time() * 1000 - since_ms) / 60_000
-    return warning(
-        "pipelines",
-        f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(pipeline['report']['last_error'])}",
-        f"it resumes automatically once the cause is gone; millstream pipeline describe {name} shows the details",
-    )
-
-
-def _is_much_quarantined(pipeline: Mapping[str, Any]) -> bool:
-    report = pipeline["report"] or {}
-    return _quarantined_count(report) > QUARANTINED_SHARE_MAX * int(report.get("rows", 0))
-
-
-def _quarantined_count(report: Mapping[str, Any]) -> int:
-    return int(report.get("counts", {}).get("quarantined", 0))
-
-
-def _quarantined(pipeline: Mapping[str, Any]) -> Finding:
-    name, report = pipeline["name"], pipeline["report"]
-    return warning(
-        "pipelines",
-        f"pipeline {name} put {_quarantined_count(report):,} of {report['rows']:,} messages into quarantine",
-        "the column `reason` of the table with the ending __quarantine says why, message by message",
-    )
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 CLOCK_SKEW_MS_MAX = 5_000
@@ -130,7 +55,7 @@ SLOW_ANSWER_S = 1.0
 
 _HTTP_S = 5.0
 
-_BROKER_CHECK_SHOWN_MAX = 5
+_SHOWN_MAX = 5
 
 _TOPICS_MAX = 1000
 """The number of topics with missing replicas that are looked up; many more have the same cause."""
@@ -208,7 +133,7 @@ def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Fin
 
 def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
     """Return the count, and the first few names."""
-    names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_BROKER_CHECK_SHOWN_MAX])
+    names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_SHOWN_MAX])
     return f"{counted(len(partitions), 'partition')} ({names}{', …' if len(partitions) > _SHOWN_MAX else ''})"
 
 
@@ -273,17 +198,17 @@ def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]
     for status in statuses:
         for value, labels in _samples(status, "millstream_subscription_refused_letters"):
             refused[labels["subscription"]] += int(value)
-    for name, count in refused.most_common(_BROKER_CHECK_SHOWN_MAX):
+    for name, count in refused.most_common(_SHOWN_MAX):
         if count:
             detail = f"the dead letter topic of subscription {name} refuses {counted(count, 'message')}"
             yield warning("dead letters", detail, "millstream dlq list says why, and what to do about it")
 
 
 def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
-    for where, one in lost[:_BROKER_CHECK_SHOWN_MAX]:
+    for where, one in lost[:_SHOWN_MAX]:
         found = warning if one.is_repaired else problem
         yield found("damage", f"{where}{one}", one.advice)
-    if len(lost) > _BROKER_CHECK_SHOWN_MAX:
+    if len(lost) > _SHOWN_MAX:
         advice = "millstream topic describe NAME shows those of a topic"
         yield problem("damage", f"{counted(len(lost) - _SHOWN_MAX, 'more range')} that the disk lost", advice)
     if not lost:
@@ -295,7 +220,7 @@ def _held(status: dict[str, Any]) -> Iterator[Finding]:
     held: Counter[str] = Counter()
     for value, labels in _samples(status, "millstream_log_held_bytes"):
         held[labels["topic"]] += int(value)
-    for topic, size in held.most_common(_BROKER_CHECK_SHOWN_MAX):
+    for topic, size in held.most_common(_SHOWN_MAX):
         detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"
         advice = (
             "millstream pipeline list and millstream subscription list show who stands still; "

@@ -261,7 +261,12 @@ def _work(name: str, filter_: str | None, work: Work, common: Common, *, keep: b
 
 
 def _as_json(outcome: Outcome) -> dict[str, int]:
-    return {"skipped": outcome.unmatched, "held": outcome.held, "doubtful": outcome.doubtful}
+    return {
+        "skipped": outcome.unmatched,
+        "held": outcome.held,
+        "held_back": outcome.held_back,
+        "doubtful": outcome.doubtful,
+    }
 
 
 def _unmatched(outcome: Outcome) -> str:

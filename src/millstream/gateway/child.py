@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -91,6 +92,8 @@ class HttpChild(SupervisedChild):
             console={
                 "read_only": config.console_read_only,
                 "runs_pipelines": config.pipelines_enabled,
+                "data": os.path.abspath(config.data),
+                "lake": config.pipelines_lake,
                 "session_s": config.console_session_ms // 1000,
                 "oidc_client_id": config.console_oidc_client_id,
                 "oidc_client_secret_file": config.console_oidc_secret_file,

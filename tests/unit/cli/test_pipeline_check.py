@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.cli.broker_check import FAILING_S_MAX, check_pipelines, findings_of
+from millstream.cli.broker_check import check_pipelines, findings_of
 from millstream.cli.doctor import Severity
+from millstream.client.admin.pipelines import FAILING_S_MAX
 
 NOW_MS = 1_700_000_000_000
 NO_CLIENT = cast("Any", None)
@@ -30,6 +31,7 @@ def since(seconds: float) -> int:
         ({**reported("waiting"), "report": None}, "1 pipeline (one-waiting) waits: no node runs pipelines"),
         (reported("retrying", last_error="refused", failing_ms=since(FAILING_S_MAX + 1)), "minutes: refused"),
         (reported("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
+        (reported("running", levels={"audit_faults": 2}), "the last audit of pipeline one-running found 2 faults"),
     ],
 )
 def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], message: str) -> None:

@@ -153,6 +153,7 @@ async def test_the_node_that_runs_a_pipeline_reports_its_progress(client: Pipeli
         "rows_per_s": 3.5,
         "lag": 2,
         "batches": 0,
+        "recent": [],
         "restarts": 0,
         "stalls": 0,
         "still_s": 0.0,

@@ -279,12 +279,14 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     tally.add(Step(rows=600))
     assert tally.rows_per_s == 600
     now[0] = 30.0
-    tally.add(Step(rows=600))
+    tally.add(Step(rows=600), 1.5)
     assert tally.rows_per_s == 40
     now[0] = 30.0 + WINDOW_S - 1
     assert tally.rows_per_s == 10
     now[0] = 1000.0
     assert tally.rows_per_s == 0
+    tally.add(Step(lag=3))
+    assert [(batch.rows, batch.seconds) for batch in tally.recent] == [(600, 1.5), (600, 0.0)], "the latest first"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.fold import Fold, InternTable
 from millstream.broker.subscriptions.frame import (
+    Frame,
     FrameHeader,
     LedgerNames,
     is_for_ledger,
@@ -59,10 +60,12 @@ def leased_queue() -> Queue:
 def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
     given_deltas = some_deltas * times
     frame = write_frame(HEADER, given_deltas)
-    assert read_frame(frame) == (HEADER, given_deltas, None)
+    assert read_frame(frame) == Frame(HEADER, given_deltas, [])
+    assert read_frame(frame).names is None
     names = LedgerNames("billing", "orders")
     for_ledger = write_frame(HEADER, given_deltas, names)
-    assert read_frame(for_ledger) == (HEADER._replace(has_ledger=True), given_deltas, names)
+    read = read_frame(for_ledger)
+    assert (read.header, read.deltas, read.names) == (HEADER._replace(has_ledger=True), given_deltas, names)
     assert is_for_ledger(for_ledger)
     assert not is_for_ledger(frame)
     assert read_header(frame) == HEADER

@@ -470,7 +470,7 @@ class ServedApis:
             warnings=parts.warnings,
         )
         yield self.node_status
-        yield NodeSums(parts.topics, parts.membership, self.node_status)
+        yield NodeSums(parts.topics, parts.membership, self.node_status, folder=parts.node.data)
         yield PlanPropose(parts.plans)
         yield PlanApply(parts.plans)
         yield PlanCancel(parts.plans)

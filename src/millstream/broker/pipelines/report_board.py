@@ -194,6 +194,15 @@ State = Literal["waiting", "idle", "starting", "running", "retrying", "parked", 
 STATES: Final[tuple[State, ...]] = ("waiting", "idle", "starting", "running", "retrying", "parked", "stopped")
 
 
+class RecentBatch(msgspec.Struct, frozen=True):
+    """One of the last batches of a pipeline."""
+
+    ended_ms: int
+    rows: int
+    """Messages read."""
+    seconds: float
+
+
 class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one pipeline, counted from the start of its driver."""
 
@@ -205,6 +214,8 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     lag: int | None = None
     """Messages not read yet; None before the first batch."""
     batches: int = 0
+    recent: list[RecentBatch] = []
+    """The last batches, the latest first."""
     restarts: int = 0
     """Restarts after a failure."""
     stalls: int = 0

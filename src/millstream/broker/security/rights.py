@@ -20,6 +20,7 @@ from millstream.core.errors import (
     TransactionNotAuthorized,
 )
 from millstream.core.ids import NodeId
+from millstream.core.subscription import LETTERS_PREFIX
 
 ANONYMOUS: Final = "User:ANONYMOUS"
 OWNER_HOST: Final = "127.0.0.1"
@@ -37,6 +38,13 @@ _NOUNS: Final = {
     ResourceType.TRANSACTIONAL_ID: "transactional id",
     ResourceType.CLUSTER: "cluster",
 }
+
+
+def _resource(kind: ResourceType, name: str) -> tuple[ResourceType, str]:
+    """Return the resource whose rules hold: what tracks the letters of a dead letter topic is a part of the topic."""
+    if kind is ResourceType.GROUP and name.startswith(LETTERS_PREFIX):
+        return ResourceType.TOPIC, name.removeprefix(LETTERS_PREFIX)
+    return kind, name
 
 
 class Rights:
@@ -75,8 +83,9 @@ class Rights:
         key = (operation, kind, name)
         decision = self._decisions.get(key)
         if decision is None:
+            resource = _resource(kind, name)
             decision = all(
-                rules.decide(self.principal, self.host, operation, kind, name) for rules in (snapshot, *self._scopes)
+                rules.decide(self.principal, self.host, operation, *resource) for rules in (snapshot, *self._scopes)
             )
             self._decisions[key] = decision
         return decision
@@ -140,6 +149,7 @@ class Rights:
     def require(self, operation: Operation, kind: ResourceType, name: str = CLUSTER_NAME) -> None:
         """Raise the error for the resource's type unless the client is allowed."""
         if not self.check(operation, kind, name):
+            kind, name = _resource(kind, name)
             what = "the cluster" if kind is ResourceType.CLUSTER else f"{_NOUNS[kind]} {name!r}"
             does = operation.name.lower().replace("_configs", " the settings of").replace("_", " ")
             raise _ERRORS[kind](f"{self.principal} may not {does} {what}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -79,7 +80,15 @@ class Frame(NamedTuple):
 
     header: FrameHeader
     deltas: list[Delta]
-    names: LedgerNames | None = None
+    encoded_names: Sequence[bytes] = ()
+    """Decoded only for those who ask: every frame is read when it is stored, and only the ledger needs its names."""
+
+    @property
+    def names(self) -> LedgerNames | None:
+        """The names of a queue with a ledger."""
+        if not self.encoded_names:
+            return None
+        return LedgerNames(*(name.decode("utf-8", "replace") for name in self.encoded_names))
 
 
 def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames | None = None) -> bytes:
@@ -97,7 +106,9 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames
             extras.append(extra)
         rows.append(pack(kind, attempt, 0, named, why, len(extras) if extra else 0, first, last, due_ms, time_ms))
     del texts[""]
-    blobs = [text.encode("utf-8", "replace") for text in (*texts, *(names or ()))]
+    blobs = [text.encode("utf-8", "replace") for text in texts]
+    if names is not None:
+        blobs += _encode_names(names)
     lengths = b"".join([len(blob).to_bytes(4, "little") for blob in (*blobs, *extras)])
     body = b"".join((lengths, *rows, *blobs, *extras))
     flags = 0 if names is None else _LEDGER
@@ -123,6 +134,11 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames
             body,
         )
     )
+
+
+@lru_cache(maxsize=4096)
+def _encode_names(names: LedgerNames) -> list[bytes]:
+    return [name.encode("utf-8", "replace") for name in names]
 
 
 class LedgerWindow(msgspec.Struct, frozen=True, array_like=True):
@@ -185,13 +201,12 @@ def read_frame(data: bytes) -> Frame:
     if rows_end + sum(lengths) != len(body):
         raise CorruptState("the texts of a frame of deltas do not match its length")
     blobs = list(_blobs(body, rows_end, lengths))
-    texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:text_count])]
-    names = None
-    if header.has_ledger:
-        if text_count < len(LedgerNames._fields):
-            raise CorruptState("a frame of the ledger has no names")
-        names = LedgerNames(*texts[-len(LedgerNames._fields) :])
-    return Frame(header, _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]]), names)
+    names_start = text_count - (len(LedgerNames._fields) if header.has_ledger else 0)
+    if names_start < 0:
+        raise CorruptState("a frame of the ledger has no names")
+    texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:names_start])]
+    deltas = _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]])
+    return Frame(header, deltas, blobs[names_start:text_count])
 
 
 def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:

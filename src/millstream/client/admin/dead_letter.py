@@ -16,14 +16,16 @@ from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from uuid import UUID
 
-from millstream.client.admin.browse import existing_topics
+from millstream.client.admin.browse import allowed_rights, existing_topics
 from millstream.client.admin.position import EARLIEST_TIMESTAMP
+from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import (
     Conflict,
     CoordinatorUnavailable,
     InvalidRecordState,
     InvalidRequest,
     MillstreamError,
+    NotAuthorized,
     NotFound,
     StorageFailure,
     SubscriptionExists,
@@ -141,6 +143,8 @@ NO_ORIGIN = "the letter does not say where it came from"
 
 _PAUSE_S = 0.25
 
+_NO_OFFSET = 2**63 - 1
+
 _PASSES = (*TRANSIENT, UnknownGroup)
 """Errors that pass: a failover, or a subscription that a node has not heard of yet."""
 
@@ -220,6 +224,8 @@ class DeadLetterDesk:
         """Letters that were skipped; they are open again within `SKIPPED_MS`."""
         self.held_by_others = 0
         self.unreached = 0
+        self.not_authorized: NotAuthorized | None = None
+        """Why some messages were not redelivered: the client lacks a right."""
 
     async def open(self) -> None:
         """Start tracking the topic's letters, if that has not happened yet."""
@@ -287,13 +293,22 @@ class DeadLetterDesk:
         for start in range(0, len(letters), BATCH):
             await self._settle(letters[start : start + BATCH], Verb.RETURN, delay_ms=SKIPPED_MS)
 
-    async def original_starts(self, queue: Queue) -> int | None:
-        """Return the first offset that a queue's partition still has; None if the topic is another one, or gone."""
+    async def redrivable_from(self, queue: Queue) -> tuple[int, str]:
+        """Return from which offset on messages of a queue can be redelivered, and why those before it cannot."""
+        needed = (
+            (Operation.READ, ResourceType.GROUP, queue.subscription),
+            (Operation.READ, ResourceType.TOPIC, queue.topic),
+        )
+        may_read_subscription, may_read_topic = await allowed_rights(self._client, needed)
+        if not may_read_subscription:
+            return _NO_OFFSET, f"redriving needs READ on subscription {queue.subscription!r}"
+        if not may_read_topic:
+            return _NO_OFFSET, f"redriving needs READ on topic {queue.topic!r}"
         found = (await self._client.metadata([queue.topic])).topics.get(queue.topic)
         if found is None or found.topic_id != queue.topic_id or queue.partition not in found.partitions:
-            return None
+            return _NO_OFFSET, _gone(queue)
         listed = await self._client.list_offsets(queue.topic, {queue.partition: EARLIEST_TIMESTAMP})
-        return int(listed[queue.partition].offset)
+        return int(listed[queue.partition].offset), _gone(queue)
 
     async def close(self, letters: Sequence[LeasedMessage], *, are_revived: bool = False) -> int:
         """Close letters; return how many may still be open because a failover lost their leases.
@@ -344,10 +359,12 @@ class DeadLetterDesk:
                 # A range that the disk lost is being fetched from another replica.
                 StorageFailure,
             )
-        except (NotFound, InvalidRequest) as error:
+        except (NotFound, InvalidRequest, NotAuthorized) as error:
+            if isinstance(error, NotAuthorized):
+                self.not_authorized = error
             return dict.fromkeys((letter.offset for letter in letters), str(error))
         self._closed.pop(queue, None)
-        return dict.fromkeys(gone, f"topic {queue.topic!r} no longer has the original")
+        return dict.fromkeys(gone, _gone(queue))
 
     async def check_target(self, topic: str) -> None:
         """Raise `UnknownTopic` if the target topic does not exist."""
@@ -438,6 +455,10 @@ class DeadLetterDesk:
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
         """Retry errors that pass, for as long as the command may wait."""
         return await _patiently(attempt, self._patience_s, named or _PASSES)
+
+
+def _gone(queue: Queue) -> str:
+    return f"topic {queue.topic!r} no longer has the original"
 
 
 def _place(letter: LeasedMessage) -> tuple[int, int]:
@@ -650,7 +671,7 @@ async def redrive_letters(
     limit: int | None,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Redeliver every matching open letter through its own subscription, and close it.
+    """Redeliver every matching open letter through its own subscription, and close it; raise if no right allows any.
 
     The letters are collected first, so that messages are redelivered in the order of their offsets, not of their
     deaths: all of them, or `ROUND_MAX` at a time if there are more.
@@ -682,6 +703,8 @@ async def redrive_letters(
                 break
         await desk.forget_closed()
     outcome.end(desk)
+    if desk.not_authorized is not None and not outcome.done:
+        raise desk.not_authorized
 
 
 async def _redrive_some(desk: DeadLetterDesk, letters: Sequence[LeasedMessage], outcome: Outcome) -> None:
@@ -704,7 +727,7 @@ async def survey_letters(
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
     """Count what redriving would do, by subscription and by reason; every letter stays open."""
-    starts: dict[Queue, int | None] = {}
+    starts: dict[Queue, tuple[int, str]] = {}
 
     async def count(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         origin = origin_of(letter)
@@ -713,10 +736,10 @@ async def survey_letters(
             return
         queue = origin.queue
         if queue not in starts:
-            starts[queue] = await desk.original_starts(queue)
-        start = starts[queue]
-        if start is None or origin.letter.offset < start:
-            _add(outcome.refused, [f"topic {queue.topic!r} no longer has the original"])
+            starts[queue] = await desk.redrivable_from(queue)
+        start, reason = starts[queue]
+        if origin.letter.offset < start:
+            _add(outcome.refused, [reason])
         else:
             _add(outcome.revived, [queue.subscription])
 

@@ -53,6 +53,17 @@ _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
 
+FAILING_S_MAX: Final = 300.0
+"""A dependency that has been unreachable for this long is worth a look."""
+
+QUARANTINED_SHARE_MAX: Final = 0.01
+
+WARNED_MAX: Final = 5
+"""Warnings of one kind: more have the same cause."""
+
+_FAULTS: Final = "audit_faults"
+"""The level with what the last audit of a ledger found."""
+
 
 class PipelineMade(NamedTuple):
     """A pipeline that was declared."""
@@ -289,6 +300,101 @@ def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
         "restarts": report.get("restarts", 0),
         "error": described["parked"] or ("" if described["state"] in _WELL else report.get("last_error", "")),
     }
+
+
+class PipelineWarning(NamedTuple):
+    """Something about pipelines that someone should look at, and what helps."""
+
+    names: Sequence[str]
+    text: str
+    advice: str
+
+
+def pipeline_warnings(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[PipelineWarning]:
+    """Return what is wrong with described pipelines, a few of each kind."""
+    parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
+    failing = [_failing(one, now_ms) for one in pipelines if _is_failing(one, now_ms)]
+    quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
+    audited = [_audited(one) for one in pipelines if (one["report"] or {}).get("levels", {}).get(_FAULTS)]
+    return [
+        found for kind in (parked, _waiting(pipelines), failing, quarantined, audited) for found in kind[:WARNED_MAX]
+    ]
+
+
+def _parked(pipeline: Mapping[str, Any]) -> PipelineWarning:
+    name = pipeline["name"]
+    return PipelineWarning(
+        [name],
+        f"pipeline {name} is parked and no longer runs: {_first_line(pipeline['parked'])}",
+        f"millstream pipeline describe {name} shows the details; fix the cause, and it is retried when its settings "
+        f"or rules are changed, or by: millstream pipeline start {name}",
+    )
+
+
+def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> list[PipelineWarning]:
+    """Group pipelines that no node runs by the reason: usually it is the same for all."""
+    by_reason: dict[str, list[str]] = {}
+    for one in pipelines:
+        if one["state"] == "waiting":
+            by_reason.setdefault((one["report"] or {}).get("last_error", ""), []).append(one["name"])
+    return [
+        PipelineWarning(
+            names,
+            f"{'1 pipeline' if len(names) == 1 else f'{len(names)} pipelines'} "
+            f"({', '.join(names[:WARNED_MAX])}{', …' if len(names) > WARNED_MAX else ''}) "
+            f"{'waits' if len(names) == 1 else 'wait'}: {_first_line(reason) or 'no node runs pipelines'}",
+            "provide what is missing, and it resumes automatically; nodes with pipelines-enabled on and Spark "
+            "installed run pipelines",
+        )
+        for reason, names in by_reason.items()
+    ]
+
+
+def _is_failing(pipeline: Mapping[str, Any], now_ms: float) -> bool:
+    since_ms = int((pipeline["report"] or {}).get("failing_ms", 0))
+    is_tried = pipeline["state"] in ("retrying", "starting")
+    return bool(is_tried and since_ms and now_ms - since_ms > FAILING_S_MAX * 1000)
+
+
+def _failing(pipeline: Mapping[str, Any], now_ms: float) -> PipelineWarning:
+    name, report = pipeline["name"], pipeline["report"]
+    minutes = (now_ms - report["failing_ms"]) / 60_000
+    return PipelineWarning(
+        [name],
+        f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(report['last_error'])}",
+        f"it resumes automatically once the cause is gone; millstream pipeline describe {name} shows the details",
+    )
+
+
+def _is_much_quarantined(pipeline: Mapping[str, Any]) -> bool:
+    report = pipeline["report"] or {}
+    return _quarantined_count(report) > QUARANTINED_SHARE_MAX * int(report.get("rows", 0))
+
+
+def _quarantined_count(report: Mapping[str, Any]) -> int:
+    return int(report.get("counts", {}).get("quarantined", 0))
+
+
+def _quarantined(pipeline: Mapping[str, Any]) -> PipelineWarning:
+    name, report = pipeline["name"], pipeline["report"]
+    return PipelineWarning(
+        [name],
+        f"pipeline {name} put {_quarantined_count(report):,} of {report['rows']:,} messages into quarantine",
+        "the column `reason` of the table with the ending __quarantine says why, message by message",
+    )
+
+
+def _audited(pipeline: Mapping[str, Any]) -> PipelineWarning:
+    name, faults = pipeline["name"], pipeline["report"]["levels"][_FAULTS]
+    return PipelineWarning(
+        [name],
+        f"the last audit of pipeline {name} found {'1 fault' if faults == 1 else f'{faults:,} faults'}",
+        "millstream audit names every message that does not add up",
+    )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def pipeline_of(described: Mapping[str, Any]) -> Pipeline:

@@ -66,6 +66,19 @@ class OpenTransaction:
     start_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class ActiveProducer:
+    """An idempotent or transactional producer that has written to a partition lately."""
+
+    where: TopicPartition
+    producer_id: int
+    epoch: int
+    last_sequence: int
+    last_timestamp_ms: int
+    """When it last wrote, by the timestamps of its records; -1 if that is not known."""
+    in_transaction: bool
+
+
 async def list_transactions(
     client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1, matching: str | None = None
 ) -> list[ListedTransaction]:
@@ -138,6 +151,28 @@ async def abort_transaction(client: Client, transactional_id: str) -> str:
 
 async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
     """Return every transaction that is open on a partition."""
+    found = await _producers(client, topics)
+    return [_opened(*one) for one in found if one[2].current_txn_start_offset >= 0]
+
+
+async def active_producers(client: Client, topic: str) -> list[ActiveProducer]:
+    """Return the producers that the partitions of a topic know, the latest first."""
+    found = [
+        ActiveProducer(
+            where=where,
+            producer_id=one.producer_id,
+            epoch=one.producer_epoch,
+            last_sequence=one.last_sequence,
+            last_timestamp_ms=one.last_timestamp,
+            in_transaction=one.current_txn_start_offset >= 0,
+        )
+        for where, _leader, one in await _producers(client, [topic])
+    ]
+    return sorted(found, key=lambda one: -one.last_timestamp_ms)
+
+
+async def _producers(client: Client, topics: Iterable[str] | None) -> list[tuple[TopicPartition, NodeId, Any]]:
+    """Return the producers that each partition knows, and its leader."""
     from kio.schema.describe_producers.v0 import request
 
     messages: Any = request
@@ -146,7 +181,7 @@ async def open_transactions(client: Client, topics: Iterable[str] | None = None)
         for index, partition in topic.partitions.items():
             if partition.leader_id >= 0:
                 by_leader.setdefault(partition.leader_id, {}).setdefault(name, []).append(index)
-    found: list[OpenTransaction] = []
+    found: list[tuple[TopicPartition, NodeId, Any]] = []
     for leader, wanted in by_leader.items():
         asked = messages.DescribeProducersRequest(
             topics=tuple(
@@ -158,8 +193,8 @@ async def open_transactions(client: Client, topics: Iterable[str] | None = None)
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 if one.error_code:
                     raise error_from_code(one.error_code, one.error_message, about=f"the producers of {where}")
-                found += [_opened(where, leader, each) for each in one.active_producers]
-    return [one for one in found if one.start_offset >= 0]
+                found += [(where, leader, each) for each in one.active_producers]
+    return found
 
 
 def _opened(where: TopicPartition, leader: NodeId, producer: Any) -> OpenTransaction:

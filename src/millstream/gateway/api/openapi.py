@@ -81,6 +81,7 @@ _REFUSALS: Final = {
     HTTPStatus.CONFLICT: "The request conflicts with the current state, for example because the name is taken.",
     HTTPStatus.UNPROCESSABLE_ENTITY: "The request is well-formed but invalid.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are in progress; `Retry-After` says when to try again.",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "The path and the headers of the request are too large.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The gateway failed.",
     HTTPStatus.BAD_GATEWAY: "The broker's response was invalid.",
     HTTPStatus.SERVICE_UNAVAILABLE: "The broker is temporarily unable to do this; try again.",

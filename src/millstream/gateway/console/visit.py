@@ -36,6 +36,9 @@ class ConsoleSettings:
     read_only: bool = False
     runs_pipelines: bool = True
     """Whether the node may run pipelines, and so try them."""
+    data: str = ""
+    lake: str = ""
+    """The node's own, by its settings."""
     session_s: int = 8 * 3600
     oidc_client_id: str = ""
     oidc_client_secret_file: str = ""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream.broker.pipelines.report_board import PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineReport, RecentBatch, State
 from millstream.core.backoff import delay_after
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
@@ -31,6 +31,8 @@ WINDOW_S: Final = 60.0
 _SPAN_S_MIN: Final = 1.0
 
 _STEPS_MAX: Final = 1000
+
+RECENT_MAX: Final = 10
 
 
 class Tally:
@@ -48,9 +50,10 @@ class Tally:
         self.is_started = False
         """Whether a step was done, so that the lag is known."""
         self.batches = 0
+        self._recent: deque[RecentBatch] = deque(maxlen=RECENT_MAX)
 
-    def add(self, step: Step) -> None:
-        """Add a step; one without messages is not a batch."""
+    def add(self, step: Step, seconds: float = 0.0) -> None:
+        """Add a step, and how long it took; one without messages is not a batch."""
         self.lag = step.lag
         self.is_started = True
         self._counts.update(step.counts)
@@ -62,6 +65,12 @@ class Tally:
             self.rows += step.rows
             self.batches += 1
             self._lately.append((self._clock(), step.rows))
+            self._recent.appendleft(RecentBatch(int(time.time() * 1000), step.rows, round(seconds, 3)))
+
+    @property
+    def recent(self) -> list[RecentBatch]:
+        """Return the last batches, the latest first."""
+        return list(self._recent)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -254,6 +263,7 @@ class Runner:
             rows_per_s=self._tally.rows_per_s,
             lag=self._tally.lag if self._tally.is_started else None,
             batches=self._tally.batches,
+            recent=self._tally.recent,
             restarts=self._restarts,
             stalls=self._stalls,
             still_s=round(self.progress.still_s, 1),
@@ -324,6 +334,7 @@ class Runner:
             return 0.0
         if self._state in ("starting", "waiting"):
             self._be("running")
+        began = time.monotonic()
         try:
             step = job.step()
         except BaseException as error:
@@ -333,7 +344,7 @@ class Runner:
                 self._end_step(is_well=False)
             raise
         self._end_step(is_well=not step.is_open)
-        self._tally.add(step)
+        self._tally.add(step, time.monotonic() - began)
         if step.is_open:
             if self._given_up:
                 raise Stalled(self._given_up)

@@ -102,6 +102,9 @@ class NodeSumsResponse(Response, frozen=True, kw_only=True):
     bytes_in: int = 0
     bytes_out: int = 0
     stored_bytes: int = 0
+    disk_bytes: int = 0
+    """The size of the disk of its data folder, and what is free on it; 0 if the disk does not say."""
+    disk_free_bytes: int = 0
     leads: int = 0
     replicas: int = 0
     partitions: int = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from millstream.broker.cluster.membership import Membership
@@ -169,10 +171,11 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
     key = SUMS_KEY
     changes = None
 
-    def __init__(self, topics: Topics, membership: Membership, status: NodeStatus) -> None:
+    def __init__(self, topics: Topics, membership: Membership, status: NodeStatus, *, folder: str) -> None:
         self._topics = topics
         self._membership = membership
         self._status = status
+        self._folder = folder
         self._counted = (_NEVER, _Partitions(0, 0, 0))
 
     async def needs(self, request: Nothing) -> Sequence[Need]:
@@ -192,6 +195,10 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
                 bytes_in += one.bytes_in
                 bytes_out += one.bytes_out
         counted = await self._partitions()
+        disk_bytes = disk_free_bytes = 0
+        with suppress(OSError):
+            # A disk that hangs must not block the loop.
+            disk_bytes, _, disk_free_bytes = await asyncio.to_thread(shutil.disk_usage, self._folder)
         health = self._status.health()
         return NodeSumsResponse(
             node_id=health["node_id"],
@@ -204,6 +211,8 @@ class NodeSums(PrivateApi[Nothing, NodeSumsResponse]):
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             stored_bytes=stored,
+            disk_bytes=disk_bytes,
+            disk_free_bytes=disk_free_bytes,
             leads=leads,
             replicas=replicas,
             partitions=counted.known,

@@ -66,11 +66,14 @@ class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LetterList(msgspec.Struct, frozen=True):
-    """Open letters; the headers `dlq-…` record what happened to them. `held` counts letters leased by others."""
+    """Open letters; the headers `dlq-…` record what happened to them."""
 
     topic: str
     letters: list[ReceivedMessage]
     held: int
+    """Letters leased by others."""
+    held_back: int
+    """Letters that this request looked at and left open, but that no other request gets for a minute: they are many."""
 
 
 class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +101,8 @@ class WorkedOn(msgspec.Struct, frozen=True):
     """Letters that did not match the filter."""
     held: int
     """Letters leased by others."""
+    held_back: int
+    """Letters that did not match and stay open, but that no other request gets for a minute: they are many."""
     doubtful: int
     """Letters that were processed, but whose leases expired meanwhile, so that they may still be open."""
     topics: dict[str, int] = {}
@@ -131,7 +136,7 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
     desk, wanted = await _desk(services, request.path["name"], request.query.filter)
     outcome = Outcome()
     await process_letters(desk, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
-    return LetterList(desk.topic, shown, outcome.held)
+    return LetterList(desk.topic, shown, outcome.held, outcome.held_back)
 
 
 async def redrive(services: Services, request: Request[NoFields, Redrive]) -> WorkedOn:
@@ -172,6 +177,7 @@ def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
         outcome.done,
         outcome.unmatched,
         outcome.held,
+        outcome.held_back,
         outcome.doubtful,
         sent,
         outcome.revived,

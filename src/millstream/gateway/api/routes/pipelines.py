@@ -100,6 +100,14 @@ class PipelineList(msgspec.Struct, frozen=True):
     pipelines: list[PipelineSummary]
 
 
+class RecentBatch(msgspec.Struct, frozen=True):
+    """One of the last batches of a pipeline."""
+
+    ended_ms: int
+    rows: int
+    seconds: float
+
+
 class PipelineReport(msgspec.Struct, frozen=True):
     """A pipeline's progress since its driver started."""
 
@@ -108,6 +116,8 @@ class PipelineReport(msgspec.Struct, frozen=True):
     rows_per_s: float
     lag: int | None
     batches: int
+    recent: list[RecentBatch]
+    """The last batches, the latest first; empty for jobs, which have runs."""
     restarts: int
     stalls: int
     still_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +10,7 @@ from millstream.client.admin.browse import node_sums
 from millstream.client.admin.cluster_status import UNREACHABLE
 from millstream.client.admin.dead_letter import DeadLetterTopic, count_letters
 from millstream.client.admin.mirrors import MirrorClient
-from millstream.client.admin.pipelines import PipelineClient, summary_of
+from millstream.client.admin.pipelines import PipelineClient, pipeline_warnings, summary_of
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.gateway.api.event_stream import event
@@ -48,19 +49,20 @@ async def _state(visit: Visit) -> dict[str, Any]:
     described = await _or_empty(visit.services.subscriptions.describe(without_silent=True), missing)
     rows = rows_of(described)
     letters = await _or_empty(count_letters(visit.services.client, described), missing)
-    pipelines = [summary_of(one) for one in await _or_empty(PipelineClient(visit.services.client).describe(), missing)]
+    pipelines = await _or_empty(PipelineClient(visit.services.client).describe(), missing)
     mirrors = await _or_empty(MirrorClient(visit.services.client).describe(), missing)
     return {
         "may_describe": may_describe,
         "nodes": nodes,
         "partitions": max((one.partitions for one in nodes), default=0),
         "history": visit.history if may_describe else None,
+        "disk_free": min((one.disk_free_bytes for one in nodes if one.disk_bytes), default=None),
         "waiting": sorted((row for row in rows if row["backlog"]), key=lambda row: -row["backlog"])[:5],
         "backlog": sum(row["backlog"] for row in rows),
         "oldest_s": max((row["oldest_s"] for row in rows if row["oldest_s"] is not None), default=None),
         "letters": sum(one.letters for one in letters),
         "dropped": sum(row["dropped"] for row in rows),
-        "pipelines": pipelines,
+        "pipelines": [summary_of(one) for one in pipelines],
         "top": visit.history.top(5) if may_describe else [],
         "warnings": [
             *(Warned(f"Incomplete: {text}", address("cluster"), "See the cluster", True) for text in missing),
@@ -109,7 +111,7 @@ def _warnings(
     for one in letters:
         if one.letters:
             named = ", ".join(one.subscriptions[:3]) or one.topic
-            text = f"{counted(one.letters, 'dead letter')} of {named} open: these messages failed for good."
+            text = f"{counted(one.letters, 'open dead letter')} of {named}: these messages have failed for good."
             found.append(Warned(text, address("dead-letters", one.topic), "See why and redrive"))
         for refusal in one.refusals:
             found.append(
@@ -133,10 +135,10 @@ def _warnings(
             )
             text = f"{row['subscription']}: the oldest message has waited {age(row['oldest_s'])}; {who}."
             found.append(Warned(text, page, "See the subscription"))
-    for pipeline in pipelines:
-        if pipeline["state"] in ("parked", "failing"):
-            text = f"Pipeline {pipeline['pipeline']} is {pipeline['state']}: {pipeline['error'][:200]}"
-            found.append(Warned(text, address("pipelines", pipeline["pipeline"]), "See the pipeline", True))
+    for warned in pipeline_warnings(pipelines, now_ms=time.time() * 1000):
+        page = address("pipelines", *warned.names) if len(warned.names) == 1 else address("pipelines")
+        label = "See the pipeline" if len(warned.names) == 1 else "See the pipelines"
+        found.append(Warned(f"{warned.text[:1].upper()}{warned.text[1:300]}.", page, label, True))
     for mirror in mirrors:
         if mirror["error"]:
             text = f"Mirror {mirror['mirror']} is {mirror['state']}: {mirror['error'][:200]}"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from millstream.client.admin.pipelines import PipelineClient, pipeline_of, storage_of, summary_of, tables_of
+from millstream.client.admin.pipelines import PipelineClient, pipeline_of, storage_in, summary_of, tables_of
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.acl import EVERYONE, WILDCARD, Operation, Permission, ResourceType, parse_rules
 from millstream.core.errors import (
@@ -183,7 +183,7 @@ async def dry_run(visit: Visit) -> Answer:
     statement = visit.text(_STATEMENT, length_max=VALUE_CHARACTERS_MAX).replace("\r\n", "\n")
     if statement and pipeline.kind is PipelineKind.TRANSFORM:
         pipeline = replace(pipeline, overrides={**pipeline.overrides, _STATEMENT: statement})
-    lake = (await storage_of(client)).lake if pipeline.kind is PipelineKind.LAND else ""
+    lake = storage_in(visit.settings.data, lake=visit.settings.lake).lake if pipeline.kind is PipelineKind.LAND else ""
 
     async def act(task: Task, services: Services) -> str:
         document = await _try_in_process(pipeline, lake, services, is_guarded=bool(visit.principal))

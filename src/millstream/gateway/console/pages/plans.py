@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
+
 from millstream.client.admin import cluster_plans
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.cluster_plan import BALANCE, DRAIN, REMOVE, THROTTLE_BYTES
 from millstream.core.errors import InvalidRequest
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visit, address, change, done
-from millstream.protocol.private.plan_messages import PlanResponse
+from millstream.protocol.private.plan_messages import PlannedMove, PlanResponse
 
 MOVES_SHOWN: Final = 200
 MIB: Final = 1024 * 1024
@@ -57,7 +59,9 @@ async def propose(visit: Visit) -> Answer:
         return _done("The cluster is balanced; there is nothing to move", "cluster", "plan", kind)
     proposed = await cluster_plans.propose_plan(client, plan, throttle_bytes=throttle)
     document = cluster_plans.describe_plan(plan, plan_id=proposed.plan_id, throttle_bytes=throttle)
-    return Page("plan.html", await _context(visit, proposed, may_change=True, computed=document))
+    # The answer names the plan; its moves are those that were just computed.
+    shown = msgspec.structs.replace(proposed, moves=[PlannedMove.of(move) for move in plan.moves])
+    return Page("plan.html", await _context(visit, shown, may_change=True, computed=document))
 
 
 async def apply(visit: Visit) -> Answer:

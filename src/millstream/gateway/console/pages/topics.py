@@ -19,6 +19,7 @@ from millstream.client.admin.topics import (
     find_topic,
     grow_topic,
 )
+from millstream.client.admin.transactions import active_producers
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import MillstreamError, NotAuthorized
 from millstream.core.setting import settings_of
@@ -42,6 +43,7 @@ from millstream.protocol.wire.group_offsets import committed_by_group, list_grou
 GROUPS_MAX: Final = 1000
 """Groups whose offsets a topic's page looks at."""
 PARTITIONS_SHOWN: Final = 200
+PRODUCERS_SHOWN: Final = 50
 BROKER_DECIDES: Final = -1
 
 _DECLARED: Final = {declared.name: declared for _, declared in settings_of(TopicSettings)}
@@ -192,7 +194,7 @@ async def delete(visit: Visit) -> Answer:
 
 
 async def consumers(visit: Visit) -> Answer:
-    """Show who reads a topic, and how far each one is behind."""
+    """Show who reads a topic, how far each one is behind, and who has written to it lately."""
     name = visit.names["topic"]
     client = visit.services.client
     topic = await find_topic(client, name)
@@ -203,8 +205,12 @@ async def consumers(visit: Visit) -> Answer:
         if name in one["topics"] and not one["name"].startswith(OWN_PREFIX)
     ]
     groups, left_out = await _groups(visit, topic)
+    head = await _head(visit, name)
+    producers = await active_producers(client, name) if head["may_read"] else []
     context = {
-        **await _head(visit, name),
+        **head,
+        "producers": producers[:PRODUCERS_SHOWN],
+        "producers_left": max(0, len(producers) - PRODUCERS_SHOWN),
         "queues": queues,
         "groups": groups,
         "left_out": left_out,

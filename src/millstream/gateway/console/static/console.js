@@ -115,7 +115,13 @@
     document.addEventListener("visibilitychange", () => { if (document.hidden && atTop && stop && box.dataset.running) stop(); });
   }
 
-  document.addEventListener("htmx:afterSwap", (event) => localTimes(event.target));
-  localTimes(document);
+  // A log is read from its end.
+  function prepare(root) {
+    localTimes(root);
+    for (const one of root.querySelectorAll("[data-end]")) one.scrollTop = one.scrollHeight;
+  }
+  document.addEventListener("htmx:afterSwap", (event) => prepare(event.target));
+  document.addEventListener("htmx:oobAfterSwap", () => prepare(document));
+  prepare(document);
   follow();
 })();
