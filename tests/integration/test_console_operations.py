@@ -20,8 +20,7 @@ from confluent_kafka import Producer
 from playwright.sync_api import Page, expect
 
 from millstream.client.admin.dead_letter import dead_letter_topics
-from millstream.core.subscription import ATTEMPTS, START
-from millstream.core.verb import Verb
+from millstream.core.subscription import ATTEMPTS, START, Verb
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
