@@ -72,7 +72,7 @@ _PLAIN: Final = {
 
 _INT_MAX: Final = 2**63 - 1
 _FLOAT_MAX: Final = 1e12
-"""Of seconds, mostly, which become milliseconds of 64 bits."""
+"""Most of these numbers are seconds, which have to fit into 64 bits as milliseconds."""
 
 _PLAIN_NUMBER: Final = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 
@@ -243,7 +243,7 @@ def _unforeseen(error: Exception) -> int:
             return ExitCode.USAGE
         return _fail(f"{message} (see {where} --help)", ExitCode.USAGE, error)
     if isinstance(error, OSError):
-        # Without its number, which str() has.
+        # Without the errno, which str() includes.
         has_place = error.strerror is not None and error.filename is not None
         return _fail(f"{error.filename}: {error.strerror}" if has_place else str(error), ExitCode.FAILED, error)
     hint = f"this is a bug in Millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"

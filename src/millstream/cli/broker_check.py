@@ -177,7 +177,7 @@ async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[st
 
 
 def _lost_of_all(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
-    """Return what the disks of all nodes lost, each with what to say before it: the node, where there are several."""
+    """Return the offsets that the disks of all nodes lost, each with a prefix: its node, if there are several."""
     return [
         (f"node {node}: " if len(statuses) > 1 else "", one)
         for node, status in statuses.items()

@@ -527,8 +527,8 @@ class Machine:
             # Requests in progress are finished while the brokers still answer.
             await self._gateway.stop()
         last = self.brokers if self.service is None else self.brokers[:1]
-        # On a machine alone the first one goes last: it is the last that clients hear of then, and its port is used
-        # whatever the number of cores is next time. A client that knows only ports that are gone may never come back.
+        # On a machine without a cluster, the first broker stops last, so that clients know it to the end: its port is
+        # used again whatever the next number of cores is. A client that knows only unused ports may never reconnect.
         await asyncio.gather(*(broker.stop() for broker in self.brokers if broker not in last))
         await asyncio.gather(*(broker.stop() for broker in last))
         await self._running.close()

@@ -298,9 +298,7 @@ def cutover(
 def reverse(
     name: Name,
     address: Address = "",
-    save_to: Annotated[
-        str, flag("--save-to", "TOPIC", "Keep records that only the old source has in this topic of it.")
-    ] = "",
+    save_to: Annotated[str, flag("--save-to", "TOPIC", "Save dropped records in this topic of the old source.")] = "",
     access: SourceAccess = NO_ACCESS,
     yes: Yes = False,
     common: Common = LONG_WAIT,

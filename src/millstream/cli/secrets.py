@@ -20,7 +20,7 @@ KeyFile = Annotated[
     flag(
         "--file",
         "FILE",
-        "The file that nodes are given as --secrets-key-file. Default: the one of a single node of this user.",
+        "The file that nodes read as --secrets-key-file. Default: the file of a single node that this user runs.",
     ),
 ]
 

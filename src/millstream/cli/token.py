@@ -44,7 +44,7 @@ def create(
         flag(
             "--allow",
             "OPERATIONS",
-            "What it may do of what its owner may, as in --allow read,write topic:orders; may be repeated. "
+            "Restrict it to some of its owner's rights, as in --allow read,write topic:orders; may be repeated. "
             "Default: everything.",
         ),
     ] = None,

@@ -175,7 +175,7 @@ def _abort_hanging(where: TopicPartition, producer_id: int, common: Common, *, f
     found = ask(common, lambda client: abort_on_partition(client, where, producer_id, force=force))
     print_answer(
         _opened(found),
-        f"Aborted what producer {producer_id} had open on {one_line(str(where))}.",
+        f"Aborted the transaction of producer {producer_id} on {one_line(str(where))}.",
         as_json=common.as_json,
     )
 

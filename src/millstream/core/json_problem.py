@@ -1,6 +1,6 @@
-"""Why a JSON document, or the parameters of a request, do not fit what is expected, in the words of JSON.
+"""Explains in JSON's terms why a JSON document or the parameters of a request are invalid.
 
-msgspec's own messages name Python's types and places such as `$.max`.
+msgspec's own messages name Python types, and paths such as `$.max`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDERS: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "les
 
 
 def plain_problem(error: Exception, *, is_text: bool = False) -> str:
-    """Say what is wrong where; `is_text` if every value was given as text, as in a query string."""
+    """Return what is wrong and in which field; `is_text` if every value was given as text, as in a query string."""
     found = _PLACE.fullmatch(str(error))
     if found is None:
         return str(error)

@@ -1,7 +1,7 @@
 """Temporary folders that are removed even after a process was killed.
 
-A process locks its folder while it uses it. Whoever creates the next one first removes folders that no process locks;
-only folders with the prefix, and only those of the same user.
+A process locks its folder while it uses it. Before a process creates a folder, it removes those that no process locks,
+but only folders with the prefix that belong to the same user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMOVE_S_MAX: Final = 5.0
 _REMOVE_AGAIN_S: Final = 0.1
 
 REMOVED_MAX: Final = 100
-"""The most folders that are looked at in one go; the next process looks at others."""
+"""How many folders one process examines at most; the next process examines others."""
 
 
 class LockedFolder(NamedTuple):

@@ -76,7 +76,7 @@ class Setting:
             value = text
         else:
             try:
-                # Python alone reads 1_000 as a number.
+                # Reject 1_000, which only Python reads as a number.
                 value = self.kind(text.replace("_", "?"))
             except ValueError:
                 noun = "a whole number" if self.kind is int else "a number"
@@ -160,9 +160,9 @@ def setting(
 
 
 def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
-    """Convert seconds to a setting in milliseconds; errors say what the caller calls it, in seconds.
+    """Convert seconds to a setting in milliseconds; errors use the caller's name for it, and seconds.
 
-    A negative setting has its own meaning, which a number of seconds does not have.
+    Negative values of a setting, which have special meanings, cannot be given in seconds.
     """
     in_seconds = dataclasses.replace(
         declared,
@@ -176,7 +176,7 @@ def milliseconds_text(seconds: float, declared: Setting, *, name: str) -> str:
 
 @contextmanager
 def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings in errors by what the caller calls them, such as a flag; `names` has that by setting."""
+    """Replace settings in errors with the caller's names for them, such as flags; `names` maps one to the other."""
     try:
         yield
     except InvalidSetting as error:

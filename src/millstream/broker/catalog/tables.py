@@ -268,9 +268,9 @@ schema_contexts = Table(
 
 
 def row_of(declared: Any) -> dict[str, Any]:
-    """Return the columns of a declared thing: its fields by name, and two for its owner.
+    """Return the row of a declaration: its fields by name, and two columns for its owner.
 
-    What this node could not open is not among them, and `rules` have a table of their own.
+    Secrets that this node could not open are left out, and so are `rules`, which have their own table.
     """
     stored = (one.name for one in dataclasses.fields(declared) if one.name not in ("sealed", "rules", "owner"))
     row = {name: msgspec.to_builtins(getattr(declared, name), str_keys=True, enc_hook=dict) for name in stored}

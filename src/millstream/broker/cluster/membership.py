@@ -43,7 +43,7 @@ class Node:
         return self.node_id if self.machine is None else self.machine
 
     def reached_at(self, listener: str) -> Node:
-        """Return the node as other nodes reach it that meet at a listener.
+        """Return the node with the address at which nodes that use a listener reach it.
 
         While a cluster moves its nodes to another listener, each meets the others where its own settings say.
         """

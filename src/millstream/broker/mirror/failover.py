@@ -247,9 +247,9 @@ async def reverse(service: MirrorService, request: ReverseRequest) -> ReverseRes
 
 
 async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResponse:
-    """Turn a mirror around without losing anything: end writing on the source, drain it, take over.
+    """Reverse a mirror without losing records: stop the writers of the source, drain it, take over.
 
-    The source also follows topics that were failed over before. It must not have other records of them.
+    The source also follows topics that were failed over earlier. It must not have records of them that this side lacks.
     """
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
@@ -389,10 +389,10 @@ async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets
 
 
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
-    """Give up what only this cluster has, and begin to copy.
+    """Drop the records that only this cluster has, and start copying.
 
-    May be repeated: what is dropped is recorded before it is. Once this cluster copies, there is nothing to drop any
-    more, since what is beyond the cuts comes from the other one.
+    May be repeated: the ranges are recorded before they are dropped. Once this cluster copies, nothing is dropped any
+    more, since the records beyond the cuts come from the other cluster.
     """
     declared = await service.mirrors.find(request.name)
     if declared.cuts != request.cuts:

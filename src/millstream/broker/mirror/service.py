@@ -592,9 +592,9 @@ class MirrorService:
             run.wants_barrier.set()
 
     async def expose(self, request: ExposeRequest) -> ExposeResponse:
-        """Say how far the copies are that this node leads, and where clients wait; expose verified offsets.
+        """Report the progress of the copies that this node leads, and where clients wait; expose verified offsets.
 
-        A node that knows less of the cluster than the one that asks learns that first.
+        A node whose view of the cluster is older than the caller's catches up first.
         """
         if request.wait_ms:
             # One that this node no longer leads is another's to report on.

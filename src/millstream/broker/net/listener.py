@@ -26,11 +26,11 @@ SWEEP_S = 5.0
 BACKLOG = 1024
 TRIMMED_CONNECTIONS_MIN = 64
 LOOK_FOR_GONE_MIN: Final = 256
-"""After how many new connections, at least, those that wait for their turn are examined: one whose client has reset it
-would learn that with its turn only, and would count until then."""
+"""The minimum number of new connections between two searches for waiting connections that their clients have reset.
+Without a search, such a connection would notice the reset only at its turn, and would be counted until then."""
 CROWD_MAX: Final = 1024
-"""How many wait for their turn before those are closed whose clients have ended their side: these are most likely gone,
-and would keep new connections from being accepted."""
+"""If more connections than this wait for their turn, those that their clients have half-closed are closed as well:
+the clients are most likely gone, and the connections would keep new ones from being accepted."""
 ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
 node would keep new clients waiting behind those who connect and hang up all the time."""
@@ -255,7 +255,7 @@ class Listener:
         for descriptor in gone:
             waiting[descriptor].abort()
         left = len(self.connections) - len(gone)
-        # So rarely that examining all of them costs each new one little.
+        # Searches are rare enough that examining all connections adds little cost to each new one.
         self._look_for_gone_at = left + max(LOOK_FOR_GONE_MIN, left // 4)
 
     def _known(self, connection: Connection) -> None:

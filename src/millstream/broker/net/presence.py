@@ -138,7 +138,7 @@ _poll = select.poll()
 
 
 def find_gone(descriptors: Iterable[int], *, or_ended: bool) -> list[int]:
-    """Find out at once which sockets their clients have reset, or on which they have ended their side."""
+    """Return the sockets that their clients have reset or, with `or_ended`, half-closed; do not wait."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, _RDHUP if or_ended else 0)

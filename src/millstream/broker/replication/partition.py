@@ -405,7 +405,7 @@ class Partition(Replica):
         self._advance()
 
     async def cut_mirrored(self, offset: Offset, *, refetches: bool) -> None:
-        """Truncate a mirrored partition, durably; what is dropped below the offset is only fetched again if it may."""
+        """Truncate a mirrored partition, durably; records below the offset may be dropped only with `refetches`."""
         self.exposed, self.awaits_exposure = None, False
         if refetches or offset < self.log_start:
             done = self._truncate_to_fetch(offset)

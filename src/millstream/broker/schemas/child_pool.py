@@ -1,9 +1,9 @@
 """A small pool of child processes that answer requests: what a hostile one can cost is bounded.
 
-Processes are started when they are needed and end after a while without work. Few work at once, and few requests wait.
-A request that takes longer than most is killed with its process and begins again in a queue of its own, so that it
-holds up only its like; there it has more time, and is refused when that is over. A message is its length in four bytes
-and a body; a child says with an empty one that it has started, and ends when its input closes.
+Processes are started on demand and end after a while without work. The numbers of processes and of waiting requests are
+limited. A request that takes longer than `USUAL_S_MAX` is killed with its process and restarted in a separate queue, so
+that it delays only other slow requests; there it has more time, and is refused when that has passed. A message is its
+length in four bytes and a body; a child sends an empty message once it has started, and ends when its input closes.
 """
 
 from __future__ import annotations

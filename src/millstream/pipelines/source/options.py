@@ -258,11 +258,11 @@ class ReadOptions:
     """The folder or URL of landed tables, if not the pipelines' own."""
 
     def for_tasks(self) -> ReadOptions:
-        """Return the options without what the driver signs in by."""
+        """Return the options without the driver's credentials."""
         return replace(self, access=self.access.without_secrets())
 
     def of(self, access: Access | None) -> ReadOptions:
-        """Return the options of a task that signs in by its own."""
+        """Return the options with a task's own access, if it has one."""
         return self if access is None else replace(self, access=access)
 
     @property

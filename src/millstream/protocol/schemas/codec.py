@@ -146,11 +146,11 @@ class AvroCodec(Codec):
         stream = io.BytesIO()
         try:
             fastavro.schemaless_writer(stream, self._schema, value, strict_allow_default=True)
-            # The writer makes 4 of 4.5 and 1 of true.
+            # The writer encodes 4.5 as 4 and true as 1.
             fastavro.validate(value, self._schema)
         except fastavro.validation.ValidationError as error:
             datum, expected, field = error.errors[0]
-            reason = f"{datum!r} on field {field} is no {expected}"
+            reason = f"{datum!r} on field {field} is not of type {expected}"
             raise SchemaMismatch(f"the value does not fit the Avro schema: {reason}"[:REASON_CHARACTERS_MAX]) from error
         except (*_UNREADABLE, AttributeError) as error:
             raise _mismatch("the value does not fit the Avro schema", error) from error

@@ -117,7 +117,7 @@ def client_tls(
 
 
 def tls_file_problem(error: OSError, files: Sequence[str]) -> str:
-    """Say which file of TLS cannot be used, and why; raise `NotFound` if one of them does not exist."""
+    """Return which TLS file cannot be used, and why; raise `NotFound` if one of them does not exist."""
     for file in files:
         if not Path(file).exists():
             raise NotFound(f"TLS cannot be set up: there is no file {file}") from error
@@ -126,7 +126,7 @@ def tls_file_problem(error: OSError, files: Sequence[str]) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
         return f"{files[-1]} is not the key of the certificate"
     reason = (error.reason or "").replace("_", " ").lower()
-    return f"{' or '.join(files)} is not a PEM file of the kind that it has to be ({reason})"
+    return f"{' or '.join(files)} is not a valid PEM file of the expected kind ({reason})"
 
 
 # -- nodes and their child processes ------------------------------------------------------------------------------

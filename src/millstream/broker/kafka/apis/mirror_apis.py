@@ -349,7 +349,7 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
         service = self._mirrors
         if not service.is_owner:
             # Only the owner knows what was carried over.
-            # It takes a few seconds longer than the drain.
+            # A switch takes a few seconds longer than the drain.
             timeout_s = request.timeout_ms / 1000 + TURN_S
             return await service.ask_node(
                 service.membership.controller_id, SWITCH_KEY, request, ReverseResponse, waits=True, timeout_s=timeout_s
@@ -364,9 +364,9 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
         "topic_ids": ["5cf0…"], "save_to": "", "is_fenced": false}
         answer: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
 
-    `fence` refuses writers, and returns where the topics end once all decided transactions have, and which records lie
-    beyond the cuts, if there are some; `follow` drops what lies beyond the cuts and copies, with `is_fenced` only if no
-    client could write since; `release` ends a fence.
+    `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
+    the ranges beyond the cuts that hold records. `follow` drops what lies beyond the cuts and starts copying; with
+    `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence.
     """
 
     key = ADOPT_KEY

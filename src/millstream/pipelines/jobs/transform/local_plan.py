@@ -1,7 +1,7 @@
 """A planned statement that Java evaluates on a few rows in the driver: no Spark job, no task, no Python worker.
 
-A job costs tens of milliseconds of CPU whatever its rows are, mostly for its scheduling and for two Python workers.
-With many pipelines on a topic, each message would cost that once for each of them.
+A job costs tens of milliseconds of CPU even for a single row, mostly for scheduling and for two Python workers. With
+many pipelines on a topic, each message would cost that once per pipeline.
 
 This calls methods of Spark that are not part of its public interface. If one of them is missing or fails, the caller
 runs a job instead, which gives the same rows or Spark's own error.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 BYTES_MAX: Final = 1024 * 1024
-"""The most bytes of rows that go in or come out; more are the work of a job."""
+"""The maximum bytes of the input rows, and of the output rows; larger batches run as a job."""
 
 _OUT_ROWS: Final = 1000
 """How many rows Java passes at a time."""
@@ -41,8 +41,8 @@ _ZONE: Final = "UTC"
 class LocalPlan:
     """The plan of a statement over one view, whose rows are given for each evaluation.
 
-    The view is a collection without rows, and Spark's plan is a function of a part of that collection; every evaluation
-    gives it another part.
+    The view is an RDD without rows, and Spark's plan is a function of a partition of that RDD; every evaluation passes
+    another partition.
     """
 
     def __init__(self, spark: SparkSession, columns: StructType) -> None:
@@ -51,7 +51,7 @@ class LocalPlan:
 
         session: Any = spark._jsparkSession
         jvm: Any = spark.sparkContext._jvm
-        # A name of Java is looked up piece by piece, each time it is written, so all are looked up here.
+        # py4j looks up each part of a Java name on every use, so all names are resolved once, here.
         self._arrow = _module(jvm.org.apache.spark.sql.execution.arrow, "ArrowConverters")
         self._contexts = _module(jvm.org.apache.spark, "TaskContext")
         self._iterators = _module(jvm.scala.collection, "Iterator")
@@ -63,7 +63,7 @@ class LocalPlan:
         self._types_in = jvm.org.apache.spark.sql.types.DataType.fromJson(columns.json())
         self._arrow_in = to_arrow_schema(columns, timezone=_ZONE)
         self.view = DataFrame(session.internalCreateDataFrame(empty.rdd(), self._types_in, False), spark)
-        # What expressions look up while they run is that of this thread's session.
+        # While they run, expressions use the active session of this thread.
         jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(session)
         self._rows: Any = None
         self._types_out: Any = None
@@ -85,7 +85,7 @@ class LocalPlan:
         return True
 
     def evaluate(self, batches: Iterable[pa.RecordBatch]) -> list[pa.RecordBatch] | None:
-        """Return the statement's rows over some rows; None if there are too many bytes of either.
+        """Return the statement's output for the given rows; None if input or output is larger than `BYTES_MAX`.
 
         Java's errors are raised: those of the statement, such as a division by zero, as well as others.
         """
@@ -100,14 +100,14 @@ class LocalPlan:
         try:
             message = self._iterators.single(batch.serialize().to_pybytes())
             rows = self._arrow.fromBatchIterator(message, self._types_in, _ZONE, True, False, context)
-            # Arrow's rows are views that move on. Each is read before the next is asked for, so the list may be lazy.
+            # The iterator reuses one row object. Each row is read before the next is requested, so a lazy list is safe.
             part = self._part_of(0, 0, getattr(self._lists, "from")(rows), self._tag)
             made = self._rows.iterator(part, context)
             encoded = self._arrow.toBatchIterator(made, self._types_out, _OUT_ROWS, _ZONE, True, False, context)
             while encoded.hasNext():
                 yield pa.ipc.read_record_batch(pa.py_buffer(encoded.next()), self._arrow_out)
         finally:
-            # It releases what Arrow has allocated.
+            # This releases the memory that Arrow has allocated.
             context.markTaskCompleted(self._nothing)
 
 

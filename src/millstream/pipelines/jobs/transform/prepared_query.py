@@ -458,9 +458,9 @@ class PreparedQuery:
     """A plan for smaller ones, and what it depends on."""
 
     def rows_here(self, plan: Plan) -> list[pa.RecordBatch] | None:
-        """Return the statement's rows over a batch, evaluated in this process; None if that takes a job.
+        """Return the statement's output for a batch, evaluated in this process; None if it needs a job.
 
-        Statements with lake tables, or over several topics, always do.
+        Statements with lake tables, or over several topics, always need one.
         """
         if not self.is_repeatable or self.tables or len(self.views) != 1:
             return None
@@ -482,7 +482,7 @@ class PreparedQuery:
             return None
 
     def try_rows(self, columns: Mapping[str, Sequence[Any]]) -> list[pa.RecordBatch] | None:
-        """Return the statement's rows over given ones, if it can be evaluated in this process."""
+        """Return the statement's output for the given rows; None if it cannot be evaluated in this process."""
         ((topic, view),) = self.views.items()
         local = self._planned_here(topic, view)
         types = to_arrow_schema(view.schema, timezone="UTC")
