@@ -126,6 +126,16 @@ async def test_a_repetition_of_what_was_stored_before_the_restart_is_recognised(
     assert node.opened.log.end_offset == 3
 
 
+async def test_a_batch_that_another_leader_has_stored_meanwhile_holds_up_nothing(node: Restarted) -> None:
+    client = connection()
+    assert await node.send(client, 0) == NOT_LEADER
+    for sequence in range(5):
+        node.opened.log.append(encode_values(producer_id=9, sequence=sequence), leader_epoch=Epoch(0))
+    node.lead()
+    assert [await node.send(client, sequence) for sequence in range(5, 10)] == [NONE] * 5
+    assert not client.refused_batches
+
+
 async def test_a_real_gap_is_reported_once_no_batch_can_have_been_on_its_way(node: Restarted) -> None:
     node.opened.log.append(encode_values(producer_id=9, sequence=0), leader_epoch=Epoch(0))
     client = connection()

@@ -332,11 +332,18 @@ class Listener:
                 connection.fail(TimeoutError("a request or a reply made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()
+        # Connections that have closed since the last look no longer justify that the next one is far away.
+        self._look_for_gone_at = min(self._look_for_gone_at, _next_look(len(self.connections)))
         if self._connections_peak > TRIMMED_CONNECTIONS_MIN and len(self.connections) < self._connections_peak // 2:
             # What they held is free, but not returned to the system.
             self._connections_peak = len(self.connections)
             trim_after(0)
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
+
+
+def _next_look(connections: int) -> int:
+    """Return at how many connections to examine them again: so rarely that it costs each new one little."""
+    return connections + max(LOOK_FOR_GONE_MIN, connections // 16)
 
 
 def _take_one(counter: Counter[str], key: str) -> None:

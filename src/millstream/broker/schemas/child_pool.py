@@ -27,6 +27,7 @@ LENGTH_BYTES: Final = 4
 WORKERS_MAX: Final = 2
 SLOW_WORKERS_MAX: Final = 1
 WAITING_MAX: Final = 256
+SLOW_WAITING_MAX: Final = 16
 USUAL_S_MAX: Final = 1.0
 """How long a request may hold up others; one that takes longer waits for a slow worker."""
 ANSWER_S_MAX: Final = 10.0
@@ -74,6 +75,7 @@ class ChildPool:
         self._turns = asyncio.Semaphore(workers)
         self._slow_turns = asyncio.Semaphore(SLOW_WORKERS_MAX)
         self._waiting = 0
+        self._slow_waiting = 0
         self._idle: list[tuple[_Worker, asyncio.TimerHandle]] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -84,13 +86,22 @@ class ChildPool:
             raise QuotaExceeded(f"{WAITING_MAX} {self._noun} are being examined already; retry later")
         self._waiting += 1
         try:
-            with suppress(ChildTimedOut):
-                async with self._turns:
-                    return await self._exchange(body, min(USUAL_S_MAX, self.answer_s))
+            async with self._turns:
+                return await self._exchange(body, min(USUAL_S_MAX, self.answer_s))
+        except ChildTimedOut:
+            pass
+        finally:
+            self._waiting -= 1
+        if self._slow_waiting >= SLOW_WAITING_MAX:
+            raise QuotaExceeded(
+                f"{SLOW_WAITING_MAX} {self._noun} that take long are being examined already; retry later"
+            )
+        self._slow_waiting += 1
+        try:
             async with self._slow_turns:
                 return await self._exchange(body, self.answer_s)
         finally:
-            self._waiting -= 1
+            self._slow_waiting -= 1
 
     async def close(self) -> None:
         """End the processes."""

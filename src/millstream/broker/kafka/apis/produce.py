@@ -461,7 +461,7 @@ class Produce:
         version = header.version
         waiting: list[tuple[Partition, Portion]] = []
         for portion in request.portions:
-            if client.refused_batches and _is_behind_refused(portion, client):
+            if client.refused_batches and self._is_behind_refused(portion, client):
                 self.batches_rejected += 1
                 continue
             partition = self._append(portion, request, version, guards)
@@ -521,6 +521,37 @@ class Produce:
             return self._topics.partition(portion.topic, portion.index)
         return self._topics.partition_by_id(portion.topic, portion.index)
 
+    def _is_behind_refused(self, portion: Portion, client: ClientInfo) -> bool:
+        """Refuse a batch that was sent behind a refused one, for the same reason; return whether it is one."""
+        header = _sequenced(portion)
+        if header is None:
+            return False
+        key = (portion.topic, portion.index, header.producer_id)
+        refused = client.refused_batches.get(key)
+        if refused is None:
+            return False
+        is_behind = (
+            header.producer_epoch == refused.epoch
+            and _distance(refused.sequence, header.base_sequence) > 0
+            and not self._is_stored(portion, header.producer_id, refused)
+        )
+        refused.behind += is_behind
+        if not is_behind or refused.behind == BATCHES_BEHIND_MAX:
+            del client.refused_batches[key]
+        if is_behind and portion.code is ErrorCode.none:
+            portion.fail(refused.code, f"a batch before it was refused: {refused.reason}")
+        return is_behind
+
+    def _is_stored(self, portion: Portion, producer_id: int, refused: RefusedBatch) -> bool:
+        """Whether a refused batch has been stored since, through another connection or another leader."""
+        try:
+            known = self._partition(portion).log.producers.get(producer_id)
+        except MillstreamError:
+            return False
+        if known is None or known.epoch != refused.epoch or not known.batches:
+            return False
+        return _distance(refused.sequence, known.batches[-1].last_sequence) >= 0
+
     def _reject(self, portion: Portion, error: MillstreamError) -> None:
         self.batches_rejected += 1
         portion.fail(error_code(error), str(error))
@@ -575,23 +606,10 @@ def _remember_refused(portion: Portion, client: ClientInfo) -> None:
     )
 
 
-def _is_behind_refused(portion: Portion, client: ClientInfo) -> bool:
-    """Refuse a batch that was sent behind a refused one, for the same reason; return whether it is one."""
-    header = _sequenced(portion)
-    if header is None:
-        return False
-    key = (portion.topic, portion.index, header.producer_id)
-    refused = client.refused_batches.get(key)
-    if refused is None:
-        return False
-    distance = (header.base_sequence - refused.sequence) & _SEQUENCE_MASK
-    is_behind = header.producer_epoch == refused.epoch and 0 < distance <= _SEQUENCE_MASK // 2
-    refused.behind += is_behind
-    if not is_behind or refused.behind == BATCHES_BEHIND_MAX:
-        del client.refused_batches[key]
-    if is_behind and portion.code is ErrorCode.none:
-        portion.fail(refused.code, f"a batch before it was refused: {refused.reason}")
-    return is_behind
+def _distance(first: int, second: int) -> int:
+    """Return how many sequence numbers the second is after the first, or a negative number if it is before it."""
+    distance = (second - first) & _SEQUENCE_MASK
+    return distance if distance <= _SEQUENCE_MASK // 2 else distance - _SEQUENCE_MASK - 1
 
 
 def _sequenced(portion: Portion) -> BatchHeader | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from millstream.broker.schemas.registry import NewSchema, SchemaRegistry
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
-from millstream.core.errors import SchemaRegistryError
+from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
 from millstream.core.schema import (
     QualifiedSubject,
     RegistryCode,
@@ -99,14 +100,26 @@ class RegistryApi(PrivateApi[RequestT, AnswerT]):
     async def answer(self, request: RequestT) -> AnswerT:
         """Carry out a request."""
 
-    def needs_on(self, operation: Operation, subject: str, references: Iterable[SchemaReference] = ()) -> list[Need]:
+    async def needs_on(
+        self, operation: Operation, subject: str, references: Iterable[SchemaReference] = ()
+    ) -> list[Need]:
         """Return what a request about a subject, or about what it is an alias of, needs; DESCRIBE on references."""
         qualified = QualifiedSubject.parse(subject)
-        needs = [subject_need(operation, str(name)) for name in self._registry.names_of(qualified)]
-        for reference in references:
-            names = self._registry.names_of(qualified.sibling(reference.subject))
-            needs += [subject_need(Operation.DESCRIBE, str(name)) for name in names]
-        return needs
+        if not self._registry.versions(qualified):
+            # The answer will look in the catalog, too, where the subject may have become an alias.
+            with suppress(CatalogUnavailable):
+                await self._registry.load()
+        names = self._registry.names_of(qualified)
+        referenced = {
+            target
+            for reference in references
+            for name in names
+            for target in self._registry.names_of(name.sibling(reference.subject))
+        }
+        return [
+            *(subject_need(operation, str(name)) for name in names),
+            *(subject_need(Operation.DESCRIBE, str(name)) for name in sorted(referenced)),
+        ]
 
     async def message_of(self, version: SubjectVersion, wanted: str = "") -> SchemaMessage:
         """Describe a version of a subject."""
@@ -165,7 +178,7 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
 
     async def needs(self, request: RegisterSchema) -> Sequence[Need]:
         """WRITE on the subject's topic, since producers register what they write with; DESCRIBE on its references'."""
-        return self.needs_on(Operation.WRITE, request.subject, references_of(request))
+        return await self.needs_on(Operation.WRITE, request.subject, references_of(request))
 
     async def answer(self, request: RegisterSchema) -> SchemaResponse:
         """Register it durably."""
@@ -189,7 +202,7 @@ class SchemaLookup(RegistryApi[LookupSchema, SchemaResponse]):
 
     async def needs(self, request: LookupSchema) -> Sequence[Need]:
         """DESCRIBE on the topics of the subject and of the references."""
-        return self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
+        return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def answer(self, request: LookupSchema) -> SchemaResponse:
         """Find the newest version with this content."""
@@ -213,7 +226,7 @@ class SchemaCheck(RegistryApi[CheckSchema, CheckResponse]):
 
     async def needs(self, request: CheckSchema) -> Sequence[Need]:
         """DESCRIBE on the topics of the subject and of the references."""
-        return self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
+        return await self.needs_on(Operation.DESCRIBE, request.subject, references_of(request))
 
     async def answer(self, request: CheckSchema) -> CheckResponse:
         """Decide, without registering anything."""
@@ -356,7 +369,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
 
     async def needs(self, request: GetSubject) -> Sequence[Need]:
         """DESCRIBE on the subject's topic."""
-        return self.needs_on(Operation.DESCRIBE, request.subject)
+        return await self.needs_on(Operation.DESCRIBE, request.subject)
 
     async def answer(self, request: GetSubject) -> SubjectResponse:
         """Describe a subject."""
@@ -399,7 +412,7 @@ class SchemaDelete(RegistryApi[DeleteSubject, DeletedResponse]):
 
     async def needs(self, request: DeleteSubject) -> Sequence[Need]:
         """DELETE on the subject's topic."""
-        return self.needs_on(Operation.DELETE, request.subject)
+        return await self.needs_on(Operation.DELETE, request.subject)
 
     async def answer(self, request: DeleteSubject) -> DeletedResponse:
         """Delete durably."""
