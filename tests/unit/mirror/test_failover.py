@@ -30,11 +30,13 @@ from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
     AdoptRequest,
+    AdoptResponse,
     CutPartition,
     FailoverRequest,
     FailoverResponse,
     FenceRequest,
     RemovedRange,
+    ReverseRequest,
 )
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.clock import ManualClock
@@ -223,6 +225,113 @@ async def test_a_reverse_that_is_repeated_names_what_the_first_attempt_has_dropp
         assert (await failover._follow(target.service, request, [])).removed == [lost]
     mirror = await target.mirror()
     assert (mirror.is_wanted, mirror.cuts, mirror.dropped) == (True, {EU: {0: 5, 1: 7}}, {EU: {0: 9}})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "scanned"), [((), {EU, EUX, US}), ((PATTERN,), {EU})], ids=["all topics", "one topic"]
+)
+async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
+    target: Target, monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, ...], scanned: set[str]
+) -> None:
+    lost = RemovedRange(topic=EU, partition=0, start=41, end=44)
+    scans: list[set[str]] = []
+    beyond: list[RemovedRange] = []
+    saved: list[RemovedRange] = []
+    truncated: list[set[str]] = []
+    is_fenced = True
+
+    async def nothing(*_: Any) -> dict[str, dict[int, int]]:
+        return {}
+
+    async def find_beyond(_service: Any, cuts: dict[str, Any], _ends: Any) -> list[Any]:
+        scans.append(set(cuts))
+        return [(one, None) for one in beyond]
+
+    async def save(_service: Any, one: RemovedRange, *_: Any) -> None:
+        saved.append(one)
+
+    async def truncate(_mirror: str, topics: list[Topic], cuts: dict[str, Any]) -> None:
+        assert {one.name for one in topics} == set(cuts)
+        truncated.append(set(cuts))
+
+    async def fence(*_: Any) -> None:
+        if not is_fenced:
+            raise NotLeader("a node does not answer")
+
+    monkeypatch.setattr(failover, "_beyond", find_beyond)
+    monkeypatch.setattr(failover, "_save", save)
+    monkeypatch.setattr(failover, "_cut_queues", nothing)
+    service = target.service
+    service.high_watermarks, service.truncate_everywhere, service.fence_everywhere = nothing, truncate, fence
+    target.topics.by_name["lost"] = dataclasses.replace(topic("lost", 9), mirror="")
+    request = AdoptRequest(
+        name=NAME,
+        step="follow",
+        settings={"from": "paris:9092"},
+        cuts={EU: {0: 41, 1: 42}, EUX: {0: 43, 1: 44}, US: {0: 45, 1: 46}},
+        topic_ids=[target.topics.by_name[name].topic_id for name in (EU, EUX, US)],
+        save_to="lost",
+    )
+    # The first response is lost, and nothing was copied before the failover. So it cuts at the same offsets.
+    assert (await failover.adopt(service, request)).removed == []
+    await target.fail_over(*patterns)
+    assert (await target.mirror()).cuts == request.cuts
+    beyond.append(lost)
+    is_fenced = False
+    with pytest.raises(NotLeader):
+        await failover.adopt(service, request)
+    mirror = await target.mirror()
+    assert (mirror.is_wanted, scanned & set(mirror.cuts)) == (False, set())
+    is_fenced = True
+    # The last one comes after another response that was lost; the records beyond the cuts may be copies by then.
+    for _ in range(2):
+        assert (await failover.adopt(service, request)).removed == [lost]
+    assert scans == truncated == [{EU, EUX, US}, scanned]
+    assert saved == [lost]
+    mirror = await target.mirror()
+    assert (mirror.is_wanted, mirror.cuts, mirror.verified) == (True, request.cuts, request.cuts)
+    # One that is only paused still follows.
+    await target.mirrors.want(NAME, is_wanted=False)
+    await failover.adopt(service, request)
+    assert len(scans) == 2
+
+
+@pytest.mark.parametrize(
+    "refused", [InvalidMirror("run `reverse --save-to TOPIC`"), NotLeader("the link is down")], ids=["advice", "link"]
+)
+async def test_a_switch_whose_old_source_does_not_follow_advises_to_save_its_records(
+    target: Target, monkeypatch: pytest.MonkeyPatch, refused: MillstreamError
+) -> None:
+    class OtherSide:
+        async def __aenter__(self) -> OtherSide:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def ask(self, _node: Any, _key: int, request: AdoptRequest, _kind: Any, *, waits: bool) -> AdoptResponse:
+            if request.step == "follow":
+                raise refused
+            return AdoptResponse()
+
+    class Drained:
+        async def drain(self, *_: Any) -> None:
+            pass
+
+        async def sync_all(self) -> None:
+            pass
+
+    async def follower_of(*_: Any) -> Drained:
+        return Drained()
+
+    monkeypatch.setattr(failover, "Source", lambda *_, **__: OtherSide())
+    target.service.follower_of = follower_of
+    expected = InvalidMirror if isinstance(refused, InvalidMirror) else RequestTimedOut
+    with pytest.raises(expected, match="clients can write here now") as raised:
+        await failover.switch(target.service, ReverseRequest(name=NAME, address="berlin:9092"))
+    assert str(refused) in str(raised.value)
+    assert "--save-to TOPIC`" in str(raised.value)
+    assert f"reverse {NAME}`" not in str(raised.value)
 
 
 class OldSource:

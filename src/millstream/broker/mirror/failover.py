@@ -288,10 +288,13 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         follow = msgspec.structs.replace(_adoption(service, mirror, request, step="follow"), is_fenced=True)
         try:
             adopted = await source.ask(None, ADOPT_KEY, follow, AdoptResponse, waits=True)
+        except InvalidMirror as error:
+            # It says itself what to do.
+            raise InvalidMirror(f"clients can write here now, but the old source does not follow: {error}") from None
         except MillstreamError as error:
             raise RequestTimedOut(
                 f"clients can write here now, but the old source does not follow yet: {error}. When it is available, "
-                f"run `millstream mirror reverse {mirror.name}`"
+                f"run `millstream mirror reverse {mirror.name} --save-to TOPIC`"
             ) from None
     await service.mirrors.delete(mirror.name)
     return ReverseResponse(
@@ -364,6 +367,8 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
         await service.mirrors.create(request.name, request.settings, is_wanted=False)
     elif declared.overrides.get(SOURCE) != request.settings.get(SOURCE):
         raise InvalidMirror(f"the old source has another mirror {request.name!r}; delete that one first")
+    else:
+        await _forget_cuts(service, declared, topics)
     await _set_mirror(service, topics, request.name, is_draining=request.step == "fence")
     # From here on no client writes them, on any node, and nothing that was written is still to be acknowledged.
     await service.fence_everywhere(request.name, [topic.topic_id for topic in topics])
@@ -371,6 +376,23 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
         ends = await service.barrier([topic.name for topic in topics])
         return AdoptResponse(ends=ends, removed=[one for one, _ in await _beyond(service, request.cuts, ends)])
     return await _follow(service, request, topics)
+
+
+async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequence[Topic]) -> None:
+    """Forget durably where topics were cut that were failed over here since then, so that they are scanned again.
+
+    This has to precede their fence: afterwards nothing shows any more that clients could write them. The mirror stops
+    until they are scanned; without a cut, a node that copies until it hears of that truncates nothing.
+    """
+    stale = {topic.name for topic in topics if topic.mirror != declared.name or topic.name in declared.cut_epochs}
+    if stale.isdisjoint(declared.cuts):
+        return
+
+    def forgotten(now: Mirror) -> Mirror:
+        cuts = {name: offsets for name, offsets in now.cuts.items() if name not in stale}
+        return dataclasses.replace(now, cuts=cuts, is_wanted=False)
+
+    await service.mirrors.change(declared.name, forgotten)
 
 
 async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets) -> list[tuple[RemovedRange, _Scan]]:
@@ -391,12 +413,13 @@ async def _beyond(service: MirrorService, cuts: TopicOffsets, ends: TopicOffsets
 async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
     """Drop the records that only this cluster has, and start copying.
 
-    May be repeated: the ranges are recorded before they are dropped. Once this cluster copies, nothing is dropped any
-    more, since the records beyond the cuts come from the other cluster.
+    May be repeated: the ranges are recorded before they are dropped. Once this cluster copies a topic, nothing of it is
+    dropped any more, since the records beyond its cuts come from the other cluster, until it is failed over here.
     """
     declared = await service.mirrors.find(request.name)
     if declared.cuts != request.cuts:
-        declared = await _give_up(service, request, topics)
+        cuts = {name: offsets for name, offsets in request.cuts.items() if declared.cuts.get(name) != offsets}
+        declared = await _give_up(service, request, cuts, [topic for topic in topics if topic.name in cuts])
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, overrides=dict(request.settings), is_wanted=True)
     )
@@ -410,9 +433,11 @@ async def _follow(service: MirrorService, request: AdoptRequest, topics: Sequenc
     return AdoptResponse(removed=removed)
 
 
-async def _give_up(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> Mirror:
-    """Drop what lies beyond the cuts; return the mirror with the ends of what was dropped."""
-    beyond = await _beyond(service, request.cuts, await service.high_watermarks([topic.name for topic in topics]))
+async def _give_up(
+    service: MirrorService, request: AdoptRequest, cuts: TopicOffsets, topics: Sequence[Topic]
+) -> Mirror:
+    """Drop what some topics hold beyond their cuts; return the mirror with the ends of what was dropped."""
+    beyond = await _beyond(service, cuts, await service.high_watermarks([topic.name for topic in topics]))
     if request.save_to and beyond:
         if service.topics.get(request.save_to) is None:
             with suppress(TopicExists):
@@ -425,13 +450,15 @@ async def _give_up(service: MirrorService, request: AdoptRequest, topics: Sequen
     await service.mirrors.change(
         request.name, lambda now: dataclasses.replace(now, dropped=merged_offsets(now.dropped, dropped))
     )
-    await _cut_queues(service, request, topics)
+    await _cut_queues(service, cuts, topics)
     # Epochs alone do not show everywhere where histories part: compaction may have removed all records of one.
-    await service.truncate_everywhere(request.name, topics, request.cuts)
+    await service.truncate_everywhere(request.name, topics, cuts)
     return await service.mirrors.change(
         request.name,
         # Below the cuts, both sides have the same transactions as a whole.
-        lambda now: dataclasses.replace(now, cuts=request.cuts, verified=request.cuts, is_gated=True),
+        lambda now: dataclasses.replace(
+            now, cuts=request.cuts, verified=merged_offsets(now.verified, cuts), is_gated=True
+        ),
     )
 
 
@@ -500,7 +527,7 @@ async def _save(service: MirrorService, removed: RemovedRange, found: _Scan, tar
             await client.produce(target, 0, encode_batch(kept[at : at + SAVED_AT_ONCE]))
 
 
-async def _cut_queues(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> None:
+async def _cut_queues(service: MirrorService, cuts: TopicOffsets, topics: Sequence[Topic]) -> None:
     """Cut the stored states of queues where the records are cut, so that none refers to another record."""
     by_id = {topic.topic_id: topic for topic in topics}
     asked = OfferRequest(topics=list(by_id))
@@ -508,4 +535,4 @@ async def _cut_queues(service: MirrorService, request: AdoptRequest, topics: Seq
     offers += [await service.ask_node(node, OFFER_KEY, asked, OfferResponse) for node in service.others]
     for offer in offers:
         for queue in offer.queues:
-            await service.cut_queue(queue, by_id, request.cuts)
+            await service.cut_queue(queue, by_id, cuts)
