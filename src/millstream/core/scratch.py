@@ -2,28 +2,36 @@
 
 A process locks its folder while it uses it. Before a process creates a folder, it removes those that no process locks,
 but only folders with the prefix that belong to the same user.
+
+All of it may block: code that runs on an event loop takes `temporary_folder_async`, or calls the rest in a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import islice
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from millstream.core.tasks import finish
+
 PREFIX: Final = "millstream-scratch-"
 
-_REMOVE_S_MAX: Final = 5.0
+REMOVE_S_MAX: Final = 5.0
+"""How long a folder is removed again and again while others still write into it."""
 _REMOVE_AGAIN_S: Final = 0.1
 
 REMOVED_MAX: Final = 100
-"""How many folders one process examines at most; the next process examines others."""
+"""How many folders one call removes at most; the next call removes others.
+
+Folders that are in use, belong to other users or cannot be removed do not count.
+"""
 
 
 class LockedFolder(NamedTuple):
@@ -32,20 +40,29 @@ class LockedFolder(NamedTuple):
     path: str
     lock: int
 
-    def remove(self) -> None:
-        """Remove the folder with its files, then release it."""
-        deadline = time.monotonic() + _REMOVE_S_MAX
+    def remove(self, patience_s: float = REMOVE_S_MAX) -> bool:
+        """Remove the folder with its files, then release it; return whether it is gone.
+
+        What is written into it meanwhile is removed too, for as long as the patience lasts.
+        """
+        deadline = time.monotonic() + patience_s
         shutil.rmtree(self.path, ignore_errors=True)
         # Java and its workers, which outlive a killed process for a moment, may write into it meanwhile.
         while os.path.isdir(self.path) and time.monotonic() < deadline:
             time.sleep(_REMOVE_AGAIN_S)
             shutil.rmtree(self.path, ignore_errors=True)
+        is_gone = not os.path.isdir(self.path)
         os.close(self.lock)
+        return is_gone
 
 
 def create_locked_folder() -> LockedFolder:
-    """Create a temporary folder that others do not remove while this process lives."""
+    """Create a temporary folder that others do not remove while this process lives, after cleaning up."""
     remove_left_behind()
+    return _create()
+
+
+def _create() -> LockedFolder:
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX)
         lock = _locked(folder)
@@ -64,12 +81,40 @@ def temporary_folder() -> Iterator[str]:
         folder.remove()
 
 
-def remove_left_behind() -> None:
-    """Remove folders of processes that have ended."""
-    for folder in islice(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), REMOVED_MAX):
+@asynccontextmanager
+async def temporary_folder_async() -> AsyncIterator[str]:
+    """Provide a temporary folder as `temporary_folder` does, with everything that may block in threads.
+
+    The folder is removed even if the task is cancelled while it is created or removed.
+    """
+    await asyncio.to_thread(remove_left_behind)
+    creating = asyncio.ensure_future(asyncio.to_thread(_create))
+    try:
+        folder = await asyncio.shield(creating)
+        yield folder.path
+    finally:
+        await finish(_remove_created(creating))
+
+
+async def _remove_created(creating: asyncio.Future[LockedFolder]) -> None:
+    folder = await creating
+    await asyncio.to_thread(folder.remove)
+
+
+def remove_left_behind(patience_s: float = 0.0) -> None:
+    """Remove folders of processes that have ended, at most `REMOVED_MAX`.
+
+    Each is tried once. With patience, which is for all of them together, those that are still written to are tried
+    again: for who has just killed their process.
+    """
+    deadline = time.monotonic() + patience_s
+    removed = 0
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         lock = _locked(str(folder))
         if lock is not None:
-            LockedFolder(str(folder), lock).remove()
+            removed += LockedFolder(str(folder), lock).remove(deadline - time.monotonic())
+            if removed >= REMOVED_MAX:
+                return
 
 
 def _locked(folder: str) -> int | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from millstream.core.scratch import PREFIX, remove_left_behind, temporary_folder
+from millstream.core import scratch
+from millstream.core.scratch import PREFIX, remove_left_behind, temporary_folder, temporary_folder_async
 from millstream.pipelines.runtime import spark_session
 
 
@@ -71,8 +75,95 @@ def test_a_folder_that_java_wrote_to_while_it_was_removed_is_removed_again(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"{PREFIX}left").mkdir()
     monkeypatch.setattr(shutil, "rmtree", remove_while_written_to)
-    remove_left_behind()
+    remove_left_behind(patience_s=5.0)
     assert (late, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_a_leftover_that_stays_is_tried_once_and_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, tried = shutil.rmtree, []
+
+    def remove_some(folder: str, *, ignore_errors: bool) -> None:
+        tried.append(Path(folder).name)
+        if "stays" not in Path(folder).name:
+            remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "rmtree", remove_some)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(scratch, "REMOVED_MAX", 2)
+    stays = {f"{PREFIX}stays-{number}" for number in range(5)}
+    for name in (*stays, *(f"{PREFIX}goes-{number}" for number in range(3))):
+        (tmp_path / name).mkdir()
+    with temporary_folder() as held:
+        assert sum("goes" in one.name for one in tmp_path.iterdir()) == 1
+        remove_left_behind()
+        assert {one.name for one in tmp_path.iterdir()} == {*stays, Path(held).name}
+        tried.clear()
+        remove_left_behind()
+        assert sorted(tried) == sorted(stays)
+
+
+async def test_on_an_event_loop_folders_are_created_and_removed_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, remove, threads = tempfile.mkdtemp, shutil.rmtree, []
+
+    def make_noted(*, prefix: str) -> str:
+        threads.append(threading.current_thread())
+        return make(prefix=prefix)
+
+    def remove_noted(folder: str, *, ignore_errors: bool) -> None:
+        threads.append(threading.current_thread())
+        remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", make_noted)
+    monkeypatch.setattr(shutil, "rmtree", remove_noted)
+    (tmp_path / f"{PREFIX}left").mkdir()
+    async with temporary_folder_async() as folder:
+        assert list(tmp_path.iterdir()) == [Path(folder)]
+        assert Path(folder).stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+    assert len(threads) == 3
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("cancellations", [1, 2])
+async def test_a_task_that_is_cancelled_while_its_folder_is_created_leaves_none(
+    cancellations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, remove = tempfile.mkdtemp, shutil.rmtree
+    began, may_go_on, removed = threading.Event(), threading.Event(), threading.Event()
+
+    def make_late(*, prefix: str) -> str:
+        began.set()
+        may_go_on.wait(10)
+        return make(prefix=prefix)
+
+    def remove_noted(folder: str, *, ignore_errors: bool) -> None:
+        remove(folder, ignore_errors=ignore_errors)
+        removed.set()
+
+    async def use() -> None:
+        async with temporary_folder_async():
+            pytest.fail("it was cancelled before")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", make_late)
+    monkeypatch.setattr(shutil, "rmtree", remove_noted)
+    using = asyncio.create_task(use())
+    assert await asyncio.to_thread(began.wait, 10)
+    for _ in range(cancellations):
+        using.cancel()
+        await asyncio.sleep(0.01)
+    assert using.done() == (cancellations == 2)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert await asyncio.to_thread(removed.wait, 10)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_that_is_killed_leaves_nothing_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownGroup, UnknownPipeline
 from millstream.core.pipeline import GROUP_PREFIX, Pipeline, PipelineKind
-from millstream.core.scratch import remove_left_behind
+from millstream.core.scratch import REMOVE_S_MAX, remove_left_behind
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.spark_session import DIED, missing_packages
 from millstream.protocol.wire.client import Client
@@ -164,7 +164,7 @@ class PipelineChild(SupervisedChild):
         await self._end_spare()
         await super().stop()
         # A driver that did not end in time was killed, and could not remove its temporary files.
-        await asyncio.to_thread(remove_left_behind)
+        await asyncio.to_thread(remove_left_behind, REMOVE_S_MAX)
         await self._owner.resign()
 
     @property

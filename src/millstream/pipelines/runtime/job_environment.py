@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.core.errors import InvalidSetting, MillstreamError
-from millstream.core.scratch import temporary_folder
+from millstream.core.scratch import temporary_folder_async
 
 RESOLVE_S: Final = 600.0
 KEPT: Final = 10
@@ -75,7 +75,7 @@ async def resolve(requirements: str) -> str:
     lines = check_requirements(requirements)
     options = [line for line in lines if line.startswith("-")]
     have = _installed()
-    with temporary_folder() as scratch:
+    async with temporary_folder_async() as scratch:
         given, fixed, report = (Path(scratch, name) for name in ("requirements.txt", "constraints.txt", "report.json"))
         given.write_text("\n".join(lines) + "\n", encoding="utf-8")
         fixed.write_text("".join(f"{name}=={number}\n" for name, number in sorted(have.items())), encoding="utf-8")

@@ -29,7 +29,7 @@ from millstream.core.errors import (
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
 from millstream.core.private_file import write_private
-from millstream.core.scratch import temporary_folder
+from millstream.core.scratch import temporary_folder_async
 from millstream.core.setting import HIDDEN
 from millstream.gateway.api.problem import invalid
 from millstream.gateway.api.services import Services
@@ -231,7 +231,7 @@ async def _try_in_process(pipeline: Pipeline, lake: str, services: Services, *, 
     access = connection_access(NODE_CREDENTIALS.get())
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_TRYING)
-        scratch = stack.enter_context(temporary_folder())
+        scratch = await stack.enter_async_context(temporary_folder_async())
         if is_guarded:
             made = await create_token(services.client, _MAY_READ, lasts_ms=int(2 * DRY_RUN_S * 1000))
             stack.push_async_callback(_revoke, services, made.token_id)
