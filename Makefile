@@ -148,7 +148,7 @@ chaos-cores: $(DEV_STAMP) ## Kill processes of a machine 50 times under all kind
 chaos-grow: $(DEV_STAMP) ## Turn a loaded machine into a cluster, replicate and move everything under kills, and check every message (15 minutes)
 	@$(BIN)/python -m trials.chaos_grow $(CHAOS_ARGS)
 
-chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and truncate, then audit every message (10 minutes)
+chaos-ledger: $(DEV_STAMP) ## Kill a node, workers and the ledger's driver, seek, redrive and truncate, then audit every message (5 minutes)
 	@$(BIN)/python -m trials.chaos_ledger $(CHAOS_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Inject 200 faults into a loaded cluster of real processes, and check every message (half an hour)
