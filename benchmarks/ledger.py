@@ -40,6 +40,7 @@ import pyarrow as pa
 
 from millstream.broker.subscriptions.frame import LedgerWindow, encode_window
 from millstream.core.subscription import EXACTLY_ONCE, LEDGER, START, Verb
+from millstream.core.topic import SUBSCRIPTIONS
 from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
@@ -169,8 +170,8 @@ def _land(server: Server, lake: str) -> float:
 def failover(server: Server, messages: int, *, ledger: bool) -> None:
     """Kill a node with a large state, and measure how long it takes until a worker gets a message again."""
     name = "failover"
-    asyncio.run(_deliver_many(server, name, messages, ledger=ledger))
-    stored = sum(path.stat().st_size for path in server.data.rglob("*") if "__subscriptions" in str(path))
+    topic_id = asyncio.run(_deliver_many(server, name, messages, ledger=ledger))
+    stored = sum(path.stat().st_size for path in (server.data / "partitions" / topic_id).rglob("*"))
     cpu = broker_cpu_s(server.pid)
     server.restart(clean=False)
     first_s = asyncio.run(_first_message_s(server, name))
@@ -182,8 +183,8 @@ def failover(server: Server, messages: int, *, ledger: bool) -> None:
     )
 
 
-async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) -> None:
-    """Accept messages one by one, many at a time; one more waits at the end."""
+async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) -> str:
+    """Accept messages one by one, many at a time; one more waits at the end. Return the id of the topic of states."""
     async with Client.connect(server.kafka) as client:
         await client.metadata([name], create=True)
         subscriptions = SubscriptionClient(client)
@@ -197,6 +198,7 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
             await asyncio.gather(*(subscriptions.settle(name, "worker", [one], Verb.ACCEPT) for one in messages))
             done += len(messages)
         await client.produce(name, 0, encode_batch([record]))
+        return str((await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].topic_id)
 
 
 async def _first_message_s(server: Server, name: str) -> float:
