@@ -107,7 +107,6 @@ def test_a_job_is_run_followed_and_its_log_read(tmp_path: Path) -> None:
         expect(page.locator("#run")).to_contain_text("part 3 of 3: 1000 rows", timeout=SPARK_MS)
         expect(page.locator("#run .chip")).to_have_text("succeeded", timeout=SPARK_MS)
         check_look(page, "run-succeeded")
-        take_picture(page, "run")
         page.get_by_role("link", name="nightly").click()
         expect(page.get_by_role("row").filter(has_text="succeeded")).to_contain_text("rows: 1000")
         page.locator("summary").filter(has_text="Run it now").click()
