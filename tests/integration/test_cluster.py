@@ -548,8 +548,8 @@ def test_the_console_shows_the_cluster_through_every_node(cluster: ServerGroup, 
         wait_until(lambda: all("Partitions in trouble" in shown(node, "/cluster") for node in left))
         for node in left:
             wait_until(partial(all_messages, node))
-            assert "catching up" in shown(node, f"/topics/{topic}")
-            assert re.search(r">(unreachable|away)<", shown(node, "/cluster"))
+            wait_until(lambda node=node: "catching up" in shown(node, f"/topics/{topic}"))  # type: ignore[misc]
+            wait_until(lambda node=node: re.search(r">(unreachable|away)<", shown(node, "/cluster")))  # type: ignore[misc]
 
 
 def test_a_node_is_drained_in_the_browser(cluster: ServerGroup, topic: str) -> None:

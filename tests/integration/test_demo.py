@@ -56,7 +56,9 @@ class RunningDemo:
 def demo_folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    started = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    # Processes end by themselves once they notice that the one that started them has ended.
+    _, left = psutil.wait_procs(started, timeout=60)
     for process in left:
         process.kill()
     assert left == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.cli import connection
 from millstream.cli.app import call
 from millstream.cli.connection import command_credentials, take_credentials
 from millstream.client.connection import connect
@@ -16,6 +17,12 @@ from millstream_testing.security import Certificates
 
 WORD = "a-password-of-alice"
 TOKEN = "a-token-of-ci"
+
+
+@pytest.fixture(autouse=True)
+def own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags that a test takes are not those of the tests after it."""
+    monkeypatch.setattr(connection, "_given", {})
 
 
 @pytest.fixture
