@@ -255,8 +255,7 @@ class Listener:
         for descriptor in gone:
             waiting[descriptor].abort()
         left = len(self.connections) - len(gone)
-        # Searches are rare enough that examining all connections adds little cost to each new one.
-        self._look_for_gone_at = left + max(LOOK_FOR_GONE_MIN, left // 4)
+        self._look_for_gone_at = _next_look(left)
 
     def _known(self, connection: Connection) -> None:
         connection.known = None
@@ -332,7 +331,7 @@ class Listener:
                 connection.fail(TimeoutError("a request or a reply made no progress"))
             elif connection.is_idle and now - connection.last_activity > self._idle_s:
                 connection.abort()
-        # Connections that have closed since the last look no longer justify that the next one is far away.
+        # Connections have closed since the last search, so the next one is due at a lower number.
         self._look_for_gone_at = min(self._look_for_gone_at, _next_look(len(self.connections)))
         if self._connections_peak > TRIMMED_CONNECTIONS_MIN and len(self.connections) < self._connections_peak // 2:
             # What they held is free, but not returned to the system.
@@ -342,7 +341,7 @@ class Listener:
 
 
 def _next_look(connections: int) -> int:
-    """Return at how many connections to examine them again: so rarely that it costs each new one little."""
+    """Return the number of connections at which to search again; rare enough to add little cost to each new one."""
     return connections + max(LOOK_FOR_GONE_MIN, connections // 16)
 
 
