@@ -1,4 +1,4 @@
-"""`millstream cluster plan`, `apply`, `cancel` and `undrain`, and `millstream topic replicate`: move partitions."""
+"""`millstream cluster plan`, `apply`, `cancel` and `undrain`: move partitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.options import COMMON, Common, Noun, flag
+from millstream.cli.options import COMMON, Common, Noun, Throttle, Wait
 from millstream.cli.output import counted, print_answer, print_json, print_line, print_table, sized
 
 if TYPE_CHECKING:
@@ -24,17 +24,6 @@ NodeNumber = Annotated[int, typer.Argument(metavar="NODE", min=0, help="The id o
 PlanId = Annotated[
     str, typer.Argument(metavar="[PLAN]", help="The id of the plan. Default: the last one.", show_default=False)
 ]
-Throttle = Annotated[
-    int | None,
-    flag(
-        "--throttle",
-        "BYTES",
-        "How many bytes per second each node may fetch for the moves. Default: 33554432 (32 MiB).",
-        min=1024,
-    ),
-]
-Wait = Annotated[bool, typer.Option("--wait", help="Return when the plan has ended; Ctrl-C leaves it running.")]
-
 plan_app = Noun(
     help="Compute which partitions to move, review it, and follow it. Nothing moves before `millstream cluster apply`.",
     no_args_is_help=True,
@@ -112,29 +101,14 @@ def undrain(node: NodeNumber, common: Common = COMMON) -> None:
     )
 
 
-def replicate(
-    pattern: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATTERN",
-            help="The topics, such as orders or 'shop-*'; '*' includes internal ones.",
-            show_default=False,
-        ),
-    ],
-    to: Annotated[int, flag("--to", "NUMBER", "How many replicas.", min=1)],
-    throttle: Throttle = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the moves without starting them.")] = False,
-    wait: Wait = False,
-    common: Common = COMMON,
+def replicate_topics(
+    pattern: str, replicas: int, *, throttle: int | None, dry_run: bool, wait: bool, common: Common
 ) -> None:
-    """Change the number of replicas of topics, in the background.
-
-    It is a plan of the cluster: `millstream cluster plan show` follows it, `millstream cluster cancel` stops it.
-    """
+    """Plan to give topics another number of replicas, and carry it out unless it is a dry run."""
     from millstream.client.admin.cluster_plans import apply_plan, compute_replication, current_plan, propose_plan
 
     async def question(client: Client) -> tuple[Plan, PlanResponse | None]:
-        plan = await compute_replication(client, pattern, to)
+        plan = await compute_replication(client, pattern, replicas)
         if dry_run or not plan.moves:
             return plan, None
         proposed = await propose_plan(client, plan, throttle_bytes=_throttle(throttle))

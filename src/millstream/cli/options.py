@@ -112,6 +112,18 @@ IfMissing = Annotated[bool, typer.Option("--if-not-exists", help="Succeed withou
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
+Throttle = Annotated[
+    int | None,
+    flag(
+        "--throttle",
+        "BYTES",
+        "How many bytes per second each node may fetch for the moves. Default: 33554432 (32 MiB).",
+        min=1024,
+    ),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when the plan has ended; Ctrl-C leaves it running.")]
+
+
 class Noun(typer.Typer):
     """The commands of a noun; each takes the fields of its dataclass parameters as options."""
 

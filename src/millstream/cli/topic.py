@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.cli.cluster_plan import replicate
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
     COMMON,
     Common,
     Noun,
+    Throttle,
+    Wait,
     Yes,
     ask_person,
     flag,
@@ -175,7 +176,30 @@ def describe(name: Name, common: Common = COMMON) -> None:
         _print_description(described)
 
 
-app.command("replicate")(replicate)
+@app.command("replicate")
+def replicate(
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATTERN",
+            help="The topics, such as orders or 'shop-*'; '*' includes internal ones.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[int, flag("--to", "NUMBER", "How many replicas.", min=1)],
+    throttle: Throttle = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the moves without starting them.")] = False,
+    wait: Wait = False,
+    common: Common = COMMON,
+) -> None:
+    """Change the number of replicas of topics, in the background.
+
+    It is a plan of the cluster: `millstream cluster plan show` follows it, `millstream cluster cancel` stops it.
+    """
+    # Imported on use, so that the other commands start faster.
+    from millstream.cli.cluster_plan import replicate_topics
+
+    replicate_topics(pattern, to, throttle=throttle, dry_run=dry_run, wait=wait, common=common)
 
 
 @app.command("alter")

@@ -35,6 +35,10 @@ ProducerId = NewType("ProducerId", int)
 ProducerEpoch = NewType("ProducerEpoch", int)
 """The instance of a producer id; older instances are fenced."""
 
+SUBJECT_CHARACTERS_MAX: Final = 1024
+CONTEXT_CHARACTERS_MAX: Final = 255
+"""Bounds of the names of a schema registry."""
+
 NO_OFFSET = Offset(-1)
 NO_EPOCH = Epoch(-1)
 NO_PRODUCER_ID = ProducerId(-1)

@@ -27,9 +27,6 @@ DEFAULT_LEVEL: Final = "BACKWARD"
 MODES: Final = ("READWRITE", "READONLY", "READONLY_OVERRIDE", "IMPORT", "FORWARD")
 READWRITE, READONLY, READONLY_OVERRIDE, IMPORT, FORWARD = MODES
 
-SUBJECT_CHARACTERS_MAX: Final = 1024
-CONTEXT_CHARACTERS_MAX: Final = 255
-
 
 class RegistryCode(enum.IntEnum):
     """The error codes of Confluent's registry. The first three digits are the HTTP status."""

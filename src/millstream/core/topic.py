@@ -11,8 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from millstream.core.errors import InvalidSetting, InvalidTopicName
-from millstream.core.ids import PartitionIndex
-from millstream.core.schema import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX
+from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX, PartitionIndex
 from millstream.core.setting import Setting, setting, settings_of, suggestion
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"

@@ -36,8 +36,14 @@ def test_a_command_imports_only_what_it_needs() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=settings)
     imported = set(ended.stdout.split())
     assert "millstream.protocol.wire.client" in imported
-    heavy = {"pydantic", "crc32c", "numpy", "rich", "sqlglot", "millstream.core.pipeline", "millstream.core.config"}
-    assert imported & heavy == set()
+    libraries = {"pydantic", "crc32c", "numpy", "rich", "sqlglot"}
+    assert imported & libraries == set()
+    own = {
+        f"millstream.{name}"
+        for name in ("cli.cluster_plan", "client.connection", "protocol.records", "protocol.schemas")
+    }
+    own |= {f"millstream.core.{name}" for name in ("acl", "config", "credential", "pipeline", "schema", "subscription")}
+    assert imported & own == set()
 
 
 def test_a_server_does_not_import_what_only_tests_of_kio_need() -> None:

@@ -27,9 +27,9 @@ from millstream.broker.schemas.worker import (
     WorkerResponse,
 )
 from millstream.core.errors import MillstreamError, SchemaRegistryError
+from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX
 from millstream.core.mirror import SightingChange
 from millstream.core.schema import (
-    CONTEXT_CHARACTERS_MAX,
     DEFAULT_LEVEL,
     GLOBAL_CONTEXT,
     IMPORT,
@@ -39,7 +39,6 @@ from millstream.core.schema import (
     READONLY_OVERRIDE,
     READWRITE,
     SCHEMA_TYPES,
-    SUBJECT_CHARACTERS_MAX,
     QualifiedSubject,
     RegistryCode,
     SchemaChanges,

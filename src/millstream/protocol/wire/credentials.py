@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import secrets
 import ssl
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,19 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from millstream.core.credential import (
-    ITERATIONS_MAX,
-    ITERATIONS_MIN,
-    SCRAM_MECHANISMS,
-    SHA_512,
-    derive,
-    digest,
-    hash_password,
-    is_api_token,
-    is_same,
-    mac,
-    split_token,
-)
 from millstream.core.errors import AuthenticationFailed, InvalidRequest, NotFound
 from millstream.core.ids import NodeId
 
@@ -76,6 +62,11 @@ class Credentials:
 
     def begin(self) -> tuple[str, Exchange] | None:
         """Return the SASL mechanism to use, and its dialogue; None without a user and a token."""
+        if self.token is None and not self.user and not self.mechanism:
+            return None
+        # Imported on use, so that commands without credentials start faster.
+        from millstream.core.credential import SCRAM_MECHANISMS, SHA_512, is_api_token, split_token
+
         token = "" if self.token is None else self.token()
         if is_api_token(token):
             return PLAIN, _send_password(*split_token(token))
@@ -83,9 +74,7 @@ class Credentials:
             if self.mechanism == ASSERTION:
                 return ASSERTION, _send_assertion(token)
             return OAUTHBEARER, _send_token(token)
-        mechanism = self.mechanism or (SHA_512 if self.user else "")
-        if not mechanism:
-            return None
+        mechanism = self.mechanism or SHA_512
         if mechanism == PLAIN:
             return mechanism, _send_password(self.user, self.password)
         if mechanism in SCRAM_MECHANISMS:
@@ -227,6 +216,18 @@ def _send_password(user: str, password: str) -> Exchange:
 
 
 def _prove_password(mechanism: str, user: str, password: str) -> Exchange:
+    import secrets
+
+    from millstream.core.credential import (
+        ITERATIONS_MAX,
+        ITERATIONS_MIN,
+        derive,
+        digest,
+        hash_password,
+        is_same,
+        mac,
+    )
+
     nonce = secrets.token_urlsafe(_NONCE_BYTES)
     name = user.replace("=", "=3D").replace(",", "=2C")
     first = f"n={name},r={nonce}"
