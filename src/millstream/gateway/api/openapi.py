@@ -183,7 +183,7 @@ def _has_schema(kind: Any) -> bool:
 def _operation(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": _operation_id(route),
-        "tags": [route.tag],
+        "tags": [route.section],
         "summary": route.summary,
         "responses": _responses(route, schemas),
     }

@@ -133,7 +133,8 @@ class Route(Generic[Q, B]):
     answer: type | None
     """The type of the answer; None if it has no body."""
     _: KW_ONLY
-    tag: str
+    tag: str = ""
+    """Its section of the OpenAPI document; empty for the first part of the path."""
     other_answer: type | None = None
     """The type of the answer to bodies in another form."""
     query: type[Q] = _NO_FIELDS
@@ -148,6 +149,11 @@ class Route(Generic[Q, B]):
     """Further statuses of the same answer, with their meaning."""
     lane: Lane = Lane.ADMIN
     streams: bool = False
+
+    @property
+    def section(self) -> str:
+        """Return the section of the OpenAPI document that describes the route."""
+        return self.tag or self.path.split("/")[1].replace("-", " ")
 
     @property
     def answers(self) -> tuple[type, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -245,57 +245,26 @@ async def undrain_node(services: Services, request: Request[NoFields, NodeToUndr
     return Undrained(request.body.node)
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "cluster", "method": "GET", "body": NoFields}
-_CHANGE: Final[dict[str, Any]] = {"tag": "cluster", "method": "POST", "query": NoFields}
-
 ROUTES: Final = (
+    Route("GET", "/cluster", "Describe the cluster", status, ClusterDescription),
+    Route("GET", "/clients", "List connected clients", clients, ClientList, query=Measuring, tag="cluster"),
+    Route("GET", "/cluster/plan", "Show the last plan of moves, and how far it is", show_plan, PlanProgress),
     Route(
-        path="/cluster",
-        summary="Describe the cluster",
-        handle=status,
-        answer=ClusterDescription,
-        **_SHARED,
-    ),
-    Route(
-        path="/clients", summary="List connected clients", handle=clients, query=Measuring, answer=ClientList, **_SHARED
-    ),
-    Route(
-        path="/cluster/plan",
-        summary="Show the last plan of moves, and how far it is",
-        handle=show_plan,
-        answer=PlanProgress,
-        **_SHARED,
-    ),
-    Route(
-        path="/cluster/plan",
-        summary="Compute a plan to drain or remove a node, or to balance all of them",
-        handle=make_plan,
+        "POST",
+        "/cluster/plan",
+        "Compute a plan to drain or remove a node, or to balance all of them",
+        make_plan,
+        ComputedPlan,
         body=PlanToCompute,
-        answer=ComputedPlan,
-        **_CHANGE,
     ),
+    Route("POST", "/cluster/plan/apply", "Carry out a plan", run_plan, PlanState, body=PlanToApply),
+    Route("POST", "/cluster/plan/cancel", "Stop a plan", stop_plan, PlanState, body=PlanToCancel),
     Route(
-        path="/cluster/plan/apply",
-        summary="Carry out a plan",
-        handle=run_plan,
-        body=PlanToApply,
-        answer=PlanState,
-        **_CHANGE,
-    ),
-    Route(
-        path="/cluster/plan/cancel",
-        summary="Stop a plan",
-        handle=stop_plan,
-        body=PlanToCancel,
-        answer=PlanState,
-        **_CHANGE,
-    ),
-    Route(
-        path="/cluster/undrain",
-        summary="Let a drained node get leaders and replicas again",
-        handle=undrain_node,
+        "POST",
+        "/cluster/undrain",
+        "Let a drained node get leaders and replicas again",
+        undrain_node,
+        Undrained,
         body=NodeToUndrain,
-        answer=Undrained,
-        **_CHANGE,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -186,42 +186,23 @@ def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
     )
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "dead letters"}
-
 ROUTES: Final = (
+    Route("GET", "/dead-letters", "List dead letter topics", list_topics, DeadLetterList),
     Route(
-        method="GET",
-        path="/dead-letters",
-        summary="List dead letter topics",
-        handle=list_topics,
-        answer=DeadLetterList,
-        **_SHARED,
-    ),
-    Route(
-        method="GET",
-        path="/dead-letters/{name}",
-        summary="Show open letters of a topic, or of a subscription",
-        handle=show,
+        "GET",
+        "/dead-letters/{name}",
+        "Show open letters of a topic, or of a subscription",
+        show,
+        LetterList,
         query=Letters,
-        answer=LetterList,
-        **_SHARED,
     ),
     Route(
-        method="POST",
-        path="/dead-letters/{name}/redrive",
-        summary="Deliver open letters again, and close them",
-        handle=redrive,
+        "POST",
+        "/dead-letters/{name}/redrive",
+        "Deliver open letters again, and close them",
+        redrive,
+        WorkedOn,
         body=Redrive,
-        answer=WorkedOn,
-        **_SHARED,
     ),
-    Route(
-        method="POST",
-        path="/dead-letters/{name}/purge",
-        summary="Close open letters",
-        handle=purge,
-        body=Purge,
-        answer=WorkedOn,
-        **_SHARED,
-    ),
+    Route("POST", "/dead-letters/{name}/purge", "Close open letters", purge, WorkedOn, body=Purge),
 )

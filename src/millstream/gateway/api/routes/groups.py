@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -125,20 +125,10 @@ async def delete(services: Services, request: Request[NoFields, NoFields]) -> No
     await delete_group(services.client, request.path["group"])
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "groups", "query": NoFields}
-
 ROUTES: Final = (
-    Route("GET", "/groups", "List consumer groups", list_all, GroupList, **_SHARED),
-    Route("GET", "/groups/{group}", "Describe a consumer group", describe, GroupDescription, **_SHARED),
-    Route(
-        "POST",
-        "/groups/{group}/reset",
-        "Reset the offsets of a consumer group",
-        reset,
-        MovedGroup,
-        body=GroupReset,
-        **_SHARED,
-    ),
+    Route("GET", "/groups", "List consumer groups", list_all, GroupList),
+    Route("GET", "/groups/{group}", "Describe a consumer group", describe, GroupDescription),
+    Route("POST", "/groups/{group}/reset", "Reset the offsets of a consumer group", reset, MovedGroup, body=GroupReset),
     Route(
         "DELETE",
         "/groups/{group}",
@@ -146,6 +136,5 @@ ROUTES: Final = (
         delete,
         None,
         status=HTTPStatus.NO_CONTENT,
-        **_SHARED,
     ),
 )

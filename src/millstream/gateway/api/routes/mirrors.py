@@ -231,28 +231,15 @@ async def _described(services: Services, name: str) -> MirrorDescription:
 
 _ONE: Final = "/mirrors/{mirror}"
 
-
-_SHARED: Final[dict[str, Any]] = {"tag": "mirrors"}
-
-
 ROUTES: Final = (
-    Route("GET", "/mirrors", "List mirrors and their lag", list_mirrors, MirrorList, **_SHARED),
-    Route(
-        "POST",
-        "/mirrors",
-        "Declare a mirror",
-        create,
-        MirrorDescription,
-        body=NewMirror,
-        status=HTTPStatus.CREATED,
-        **_SHARED,
-    ),
-    Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription, **_SHARED),
-    Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges, **_SHARED),
-    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT, **_SHARED),
-    Route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription, **_SHARED),
-    Route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription, **_SHARED),
-    Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover, **_SHARED),
-    Route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal, **_SHARED),
-    Route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal, **_SHARED),
+    Route("GET", "/mirrors", "List mirrors and their lag", list_mirrors, MirrorList),
+    Route("POST", "/mirrors", "Declare a mirror", create, MirrorDescription, body=NewMirror, status=HTTPStatus.CREATED),
+    Route("GET", _ONE, "Describe a mirror and its copies", describe, MirrorDescription),
+    Route("PATCH", _ONE, "Change settings of a mirror", change, MirrorDescription, body=MirrorChanges),
+    Route("DELETE", _ONE, "Delete a mirror without copies", delete, None, status=HTTPStatus.NO_CONTENT),
+    Route("POST", f"{_ONE}/pause", "Stop copying for now", pause, MirrorDescription),
+    Route("POST", f"{_ONE}/resume", "Continue copying", resume, MirrorDescription),
+    Route("POST", f"{_ONE}/failover", "Make copies writable", fail_over, FailoverReport, body=Failover),
+    Route("POST", f"{_ONE}/reverse", "Let the old source follow", reverse, ReversalReport, body=Reversal),
+    Route("POST", f"{_ONE}/switch", "Turn a mirror around", switch, ReversalReport, body=Reversal),
 )

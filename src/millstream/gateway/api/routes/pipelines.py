@@ -338,32 +338,21 @@ async def _rules(services: Services, name: str) -> list[RoutingRule]:
 
 _ONE: Final = "/pipelines/{pipeline}"
 
-
-_SHARED: Final[dict[str, Any]] = {"tag": "pipelines"}
-
-
 ROUTES: Final = (
-    Route("GET", "/pipelines", "List pipelines and their progress", list_pipelines, PipelineList, **_SHARED),
+    Route("GET", "/pipelines", "List pipelines and their progress", list_pipelines, PipelineList),
     Route(
-        "POST",
-        "/pipelines",
-        "Declare a pipeline",
-        create,
-        PipelineCreated,
-        body=NewPipeline,
-        status=HTTPStatus.CREATED,
-        **_SHARED,
+        "POST", "/pipelines", "Declare a pipeline", create, PipelineCreated, body=NewPipeline, status=HTTPStatus.CREATED
     ),
-    Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription, **_SHARED),
-    Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges, **_SHARED),
-    Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT, **_SHARED),
-    Route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted, **_SHARED),
-    Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted, **_SHARED),
-    Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery, **_SHARED),
-    Route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog, **_SHARED),
-    Route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED, **_SHARED),
-    Route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled, **_SHARED),
-    Route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList, **_SHARED),
+    Route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
+    Route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
+    Route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
+    Route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
+    Route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
+    Route("GET", f"{_ONE}/runs", "List the last runs of a job", list_runs, RunList, query=RunQuery),
+    Route("GET", f"{_ONE}/runs/{{run}}/log", "Read what a run of a job has printed", read_log, RunLog),
+    Route("POST", f"{_ONE}/trigger", "Run a job now", request_run, RunRequested, status=HTTPStatus.ACCEPTED),
+    Route("POST", f"{_ONE}/cancel", "Cancel the run of a job that is in progress", cancel_run, RunCancelled),
+    Route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
     Route(
         "PATCH",
         f"{_ONE}/rules",
@@ -371,6 +360,5 @@ ROUTES: Final = (
         change_rules,
         RulesChanged,
         body=RuleChanges,
-        **_SHARED,
     ),
 )

@@ -323,13 +323,10 @@ def _text(value: Any) -> str | None:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "subscriptions"}
 _ONE: Final = "/subscriptions/{subscription}"
 
 ROUTES: Final = (
-    Route(
-        "GET", "/subscriptions", "List subscriptions", list_subscriptions, SubscriptionList, query=Listing, **_SHARED
-    ),
+    Route("GET", "/subscriptions", "List subscriptions", list_subscriptions, SubscriptionList, query=Listing),
     Route(
         "POST",
         "/subscriptions",
@@ -338,11 +335,10 @@ ROUTES: Final = (
         Created,
         body=NewSubscription,
         status=HTTPStatus.CREATED,
-        **_SHARED,
     ),
-    Route("GET", _ONE, "Describe a subscription", describe, SubscriptionDescription, **_SHARED),
-    Route("GET", f"{_ONE}/leases", "List who holds which messages", leases, Leases, query=ListedLeases, **_SHARED),
-    Route("PATCH", _ONE, "Change a subscription", change, SubscriptionDescription, body=SubscriptionChanges, **_SHARED),
+    Route("GET", _ONE, "Describe a subscription", describe, SubscriptionDescription),
+    Route("GET", f"{_ONE}/leases", "List who holds which messages", leases, Leases, query=ListedLeases),
+    Route("PATCH", _ONE, "Change a subscription", change, SubscriptionDescription, body=SubscriptionChanges),
     Route(
         "DELETE",
         _ONE,
@@ -351,9 +347,8 @@ ROUTES: Final = (
         None,
         query=Deletion,
         status=HTTPStatus.NO_CONTENT,
-        **_SHARED,
     ),
-    Route("POST", f"{_ONE}/seek", "Move a subscription to another position", seek, Moved, body=Seek, **_SHARED),
-    Route("POST", f"{_ONE}/pause", "Pause delivery", pause, Pausing, **_SHARED),
-    Route("POST", f"{_ONE}/resume", "Resume delivery", resume, Pausing, **_SHARED),
+    Route("POST", f"{_ONE}/seek", "Move a subscription to another position", seek, Moved, body=Seek),
+    Route("POST", f"{_ONE}/pause", "Pause delivery", pause, Pausing),
+    Route("POST", f"{_ONE}/resume", "Resume delivery", resume, Pausing),
 )

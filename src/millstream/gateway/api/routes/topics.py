@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -241,12 +241,10 @@ def _summary(topic: TopicMetadata) -> TopicSummary:
     return TopicSummary(topic.name, str(topic.topic_id), len(topic.partitions), topic.replication, topic.is_internal)
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "topics"}
-
 ROUTES: Final = (
-    Route("GET", "/topics", "List topics", list_topics, TopicList, query=Listing, **_SHARED),
-    Route("POST", "/topics", "Create a topic", create, TopicCreated, body=_Topic, status=HTTPStatus.CREATED, **_SHARED),
-    Route("GET", "/topics/{topic}", "Describe a topic", describe, TopicDescription, **_SHARED),
+    Route("GET", "/topics", "List topics", list_topics, TopicList, query=Listing),
+    Route("POST", "/topics", "Create a topic", create, TopicCreated, body=_Topic, status=HTTPStatus.CREATED),
+    Route("GET", "/topics/{topic}", "Describe a topic", describe, TopicDescription),
     Route(
         "PATCH",
         "/topics/{topic}",
@@ -254,15 +252,6 @@ ROUTES: Final = (
         alter,
         TopicChanged,
         body=TopicChanges,
-        **_SHARED,
     ),
-    Route(
-        "DELETE",
-        "/topics/{topic}",
-        "Delete a topic and every message in it",
-        delete,
-        TopicDeleted,
-        query=Deletion,
-        **_SHARED,
-    ),
+    Route("DELETE", "/topics/{topic}", "Delete a topic and every message in it", delete, TopicDeleted, query=Deletion),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -138,15 +138,11 @@ def _hanging(one: OpenTransaction) -> HangingTransaction:
     return HangingTransaction(one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset)
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "transactions"}
-
 ROUTES: Final = (
-    Route("GET", "/transactions", "List transactional ids", list_all, TransactionList, query=Transactions, **_SHARED),
-    Route(
-        "GET", "/transactions/{transaction}", "Describe a transactional id", describe, TransactionDescription, **_SHARED
-    ),
-    Route("POST", "/transactions/{transaction}/abort", "Abort a transaction", abort, Aborted, **_SHARED),
-    Route("GET", "/hanging-transactions", "List hanging transactions", list_hanging, HangingList, **_SHARED),
+    Route("GET", "/transactions", "List transactional ids", list_all, TransactionList, query=Transactions),
+    Route("GET", "/transactions/{transaction}", "Describe a transactional id", describe, TransactionDescription),
+    Route("POST", "/transactions/{transaction}/abort", "Abort a transaction", abort, Aborted),
+    Route("GET", "/hanging-transactions", "List hanging transactions", list_hanging, HangingList, tag="transactions"),
     Route(
         "POST",
         "/hanging-transactions",
@@ -154,6 +150,6 @@ ROUTES: Final = (
         abort_hanging,
         HangingTransaction,
         body=AbortHanging,
-        **_SHARED,
+        tag="transactions",
     ),
 )
