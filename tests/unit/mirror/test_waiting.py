@@ -39,9 +39,8 @@ class Cluster:
         self.others: list[NodeId] = []
         service: Any = self
         make: Any = Follower
-        self.follower: Follower = make(
-            SimpleNamespace(service=service, settings=None, mirror=SimpleNamespace(name="m")), None, None
-        )
+        run = SimpleNamespace(service=service, settings=None, mirror=SimpleNamespace(name="m"))
+        self.follower: Follower = make(run, None)
 
     async def expose(self, request: ExposeRequest) -> ExposeResponse:
         self.asked.append(request)

@@ -92,7 +92,6 @@ class Copy:
     heard_ms: int = 0
     """When the source last answered."""
     error: str = ""
-    error_ms: int = 0
     failures: int = 0
     held_until: float = 0.0
     bytes_copied: int = 0
@@ -271,7 +270,7 @@ class Copier:
             "a partition could not be mirrored; retrying",
             extra={"partition": str(copy.partition.log.partition), "error": str(error)},
         )
-        copy.error, copy.error_ms = str(error), self._clock.now_ms()
+        copy.error = str(error)
         copy.held_until = self._clock.monotonic() + delay_after(copy.failures, first_s=HELD_FIRST_S, max_s=HELD_MAX_S)
         copy.failures += 1
         self._changed.set()
@@ -331,7 +330,7 @@ class Copier:
                     backoff.reset()
                 except (BrokerUnreachable, RequestTimedOut, NotLeader) as error:
                     for copy in members.values():
-                        copy.error, copy.error_ms = str(error), self._clock.now_ms()
+                        copy.error = str(error)
                     self._source.client.forget_leaders()
                     self._changed.set()
                     await backoff.pause()

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
-from millstream.broker.mirror.copier import Copier
 from millstream.broker.mirror.declared_copies import ABSENT_TIMES, DeclaredCopies
 from millstream.broker.mirror.source import Source
 from millstream.core.errors import (
@@ -75,11 +74,10 @@ CONFIGS_S: Final = 10.0
 class Follower:
     """Runs the tasks of one mirror while this node is its owner."""
 
-    def __init__(self, run: MirrorRun, source: Source, copier: Copier) -> None:
+    def __init__(self, run: MirrorRun, source: Source) -> None:
         self._run = run
         self._service = run.service
         self._source = source
-        self._copier = copier
         self._settings = run.settings
         self._configs_at = 0.0
         self._committed: dict[str, dict[TopicPartition, int]] = {}

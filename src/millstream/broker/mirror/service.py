@@ -135,7 +135,7 @@ class MirrorRun:
                     )
                     self.error = ""
                     backoff.reset()
-                    follower = self.follower = Follower(self, source, self.copier)
+                    follower = self.follower = Follower(self, source)
                     self.service.note_connected()
                     parts = [self.copier.run(), self._refresh(self.copier), self._notify_owner(), follower.run()]
                     await run_until_first(parts)

@@ -201,7 +201,6 @@ class _Printer:
 
     def __init__(self, files: Sequence[FileDescriptorProto]) -> None:
         self._plain = files[-1]
-        self._is_proto3 = self._plain.syntax == "proto3"
         self._symbols = {""}
         for file in files:
             package = file.package.split(".") if file.package else []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
-from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -201,8 +200,3 @@ def _bit_ranges(delta: Delta) -> list[tuple[int, int]]:
 
 def _time(time_ms: int) -> int:
     return time_ms * 1000
-
-
-def queue_of(row: Row) -> tuple[UUID, UUID, int]:
-    """Return the subscription, topic and partition of a row."""
-    return UUID(row["subscription_id"]), UUID(row["topic_id"]), int(row["partition"])
