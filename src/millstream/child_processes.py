@@ -1,4 +1,4 @@
-"""The processes that run beside a node: the HTTP gateway, push and the pipeline driver."""
+"""The child processes of a node: the HTTP gateway, push and the pipeline driver."""
 
 from __future__ import annotations
 

@@ -585,7 +585,7 @@ class Broker:
             pipelines=node.declared.pipelines,
             pipeline_board=served.pipeline_board,
             security=node.declared.security,
-            pipeline_owner=lambda stands: node.pipeline_owner(stands=stands),
+            pipeline_owner=lambda is_candidate: node.pipeline_owner(is_candidate=is_candidate),
         )
 
     def _begin_gateway(self, gateway: GatewayProcess) -> None:

@@ -123,7 +123,7 @@ def grant(given: GivenRole, common: Common = COMMON) -> None:
 
 @app.command("revoke")
 def revoke(given: GivenRole, common: Common = COMMON) -> None:
-    """Remove the rules that granting a role has added, whatever added them."""
+    """Remove the rules of a role, however they were added."""
     _remove(given.rules(), common, permission=Permission.ALLOW)
 
 
@@ -176,7 +176,7 @@ def explain(
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where the client is.")] = "127.0.0.1",
     common: Common = COMMON,
 ) -> None:
-    """Say whether a principal may do something, and which rule decides."""
+    """Show whether a principal may perform an operation, and which rule decides."""
     from millstream.broker.security.authorizer import AclSnapshot
     from millstream.broker.security.state import parse_super_users
     from millstream.client.admin.security import list_acls, super_users_setting

@@ -117,7 +117,7 @@ def _root(
 
 
 def complete_switches(arguments: list[str]) -> list[str]:
-    """Read a switch of `serve` that stands alone, as `--insecure`, as one that is true."""
+    """Add `true` to switches of `serve` that are given without a value, such as `--insecure`."""
     if arguments[:1] != ["serve"]:
         return arguments
     from millstream.core.config import Config

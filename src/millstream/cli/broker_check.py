@@ -39,7 +39,7 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
     try:
         pipelines = await PipelineClient(client).describe()
     except MillstreamError as error:
-        return [warning("pipelines", f"the state of the pipelines is unavailable: {error}", "look at the broker's log")]
+        return [warning("pipelines", f"the state of the pipelines is unavailable: {error}", "see the broker's log")]
     return findings_of(pipelines, now_ms=time.time() * 1000)
 
 
@@ -80,20 +80,20 @@ async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
         advice = "start it with: millstream serve; or give its address with --brokers HOST:PORT"
         return [problem("broker", f"no broker answers at {brokers}: {error}", advice, ExitCode.UNREACHABLE)]
     except AuthenticationFailed as error:
-        advice = "look at --user, --password-file, --token-file and --tls-ca, or at the profile"
+        advice = "check --user, --password-file, --token-file and --tls-ca, or the profile"
         return [problem("broker", str(error), advice, ExitCode.USAGE)]
     except NotAuthorized as error:
         advice = "sign in as a user with DESCRIBE on the cluster: millstream acl allow USER describe cluster"
         return [problem("broker", str(error), advice)]
     except MillstreamError as error:
-        return [problem("broker", f"{brokers} answers unexpectedly: {error}", "look at the broker's log")]
+        return [problem("broker", f"{brokers} answers unexpectedly: {error}", "see the broker's log")]
     return findings
 
 
 def _answered(brokers: str, took_s: float) -> Finding:
     detail = f"{brokers} answers in {took_s * 1000:.0f} ms"
     if took_s > SLOW_ANSWER_S:
-        return warning("broker", detail, "the machine may be overloaded; look at its processors and its disk")
+        return warning("broker", detail, "the machine may be overloaded; check its CPU and its disk")
     return ok("broker", detail)
 
 
@@ -140,7 +140,7 @@ def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
 async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     status = await node_status(client)
     if status is None:
-        advice = "internal checks are skipped; if it is a Millstream node, look at its log"
+        advice = "internal checks are skipped; if it is a Millstream node, see its log"
         return [warning("status", f"{brokers} does not report its status; it may not be a Millstream broker", advice)]
     statuses = await _statuses(client, status)
     damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(statuses.values())]
@@ -157,7 +157,7 @@ def _version(status: dict[str, Any]) -> Finding:
 
 def _readiness(status: dict[str, Any]) -> Finding:
     if status["reasons"]:
-        advice = "look at the broker's log; for a full disk, free space or lower the retention of topics"
+        advice = "see the broker's log; if the disk is full, free space or lower the retention of topics"
         return problem("readiness", f"node {status['node_id']} is not ready: {'; '.join(status['reasons'])}", advice)
     return ok("readiness", f"node {status['node_id']} is ready")
 
@@ -223,8 +223,8 @@ def _held(status: dict[str, Any]) -> Iterator[Finding]:
     for topic, size in held.most_common(_SHOWN_MAX):
         detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"
         advice = (
-            "millstream pipeline list and millstream subscription list show who stands still; "
-            f"they are waited for as long as retention.until.max.ms of {topic} says"
+            "millstream pipeline list and millstream subscription list show which one makes no progress; "
+            f"its messages are kept for up to retention.until.max.ms of {topic}"
         )
         yield warning("retention", detail, advice)
 
@@ -247,7 +247,7 @@ async def _http(status: dict[str, Any]) -> Finding:
         advice = "the broker restarts its gateway automatically; its log says why it ended"
         return problem("http", f"the gateway at {url} does not answer: {str(error) or 'no answer in time'}", advice)
     if answer not in (200, 503):
-        return problem("http", f"the gateway at {url} answers with {answer}", "look at the broker's log")
+        return problem("http", f"the gateway at {url} answers with {answer}", "see the broker's log")
     return ok("http", f"the gateway at {url} answers")
 
 
@@ -257,7 +257,7 @@ async def _get(url: str, path: str) -> int:
     host, _, port = address.rpartition(":")
     tls = None
     if scheme == "https":
-        # Whether it answers is all that is asked, and nothing is said that others may not hear.
+        # Not verified: this only checks that the gateway answers, and sends nothing secret.
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)

@@ -52,7 +52,7 @@ class BrokerEvent(Enum):
 _S = BrokerState
 WITH_PROCESS: Final = frozenset({_S.STARTING, _S.SERVING, _S.SILENT, _S.STOPPING, _S.RETIRING})
 HELD: Final = frozenset({_S.PAUSED, _S.LOST, _S.RETIRED})
-"""No process runs, and none is started by itself."""
+"""No process runs, and none is started automatically."""
 
 _ENDED: Final = {
     _S.STARTING: _S.DUE,

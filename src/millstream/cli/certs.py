@@ -108,7 +108,7 @@ def _authority(certificate_file: Path, key_file: Path) -> _Authority:
     if key_file.exists() != certificate_file.exists():
         found, lacking = (key_file, certificate_file) if key_file.exists() else (certificate_file, key_file)
         raise CommandFailed(
-            f"{found} is there without {lacking.name}, and is not replaced; put the other file beside it, or give "
+            f"{found} exists without {lacking.name}, and is not replaced; put the other file next to it, or give "
             "another --dir",
             ExitCode.CONFLICT,
         )

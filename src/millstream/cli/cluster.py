@@ -1,4 +1,4 @@
-"""`millstream cluster`: run a cluster on this machine, show one's status, move partitions, rebuild what etcd lost."""
+"""`millstream cluster`: run a cluster on this machine, show its status, move partitions, rebuild what etcd lost."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ plan_app = Noun(
 def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to move everything away from a node, which then gets no leaders and replicas until `undrain`.
 
-    A partition without another place stays, and is named; its leadership moves if another replica is in sync.
+    A partition that no other node can take stays and is listed; its leadership moves if another replica is in sync.
     """
     _plan("drain", node, throttle, common)
 
@@ -43,7 +43,7 @@ def drain(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) 
 def remove(node: NodeNumber, throttle: Throttle = None, common: Common = COMMON) -> None:
     """Plan to move everything away from a node that leaves for good, or is lost.
 
-    Refused if a partition has no other place. When the plan has ended, stop the node.
+    Refused if no other node can take one of the partitions. When the plan has ended, stop the node.
     """
     _plan("remove", node, throttle, common)
 
@@ -56,7 +56,7 @@ def balance(throttle: Throttle = None, common: Common = COMMON) -> None:
 
 @plan_app.command("show")
 def show(common: Common = COMMON) -> None:
-    """Show the last plan, how far it is, and the drained nodes."""
+    """Show the last plan, its progress, and the drained nodes."""
     from millstream.client.admin.cluster_plans import current_plan
 
     _print_progress(ask(common, current_plan), as_json=common.as_json)

@@ -35,7 +35,7 @@ _given: dict[str, str] = {}
 
 
 def take_credentials(arguments: list[str]) -> list[str]:
-    """Take the flags of how to connect out of a command line, wherever they stand; returns the rest.
+    """Remove the connection flags from a command line, wherever they are; return the rest.
 
     `--password-file` after the command `user` is that of the user it is about, not of the caller.
     """

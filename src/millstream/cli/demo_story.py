@@ -397,7 +397,7 @@ class OrdersTable:
         """Declare the landing pipeline; on a machine without Spark it waits for it."""
         settings = {"topics": self._topic, "every.ms": str(EVERY_MS), "decode": "json"}
         await PipelineClient(client).create(PIPELINE, PipelineKind.LAND, settings)
-        state = "Spark starts beside the next steps" if _has_spark() else "it waits until Spark is installed"
+        state = "Spark starts in the background" if _has_spark() else "it waits until Spark is installed"
         self._account.say(f"a pipeline is declared that lands all orders in a table; {state}")
 
     async def show(self, client: Client, messages: int) -> None:

@@ -134,12 +134,12 @@ class BrokerProcess(SupervisedChild):
         self._lifecycle.apply(BrokerEvent.RETRY)
 
     def retire(self) -> None:
-        """Start no process any more."""
+        """Stop starting processes."""
         self._lifecycle.apply(BrokerEvent.RETIRE)
         self._stopping.set()
 
     async def stop(self) -> None:
-        """Let the process finish its work, then end it."""
+        """Stop the process after it has finished its work."""
         self.retire()
         await super().stop()
         with suppress(TimeoutError):
@@ -387,7 +387,7 @@ class Machine:
             self._run_gateway(self._gateway)
 
     async def _explain_start(self) -> None:
-        """Have the gateway say why the machine is not up yet, before the loop is busy."""
+        """Let the gateway report why the machine is not up yet, before the loop is busy."""
         self._report_late()
         if self._gateway is not None:
             with suppress(TimeoutError):
@@ -461,7 +461,7 @@ class Machine:
             lost.retry()
 
     async def _hand_over(self, lost: BrokerProcess, node: NodeId) -> None:
-        # The others go on while it is found out whether the logs can be read.
+        # The others keep running while the logs are checked.
         await self._close_logs(node)
         others = [broker for broker in self.brokers if broker is not lost]
         await asyncio.gather(*(broker.pause() for broker in others))
@@ -569,7 +569,7 @@ def _id_step() -> int:
 
 
 def shifted(address: str, number: int) -> str:
-    """Return an address whose port is so many further on; port 0 stays, for any free one."""
+    """Return the address with its port raised by a number; port 0, for any free one, stays."""
     if not address:
         return ""
     _, port = parse_address(address, name="address")

@@ -1,4 +1,4 @@
-"""`millstream mirror`: copy topics from another cluster, take over from it, and come back."""
+"""`millstream mirror`: copy topics from another cluster, fail over from it, and switch back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from millstream.client.admin.mirrors import MirrorClient
     from millstream.protocol.private.mirror_messages import CutPartition, RemovedRange, ReverseRequest
 
-app = Noun(help="Copy topics from another cluster, take over from it, and come back.", no_args_is_help=True)
+app = Noun(help="Copy topics from another cluster, fail over from it, and switch back.", no_args_is_help=True)
 
 T = TypeVar("T")
 SECRETS = frozenset({"password", "token"})

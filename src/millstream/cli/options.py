@@ -24,7 +24,7 @@ def flag(spelled: str, metavar: str, text: str, **more: Any) -> Any:
 
 
 SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
-"""Options that most commands have and that may stand before the command, each with its number of values."""
+"""Options that most commands have and that may precede the command, each with its number of values."""
 
 
 def default_brokers() -> str:
@@ -77,7 +77,7 @@ class Common:
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S
 
     def waiting(self, seconds: float) -> Self:
-        """Return options that wait for so many seconds more."""
+        """Return options with a longer timeout."""
         return replace(self, timeout=self.timeout + seconds)
 
 

@@ -73,7 +73,7 @@ def backfill(
     folder: Folder = None,
     common: Common = COMMON,
 ) -> None:
-    """Process stored messages of a range of time as a pipeline does, beside it; repeating it changes nothing."""
+    """Process the stored messages of a time range while the pipeline runs; repeating it changes nothing."""
     from millstream.pipelines.jobs.job import TimeWindow
 
     window = TimeWindow(_time_ms(since, flag="--since"), _time_ms(until or "0s", flag="--until"))
@@ -209,7 +209,7 @@ def logs(name: Name, run: Run = 0, common: Common = COMMON) -> None:
 
 @app.command("trigger")
 def trigger(name: Name, common: Common = COMMON) -> None:
-    """Run a job now, whatever its schedule; if it is running, the next run follows."""
+    """Run a job now, regardless of its schedule; if it is running, the next run follows."""
     ask_pipelines(common, lambda pipelines: pipelines.request_run(name))
     shown = one_line(name)
     text = f"Job {shown} runs; see: millstream pipeline runs {shown}"

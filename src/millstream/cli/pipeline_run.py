@@ -354,7 +354,7 @@ SAMPLE: Final = 100
 
 
 def _follow_job(process: subprocess.Popen[bytes], order: JobOrder) -> JobEvent:
-    """Give the process its order, and return its last word."""
+    """Send the process its task, and return its final report."""
     import msgspec
 
     from millstream.pipelines.runtime.driver_messages import JobEvent, JobReply
@@ -543,7 +543,7 @@ class ByHand:
         from millstream.pipelines.runtime.manual_run import ManualRun
 
         name = self._pipeline.name
-        # Both belong to this thread; by the pool it is seen whether tasks get on.
+        # Both belong to this thread; the pool shows whether tasks make progress.
         spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
         context = JobContext(
@@ -582,7 +582,7 @@ class ByHand:
             self._summarize(running.tally, as_json=as_json)
 
     def _leave(self, claim: Claim, scratch: str, reason: str) -> None:
-        """End the process, although its first thread hangs, and leave nothing behind; called by the one who watches."""
+        """Clean up and end the process, whose main thread hangs; called by the watchdog."""
         from millstream.pipelines.runtime.spark_session import remove_scratch
 
         print_note(f"millstream: {self._stalled(reason)}")
@@ -593,7 +593,7 @@ class ByHand:
 
     def _stalled(self, reason: str) -> str:
         about = f"pipeline {self._pipeline.name!r} was stopped: {reason}"
-        return f"{about}; what is not committed is done by the next run, and stall.ms says how long one waits"
+        return f"{about}; the next run repeats what was not committed, and stall.ms sets how long a batch may stall"
 
     def _summarize(self, tally: Tally, *, as_json: bool) -> None:
         pipeline = self._pipeline

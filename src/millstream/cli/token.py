@@ -28,7 +28,7 @@ def create(
         list[str] | None,
         typer.Argument(
             metavar="TYPE:NAME",
-            help="What each --allow is about, such as topic:orders. A name that ends in * is a prefix.",
+            help="The resource of each --allow, such as topic:orders. A name that ends in * is a prefix.",
             show_default=False,
         ),
     ] = None,

@@ -53,8 +53,8 @@ Validate = Annotated[
     flag(
         "--validate",
         "HOW",
-        "What is checked of messages before they are stored: id, that they name a schema of the subject; "
-        "content, that they also decode and satisfy it; off, nothing. The default is id.",
+        "How messages are checked before they are stored: id (they name a schema of the subject), content (they also "
+        "decode and satisfy it) or off. The default is id.",
     ),
 ]
 

@@ -357,7 +357,7 @@ def _credentials(
     password: str | None = None,
     token: str | Callable[[], str] | None = None,
 ) -> Credentials:
-    """Say at once what does not go together; no message holds a secret."""
+    """Raise for options that exclude each other; no message contains a secret."""
     if (user is None) != (password is None):
         raise InvalidRequest("give user and password together")
     if user is not None and token is not None:

@@ -126,7 +126,7 @@ def _profile(name: str, table: object, path: Path) -> Profile:
         if not isinstance(value, kinds[key]):
             kind = "true or false" if kinds[key] is bool else "a text"
             raise InvalidSetting(f"profiles {path}: {key} of profile {name!r} has to be {kind}")
-    # Files lie beside the profiles, unless their path says otherwise.
+    # Relative paths start at the folder of the profiles.
     given: dict[str, Any] = {
         key: str(path.parent / os.path.expanduser(value)) if key in _FILES and value else value
         for key, value in table.items()
@@ -137,7 +137,7 @@ def _profile(name: str, table: object, path: Path) -> Profile:
 
 
 def _position(error: Exception) -> str:
-    # What stands in the file is left out of the message: it may be a password.
+    # The content of the file is left out of the message: it may be a password.
     text = str(error)
     at = text.rfind("(at ")
     return f"it cannot be read {text[at + 1 : -1]}" if at >= 0 else "it is not UTF-8 text"

@@ -82,7 +82,7 @@ class TopicRoute:
         if queue.waiting and len(queue.waiting) == 1 and queue.sender is not None:
             return queue
         if len(self.queues) > 1:
-            # The last batch has left or is full, or its leader is unknown: go on with a partition that has a leader.
+            # The last batch is sent or full, or its leader is unknown: continue with a partition that has a leader.
             at = queue.index
             turn = self.queues[at + 1 :] + self.queues[: at + 1]
             self._sticky = next((one for one in turn if one.sender is not None), turn[0])
@@ -119,13 +119,13 @@ _TURN: Final = 2048
 """How many records are encoded before other tasks get a turn."""
 
 _UNKNOWN_MAX: Final = 3
-"""How often a known topic must be missing before it counts as deleted: a node may not have heard of it yet."""
+"""How often a known topic must be missing before it counts as deleted: a node may not know it yet."""
 
 _REFRESH_S: Final = 5.0
 """How long after a publish its topic is checked for new partitions; nothing is asked while nothing is published."""
 
 _RECORD_BYTES: Final = 32
-"""The approximate size of a record beside its key, value and headers."""
+"""The approximate size of a record without its key, value and headers."""
 
 
 class Publisher:

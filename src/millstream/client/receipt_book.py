@@ -1,6 +1,6 @@
-"""A file of receipts: what was acknowledged to this program, kept to be held against the log later.
+"""A file of receipts: what was acknowledged to this program, kept to be compared with the log later.
 
-Every line is JSON: the id of a message, where it lies, and a digest of its value. A publisher that keeps such a book
+Every line is JSON: the id of a message, its position, and a digest of its value. A publisher that keeps such a book
 can show, without trusting the broker, that everything that was acknowledged is stored, once and unchanged:
 
     async with millstream.connect("localhost:9092", receipts="receipts.jsonl") as ms:
@@ -8,8 +8,8 @@ can show, without trusting the broker, that everything that was acknowledged is 
     ...
     findings = await millstream.check_receipts("localhost:9092", "receipts.jsonl")
 
-A line is written when the acknowledgement has come and before the publisher hears of it. A crash of the program may
-leave a line torn: of that message the publisher has not heard, and it is left out when the book is read. What the
+A line is written when the acknowledgement has arrived and before the publisher is notified. A crash of the program may
+leave a line torn: the publisher was not notified of that message, and it is left out when the book is read. What the
 machine had not written when its power failed may be missing. The book grows until it is moved away: it is the
 publisher's own, and opened again each time. It is checked a part at a time, so that its size does not matter.
 """

@@ -388,7 +388,7 @@ class Receiver:
             if not message.is_settled:
                 message.is_settled = True
                 if message._lease is not lease:
-                    # Those that came together mostly stand together.
+                    # Messages that arrived together are usually adjacent.
                     lease = message._lease
                     add = by_lease.setdefault(lease, []).append
                 add(message.offset)

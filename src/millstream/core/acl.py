@@ -236,7 +236,7 @@ def parse_name(kind: type[EnumT], text: str) -> EnumT:
         return kind[text.strip().upper().replace("-", "_")]
     except KeyError:
         known = ", ".join(map(name_of, kind))
-        raise InvalidRequest(f"{text!r} is none of {known}") from None
+        raise InvalidRequest(f"{text!r} is not one of {known}") from None
 
 
 def canonical_host(text: str) -> str:

@@ -111,7 +111,7 @@ class Config:
     console_session_ms: int = setting(
         "console-session-ms",
         8 * 3600 * 1000,
-        "How long someone stays signed in to the console, and no longer than the token that was shown is valid.",
+        "How long a user stays signed in to the console, at most as long as the presented token is valid.",
         minimum=60_000,
         maximum=30 * 86_400_000,
     )
@@ -207,8 +207,8 @@ class Config:
     secrets_key_file: str = setting(
         "secrets-key-file",
         "",
-        "File with the keys that seal secrets in the catalog, such as those of push; it lies outside the data folder, "
-        "and `millstream secrets init` makes one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
+        "File with the keys that seal secrets in the catalog, such as those of push, outside the data folder; "
+        "`millstream secrets init` makes one. Empty means `millstream/secrets.keys` in `$XDG_STATE_HOME` or "
         "`~/.local/state` on a single node, made when it is first needed; the nodes of a cluster need the same file.",
     )
     cores: str = setting(

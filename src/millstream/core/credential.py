@@ -47,7 +47,7 @@ class ScramCredential:
         """Raise `InvalidRequest` unless the credential can be used."""
         check_user_name(self.user)
         if self.mechanism not in SCRAM_MECHANISMS:
-            raise InvalidRequest(f"{self.mechanism!r} is none of {', '.join(SCRAM_MECHANISMS)}")
+            raise InvalidRequest(f"{self.mechanism!r} is not one of {', '.join(SCRAM_MECHANISMS)}")
         if not ITERATIONS_MIN <= self.iterations <= ITERATIONS_MAX:
             raise InvalidRequest(f"a password is hashed {ITERATIONS_MIN} to {ITERATIONS_MAX} times")
         if not 8 <= len(self.salt) <= 128:

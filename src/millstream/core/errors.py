@@ -152,7 +152,7 @@ class InvalidReplication(InvalidRequest):
 
 
 class InvalidAssignment(InvalidRequest):
-    """Partitions were assigned by hand to nodes that cannot hold them."""
+    """Partitions were assigned manually to nodes that cannot hold them."""
 
 
 class InvalidSubscription(InvalidRequest):

@@ -144,7 +144,7 @@ def _number(name: str, text: str, low: int, high: int, names: Mapping[str, int])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """When runs are due; without a pace and without a cron expression, only when someone asks for one."""
+    """When runs are due; without an interval and without a cron expression, only on request."""
 
     every_ms: int = 0
     cron: Cron | None = None

@@ -112,7 +112,7 @@ class Pipeline:
     owner: Owner = NO_OWNER
     """Who changed it last, and with whose rights it runs."""
     requests: int = 0
-    """How many runs of a job were asked for by someone, instead of by its schedule."""
+    """How many runs of a job were requested, instead of scheduled."""
 
     @property
     def settings_class(self) -> type[PipelineSettings]:

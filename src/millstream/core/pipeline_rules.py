@@ -55,6 +55,6 @@ def _check_circles(rules: Iterable[Rule]) -> None:
         open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
         if not open_ended:
             topics = ", ".join(sorted(leads))
-            raise InvalidPipeline(f"messages would be routed in a circle; look at the rules of {topics}")
+            raise InvalidPipeline(f"messages would be routed in a circle; check the rules of {topics}")
         for topic in open_ended:
             del leads[topic]

@@ -66,7 +66,7 @@ class Setting:
     is_secret: bool = False
     """Whether the value is never shown, only that there is one."""
     is_url: bool = False
-    """Whether the value is a URL in which a password may stand, which is not shown."""
+    """Whether the value is a URL that may contain a password, which is not shown."""
 
     def parse(self, text: str) -> Any:
         """Parse a flag, variable or file entry, or raise `InvalidSetting`."""

@@ -283,7 +283,7 @@ def _names_read(node: Any) -> frozenset[str]:
 
 
 def _relations(tree: exp.Query, text: str) -> Iterator[str]:
-    """Yield the names that stand for topics and tables, in the order of the text."""
+    """Yield the names of topics and tables, in the order of the text."""
     from sqlglot import exp
 
     own = {named.alias.lower() for named in tree.find_all(exp.CTE)}

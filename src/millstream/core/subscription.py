@@ -484,4 +484,4 @@ class Verb(IntEnum):
     REJECT = 3
     EXTEND = 4
     RETURN = 5
-    """The worker has not looked at the message: it goes to another one, and this delivery does not count."""
+    """The worker has not processed the message: another worker gets it, and this delivery does not count."""

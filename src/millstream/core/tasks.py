@@ -109,7 +109,7 @@ async def within(seconds: float | None, work: Awaitable[_Result]) -> _Result:
 async def finish(work: Coroutine[Any, Any, _Result]) -> _Result:
     """Complete work that must not be left half done, even if the caller is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
-    # Retrieved here: a caller that was cancelled does not look at the outcome.
+    # Retrieved here: a caller that was cancelled does not retrieve the outcome.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await asyncio.shield(task)
 

@@ -120,7 +120,7 @@ def build_app(
 
 
 class _Pages:
-    """The pages beside the API, one method each."""
+    """The pages outside the API, one method each."""
 
     def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure, callers: Callers | None) -> None:
         self._ask = ask

@@ -155,7 +155,7 @@ class Callers:
         await self._find(shown)
 
     async def open_session(self, shown: Shown, lasts_s: int) -> OpenedSession:
-        """Have the node open a session for what a caller shows; raise `Refused` if it proves nothing."""
+        """Let the node open a session for a caller's credentials; raise `Refused` if they are not valid."""
         self._admit(shown.host)
         try:
             answer = await self._authenticate(shown, session_s=lasts_s)
@@ -225,7 +225,7 @@ class Callers:
             done.exception()
 
     async def _authenticate(self, shown: Shown, *, session_s: int = 0) -> AuthenticateResponse:
-        """Ask the node who it is that shows this."""
+        """Ask the node whose credentials these are."""
         request = AuthenticateRequest(
             scheme=shown.scheme, host=shown.host, user=shown.user, secret=shown.secret, session_s=session_s
         )

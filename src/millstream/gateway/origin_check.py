@@ -46,7 +46,7 @@ class OriginCheck:
         self.check_name(headers)
 
     def check_name(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse browser requests to a name that anyone could own."""
+        """Refuse browser requests to a host name that an attacker could own."""
         if b"accept-language" not in headers and b"origin" not in headers and b"referer" not in headers:
             # Not a browser: pages cannot suppress this header.
             return

@@ -16,7 +16,7 @@ def owners(candidates: dict[int, ElectedOwner]) -> list[int]:
 
 async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
-        candidates = {number: node.cluster.pipeline_owner(stands=True) for number, node in group.nodes.items()}
+        candidates = {number: node.cluster.pipeline_owner(is_candidate=True) for number, node in group.nodes.items()}
         reported: list[int] = []
         for number, one in candidates.items():
             one.on_change(lambda number=number: reported.append(number))  # type: ignore[misc]
@@ -36,7 +36,7 @@ async def test_one_node_owns_the_pipelines_and_another_takes_over_when_it_dies(t
 
 async def test_a_node_that_resigns_leaves_the_role_to_another_and_does_not_come_back(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=2) as group:
-        candidates = {number: node.cluster.pipeline_owner(stands=True) for number, node in group.nodes.items()}
+        candidates = {number: node.cluster.pipeline_owner(is_candidate=True) for number, node in group.nodes.items()}
         await group.until(lambda: len(owners(candidates)) == 1)
         (first,) = owners(candidates)
         second = 3 - first
@@ -51,7 +51,7 @@ async def test_a_node_that_resigns_leaves_the_role_to_another_and_does_not_come_
 async def test_a_place_that_an_earlier_run_left_behind_is_taken_over(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path, nodes=1) as group:
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "1")])  # type: ignore[union-attr]
-        candidate = group[1].cluster.pipeline_owner(stands=True)
+        candidate = group[1].cluster.pipeline_owner(is_candidate=True)
         await group.until(lambda: candidate.is_mine)
         # Somebody took the place away, whatever the reason: it is taken again, as a new owner.
         await group[1]._store.change([Put(keys.PIPELINES_OWNER, "7")])  # type: ignore[union-attr]

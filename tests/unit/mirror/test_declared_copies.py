@@ -178,7 +178,7 @@ async def test_the_rules_of_another_source_are_kept(target: Target, node: Node) 
     await node.see_acls({OLD})
     moved = await target.controller("another cluster at the same address")
     assert await moved.see_acls(*NONE) == {OLD}
-    assert "delete by hand" in moved.run.notes["acls"]
+    assert "delete those that were deleted at the source" in moved.run.notes["acls"]
 
 
 async def test_a_deleted_mirror_leaves_no_sightings(target: Target, node: Node) -> None:

@@ -121,7 +121,7 @@ def test_what_is_wrong_is_called_by_its_name() -> None:
         ({"targets": ()}, "needs 1 to"),
         ({"targets": ("a", "a")}, "twice"),
         ({"targets": ("__consumer_offsets",)}, "the broker's own"),
-        ({"targets": ("orders",)}, "in a circle; look at the rules of orders"),
+        ({"targets": ("orders",)}, "in a circle; check the rules of orders"),
         ({"condition": "true", "subscription": "mine"}, "not both"),
         ({"condition": "x" * (CONDITION_LENGTH_MAX + 1)}, "more than"),
     ],

@@ -169,7 +169,7 @@ class Catalog:
         """Open the embedded catalog of a data folder, creating it in a new one."""
         path = data / CATALOG_NAME
         if not path.exists():
-            # SQLite gives what it writes beside the catalog the same mode.
+            # SQLite gives its additional files the same mode.
             path.touch(mode=0o600)
         catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve", sealing=sealing)
         try:
@@ -238,7 +238,7 @@ class Catalog:
             self.cluster_id = _metadata_value(connection, _CLUSTER_ID) or ""
 
     def _claim(self, connection: Connection) -> None:
-        """Make sure that no other cluster uses this catalog, which would carry out what this one declares."""
+        """Raise if another cluster uses this catalog, since it would carry out what this one declares."""
         if not self._cluster:
             return
         claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)

@@ -1,6 +1,6 @@
 """The connection to the database of the catalog: SQLite in the data folder, or PostgreSQL for a cluster.
 
-A call to the catalog ends within seconds whatever happens to the database: connecting, every statement and the whole
+A call to the catalog ends within seconds even if the database hangs: connecting, every statement and the whole
 call have their limits.
 """
 

@@ -131,7 +131,7 @@ class SchemaTransaction:
         return int(self._connection.execute(last).scalar_one())
 
     def _skip_ids(self, context: str, schema_id: int) -> None:
-        """Give out no id up to this one."""
+        """Reserve all ids up to this one."""
         known = self._insert(schema_contexts).values(context=context, last_id=schema_id)
         self._connection.execute(known.on_conflict_do_nothing(index_elements=[schema_contexts.c.context]))
         lower = and_(schema_contexts.c.context == context, schema_contexts.c.last_id < schema_id)

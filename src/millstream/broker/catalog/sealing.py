@@ -1,6 +1,6 @@
 """Secrets at rest: the catalog holds them sealed, by keys in a file outside the data folder.
 
-A sealed secret names its key and is bound to where it stands: copied to another subscription or setting, it does not
+A sealed secret names its key and is bound to its place: copied to another subscription or setting, it does not
 open. The last key of the file seals, all of them open, so that keys are rotated without a moment in which secrets
 cannot be read. The file is read again when it changes.
 """
@@ -78,7 +78,7 @@ class SecretKey:
 
     @property
     def line(self) -> bytes:
-        """The key as it stands in the file."""
+        """The key as written in the file."""
         return f"{self.key_id} {base64.b64encode(self.key).decode()}\n".encode()
 
 
@@ -147,14 +147,14 @@ class Sealing:
 
     @classmethod
     def of_node(cls, key_file: str, data: str, *, in_cluster: bool) -> Sealing:
-        """Return how a node seals secrets; raise `InvalidSetting` for keys that would lie beside what they seal."""
+        """Return how a node seals secrets; raise `InvalidSetting` for keys in the data folder."""
         path = Path(key_file) if key_file else None if in_cluster else default_key_file()
         if path is None:
             return cls(None)
         if Path(data).resolve() in path.resolve().parents:
             if not key_file:
                 return cls(None)
-            raise InvalidSetting(f"{FLAG} {path} lies in the data folder; keep it elsewhere, so that backups lack it")
+            raise InvalidSetting(f"{FLAG} {path} is in the data folder; move it, so that backups do not contain it")
         if key_file:
             if not path.exists():
                 raise InvalidSetting(f"{FLAG} {path} does not exist; `millstream secrets init --file {path}` makes it")

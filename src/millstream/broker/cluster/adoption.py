@@ -237,7 +237,7 @@ class Adoption:
         return mark
 
     async def _is_done(self) -> bool:
-        """Whether this cluster has adopted the folder already, and whoever asked for it may not know."""
+        """Whether this cluster has adopted the folder already, by an attempt whose outcome was not reported."""
         if not self._files.exists(f"{self._data}/{CATALOG_NAME}{ADOPTED_SUFFIX}"):
             return False
         cluster_id = (await self._known(keys.CLUSTER_ID)).get(keys.CLUSTER_ID)

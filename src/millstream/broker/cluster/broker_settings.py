@@ -142,5 +142,5 @@ class BrokerSettings:
                 listener()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each change."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)

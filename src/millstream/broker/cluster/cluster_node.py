@@ -199,8 +199,8 @@ class ClusterNode:
         if self._dependencies.is_single:
             await controller.carried_out()
 
-    def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
-        """Return who runs the pipelines; this node is a candidate if it `stands`, or if there is no other node.
+    def pipeline_owner(self, *, is_candidate: bool) -> ElectedOwner:
+        """Return who runs the pipelines; a single node is always a candidate.
 
         A single node reports on its pipelines even while it cannot run them, and runs them once it can.
         """
@@ -211,7 +211,7 @@ class ClusterNode:
             registered=lambda: None if self._registration is None else self._registration.mine,
             random=self._dependencies.random,
         )
-        if stands or self._dependencies.is_single:
+        if is_candidate or self._dependencies.is_single:
             self._start("owner of pipelines", owner.run())
         return owner
 

@@ -1,4 +1,4 @@
-"""What a node holds in memory of the catalog, besides topics: quotas, settings of groups, and every other noun."""
+"""What a node holds in memory of the catalog, except topics: quotas, settings of groups, and every other noun."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Reassignment:
 
 
 def widened(state: PartitionState, target: tuple[NodeId, ...]) -> PartitionState:
-    """Return the state with the new replicas beside the old ones; they are not in sync yet."""
+    """Return the state with the new replicas added to the old ones; they are not in sync yet."""
     staying = tuple(node for node in state.replicas if node not in target)
     return replace(state, replicas=(*target, *staying))
 

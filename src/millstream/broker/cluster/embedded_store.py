@@ -1,6 +1,6 @@
 """The coordination store of one machine: the service, the file that makes it durable, and each node's access to it.
 
-A change is in the file, synced, before anyone sees it. Keys of sessions are not in it, since sessions end with the
+A change is in the file, synced, before any reader sees it. Keys of sessions are not in it, since sessions end with the
 process that held them: a node that starts again and again on a full disk uses next to none of the space that is left.
 So that no revision is given out twice, the file says how far revisions may have come.
 
@@ -97,7 +97,7 @@ class CoordinationFile:
         self._leased: set[str] = set()
         """The keys of sessions, which only this process knows."""
         self.revision = 1
-        """No higher one has been given out."""
+        """The highest one in use."""
         self.is_new = not files.exists(self._path)
         self._descriptor = files.open(self._path, create=True)
         try:

@@ -449,7 +449,7 @@ class EtcdSession:
 
 
 def _range_end(prefix: bytes) -> bytes:
-    """Return the first key behind all that begin with `prefix`."""
+    """Return the first key after all keys with this prefix."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\x00"
 

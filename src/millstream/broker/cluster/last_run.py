@@ -65,7 +65,7 @@ class FolderOwner:
 
 
 def change_owner(files: Files, folder: str, owner: FolderOwner) -> None:
-    """Give the folder of a stopped node to another cluster, or to none, durably; what its log may lack stays known."""
+    """Assign the folder of a stopped node durably to another cluster, or to none; what its log may lack stays known."""
     found = _read(files, folder)
     if found is None:
         found = _Content(boot_id="", incarnations=[])

@@ -50,7 +50,7 @@ MARK_NAME = "moving"
 ADOPTING_NAME = "adopting"
 """Marks a folder whose stores are being moved to those of a cluster."""
 ID_STEP = 1000
-"""The nodes of a machine whose first is 1 are 1, 1001, 2001: unique over machines, whatever their number of cores."""
+"""The nodes of a machine whose first is 1 are 1, 1001, 2001: unique over machines with any number of cores."""
 
 _JOURNAL_BYTES = 64 * 1024 * 1024
 _NEVER_MS = 1 << 40
@@ -66,7 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, data: str, first: int, cores: int) -> Layout:
-        """Return the layout of a machine with so many processes, the first of which has this id."""
+        """Return the layout of a machine with this many processes, the first of which has this id."""
         if cores == 1:
             return cls(data, {NodeId(first): data})
         if first >= ID_STEP:
@@ -122,7 +122,7 @@ class Layout:
         return all(wanted.get(folder) == node for folder, node in self.present(files).items())
 
     def is_settled(self, files: Files) -> bool:
-        """Whether every log is where this layout wants it; looks at few files."""
+        """Whether every log is in the folder that this layout assigns; checks few files."""
         present = self.present(files)
         if not present:
             return True
@@ -144,7 +144,7 @@ def open_coordination(files: Files, data: str, clock: Clock) -> EmbeddedService:
 
 
 async def adopt_known_topics(store: CoordinationStore, catalog: Catalog) -> None:
-    """Give a catalog that was lost, and is new, the topics that the nodes have agreed on, and the cluster's id."""
+    """Restore the topics that the nodes have agreed on, and the cluster's id, in a new catalog after a loss."""
     known = (await store.read(keys.CLUSTER_ID)).entries.get(keys.CLUSTER_ID)
     if known is None or known.value == catalog.cluster_id:
         return
@@ -183,7 +183,7 @@ def spread(current: Mapping[PartitionKey, NodeId], nodes: Sequence[NodeId]) -> d
 
 
 class FolderSettlement:
-    """Brings the logs of a machine, none of whose nodes runs, to where a layout wants them."""
+    """Moves the logs of a stopped machine to the folders that a layout assigns."""
 
     def __init__(self, layout: Layout, files: Files, clock: Clock, store: CoordinationStore) -> None:
         """The caller holds the lock of the machine's folder."""

@@ -13,7 +13,7 @@ NO_CONTROLLER = NodeId(-1)
 
 
 def is_any_address(host: str) -> bool:
-    """Whether a host stands for every address of a machine, so that clients cannot connect to it."""
+    """Whether a host means every address of a machine, so that clients cannot connect to it."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:

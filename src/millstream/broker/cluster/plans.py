@@ -262,7 +262,7 @@ class PlanExecution:
         self._wake.set()
 
     def on_view_change(self, change: ViewChange) -> None:
-        """Look at the plan again if the change may concern it."""
+        """Check the plan again if the change may concern it."""
         plan = self._view.plan
         if change.plan or (plan is not None and plan.is_open and (change.moved or change.partitions or change.nodes)):
             self._wake.set()

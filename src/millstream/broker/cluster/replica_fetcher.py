@@ -172,7 +172,7 @@ _logger = logging.getLogger(__name__)
 HOLD_FIRST_S = 0.05
 HOLD_MAX_S = 5.0
 GRACE_S = 5.0
-"""How long a leader may not know of a partition, or of leading it, before that is worth a warning."""
+"""How long a leader may not know of a partition, or of leading it, before that is logged as a warning."""
 
 BYTES_BETWEEN_YIELDS = 2 * 1024 * 1024
 PARTITIONS_BETWEEN_YIELDS = 200

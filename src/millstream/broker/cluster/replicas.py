@@ -1,7 +1,7 @@
 """Replication of the partitions that this node hosts: following their leaders, and tracking its own followers.
 
 Nothing here polls partitions. A follower is woken by its leader's response. Of the partitions that this node leads,
-only those with a lagging in-sync replica are looked at periodically.
+only those with a lagging in-sync replica are checked periodically.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class InSyncWriter:
         return len(self._queue)
 
     def look_at(self, partition: Partition) -> None:
-        """Check before long whether a partition wants a change."""
+        """Check soon whether a partition needs a change."""
         self._queue[partition] = None
         self._wake.set()
 
@@ -558,7 +558,7 @@ class Replicas:
             self._sweep_later()
 
     def wants_change(self, partition: Partition) -> None:
-        """Check whether a partition wants a change of its in-sync set."""
+        """Check whether the in-sync set of a partition has to change."""
         if partition.is_leader:
             self._writer.look_at(partition)
 

@@ -139,7 +139,7 @@ class CoordinationStore(Protocol):
 
         It is lost if this process does not let its event loop run for `ttl_s`, and if the store says that it has ended,
         which it does after `ttl_s` without a renewal. `on_lost` is then called once, on the event loop. While the store
-        is unavailable as a whole nothing is lost: time stands still for its sessions.
+        is unavailable as a whole nothing is lost: its sessions do not expire.
         """
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class CoordinationStore(Protocol):
 
 
 def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
-    """Check what every back end asks of its caller, so that a mistake shows in all of them."""
+    """Check what every back end requires of its caller, so that a mistake shows in all of them."""
     if len(changes) > CHANGES_MAX or len(expect) > EXPECTS_MAX:
         raise ValueError(
             f"{len(changes)} changes (at most {CHANGES_MAX}), {len(expect)} expectations (at most {EXPECTS_MAX})"

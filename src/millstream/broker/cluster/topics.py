@@ -230,11 +230,11 @@ class Topics:
         return self._version
 
     def use_delivery_floor(self, floor: DeliveryFloor) -> None:
-        """Let retention ask `floor` how far subscriptions have progressed, where a topic wants that."""
+        """Let `floor` limit the retention of topics that keep messages until subscriptions have accepted them."""
         self._store.floors.delivery = floor
 
     def use_landed_floor(self, floor: LandedFloor) -> None:
-        """Let retention ask `floor` how far pipelines have landed a topic, where it wants that."""
+        """Let `floor` limit the retention of topics that keep messages until pipelines have landed them."""
         self._store.floors.landed = floor
 
     def get(self, name: str) -> Topic | None:
@@ -435,11 +435,11 @@ class Topics:
         self._is_minimum_set = _MIN_IN_SYNC in changed
         known: dict[tuple[object, ...], TopicSettings] = {}
         for topic in self._by_name.values():
-            alike = (topic.is_internal, topic.replication, *sorted(topic.overrides.items()))
-            if alike not in known:
-                known[alike] = self.settings_of(topic)
+            same = (topic.is_internal, topic.replication, *sorted(topic.overrides.items()))
+            if same not in known:
+                known[same] = self.settings_of(topic)
             for partition in self.partitions_of(topic):
-                partition.change_settings(topic, known[alike])
+                partition.change_settings(topic, known[same])
 
     async def alter_broker(
         self,

@@ -64,7 +64,7 @@ Listener = Callable[[ViewChange], None]
 
 
 class ClusterView:
-    """The cluster as this node last heard of it."""
+    """The cluster as this node last saw it."""
 
     def __init__(self, store: CoordinationStore, backoff: Backoff, *, node_listener: str = DEFAULT_LISTENER) -> None:
         self._store = store

@@ -46,7 +46,7 @@ class LeaderAppender:
         return await self._send(self._client, topic, index, batch)
 
     async def _send(self, client: Client, topic: str, index: int, batch: bytearray) -> Offset:
-        """Have the leader of the partition append a batch."""
+        """Let the leader of the partition append a batch."""
         return Offset((await client.produce(topic, index, batch)).base_offset)
 
 

@@ -186,7 +186,7 @@ class Join:
             return [], group.joined(member.member_id)
         if group.is_in(GroupState.EMPTY, GroupState.DEAD):
             raise UnknownMember(f"group {group.group_id!r} has no member {member.member_id!r}")
-        # A leader that joins again wants a rebalance: partitions may have been added, which its metadata does not show.
+        # A leader that joins again requests a rebalance: partitions may have been added, unknown to its metadata.
         later = self._update(group, member, request)
         return self._rebalance.begin_or_complete(group, f"member {member.member_id} joins again"), later
 

@@ -1,4 +1,4 @@
-"""Fetch by a follower, versions 15 to 18: what replication stands on.
+"""Fetch by a follower, versions 15 to 18: the basis of replication.
 
 Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
 its fetch offset shows the leader how far the follower has replicated. It is therefore accepted only from the process
@@ -6,7 +6,7 @@ that registered last as the node it names, and only for partitions of which that
 must be the current one; a follower whose log has diverged gets the diverging epoch (KIP-595). Quotas do not apply.
 
 A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
-later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the
+later, so that a busy follower learns of it with the records that follow (KIP-1166). Followers get through when the
 budget for bytes in flight is used up: producers that wait for `acks=all` may be what uses it.
 """
 

@@ -1,6 +1,6 @@
 """What heartbeats and descriptions of consumer groups and of share groups have in common.
 
-Kafka has messages of their own for both, with the same fields; so the caller passes the class to build.
+Kafka has separate messages for both, with the same fields; so the caller passes the class to build.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class SubscriptionService:
         self.declared = subscriptions
         self.budget = budget
         self.push = PushBoard()
-        """How the messages of subscriptions that are pushed get on."""
+        """The progress of pushed subscriptions."""
         self.states = StateCoordinator(topics, config, clock, _image)
         self._membership = membership
         self._producer_ids = producer_ids

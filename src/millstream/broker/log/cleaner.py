@@ -1,10 +1,10 @@
 """The work of compaction: reads segments, and writes the records that are not superseded into a new file.
 
-It runs beside the log and changes nothing of it: the new file has a temporary name, and the log swaps it in when it is
+It runs alongside the log and does not change it: the new file has a temporary name, and the log swaps it in when it is
 complete and synced. On a real disk this runs in a child process (`cleaner_child`), because it looks at every record in
 plain Python.
 
-The batches of the new file stay contiguous: an empty batch of 61 bytes stands for the offsets of removed ones. Every
+The batches of the new file stay contiguous: an empty batch of 61 bytes covers the offsets of removed ones. Every
 check that relies on contiguous offsets keeps working, and a damaged offset can be distinguished from a removed one.
 """
 

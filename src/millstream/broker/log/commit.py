@@ -159,7 +159,7 @@ class Commit:
     def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
         self.logs = tuple(logs)
         self.is_direct = direct
-        """Whether it brings segments up to what the journal holds, beside other commits."""
+        """Whether it brings segments up to what the journal holds, concurrently with other commits."""
         self.retry_now: list[Log] = []
         """Logs that must be part of the next commit."""
         self.retry_later: list[Log] = []
@@ -197,7 +197,7 @@ class Commit:
     # -- in the background of the loop ----------------------------------------------------------------------
 
     def begin(self, sync: BackgroundSync, executed: Callable[[Commit], None]) -> bool:
-        """Have one file synced without a thread, then call `executed`; return False if the commit needs one.
+        """Sync one file without a thread, then call `executed`; return False if the commit needs a thread.
 
         That is the ordinary commit of one log. New names, several files, a repair and the journal are for a thread.
         """

@@ -78,7 +78,7 @@ class Damage:
         return self._lost[found].first if found < len(self._lost) else None
 
     def cut_before(self, start_offset: int) -> None:
-        """Forget damage that lies wholly before a new start of the log."""
+        """Discard damage that is entirely before a new start of the log."""
         self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
 
     def clear(self) -> None:

@@ -405,7 +405,7 @@ class KernelSync:
             listener.proceed()
 
     def _take_ended(self, least: int) -> list[SyncListener]:
-        """Pass on the outcomes of those that have ended, of so many at least; return who waits for them."""
+        """Report the outcomes of completed syncs, at least this many; return who waits for them."""
         patience = 0 if least else ctypes.addressof(_no_wait)
         count = _call(self._calls.get_events, self._context, least, SLOTS, ctypes.addressof(self._events), patience)
         if count < 0 and ctypes.get_errno() != errno.EINTR:

@@ -507,7 +507,7 @@ class Log:
         return found.roughly if isinstance(found, HeavyBatch) else found
 
     async def find_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
-        """Find the first record with at least this timestamp; heavy batches are looked into beside the loop."""
+        """Find the first record with at least this timestamp; large batches are decompressed off the loop."""
         found = self._first_at_or_after(timestamp_ms, self.start_offset, up_to)
         while isinstance(found, HeavyBatch):
             within = await found.look_into()
@@ -737,7 +737,7 @@ class Log:
             )
 
     def mark_changed(self) -> None:
-        """Have the next checkpoint written even if nothing is appended."""
+        """Request a checkpoint even if nothing is appended."""
         self._is_changed = True
 
     def checkpoint_captured(self) -> None:

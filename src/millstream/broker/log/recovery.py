@@ -290,7 +290,7 @@ class Recovery:
         return kept
 
     def _replaced(self, base: int) -> bool:
-        """Whether a file lies within a segment that the checkpoint knows, so that compaction has replaced it."""
+        """Whether a file is within a segment that the checkpoint knows, so that compaction has replaced it."""
         return base not in self._trusted and any(
             segment.base_offset < base < segment.next_offset for segment in self._trusted.values()
         )

@@ -169,7 +169,7 @@ class SectorWindow(Window):
     error: OSError | None = None
     """Why some could not be read."""
     was_readable = False
-    """Whether any could: a disk of which nothing can be read has failed as a whole, and may come back."""
+    """Whether any could: a disk of which nothing can be read has failed as a whole, and may recover."""
 
     def _move(self, position: int, size: int) -> None:
         try:

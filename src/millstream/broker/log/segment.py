@@ -206,7 +206,7 @@ class Verification:
 
 
 class Segment:
-    """A file of batches. `size` counts the bytes of whole, valid batches; what lies behind them is ignored.
+    """A file of batches. `size` counts the bytes of whole, valid batches; what follows them is ignored.
 
     `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. `holes` maps the
     start of each damaged range to its end and to the offset that continues there. `cuts` counts truncations, after
@@ -312,7 +312,7 @@ class Segment:
         return self.size if self.sealed else self.verification.cold_to(self.size, now)
 
     def forget_verified(self) -> None:
-        """Have everything verified again."""
+        """Mark everything as not verified."""
         self.verification.begin(0, self.base_offset)
 
     def cut_verified(self, position: int) -> None:
@@ -320,7 +320,7 @@ class Segment:
         self.verification.truncate(self.base_offset, position)
 
     def beyond_hole(self, position: int) -> int:
-        """Return the position itself, or the end of the damaged range that it lies in."""
+        """Return the position itself, or the end of the damaged range that contains it."""
         for start, (end, _) in self.holes.items():
             if start <= position < end:
                 return end

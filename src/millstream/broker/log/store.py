@@ -373,7 +373,7 @@ class LogStore:
             raise job.error
 
     def inspect(self, log: Log, segment: Segment, position: int) -> bool:
-        """Have it found out which offsets are lost where a segment could not be read; whether the log knows them now.
+        """Locate the offsets that are lost where a segment could not be read; return whether they are known now.
 
         A thread does it, and those who wait for records of the log look again when it is done. Without a loop it is
         done here, and `StorageFailure` says that nothing was found to be lost.
@@ -588,7 +588,7 @@ class LogStore:
             self._loop = None
             self._running.set_result(None)
 
-    # Every producer waits for commits, so they go on by callbacks with a single hand-over each way. A few logs are
+    # Every producer waits for commits, so they continue by callbacks with a single hand-over each way. A few logs are
     # committed each for itself, in the background, so that none waits for another's sync; many together, in a thread.
 
     async def _await_commits(self, ended: asyncio.Future[None]) -> None:
@@ -756,7 +756,7 @@ class LogStore:
                 await asyncio.sleep(0)
 
     def _call_later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        """Call something later, unless nothing runs the store (as in tests that step it by hand)."""
+        """Call something later, unless nothing runs the store (as in tests that step it manually)."""
         if self._loop is not None and not self._closing:
             self._loop.call_later(seconds, call, *arguments)
 

@@ -248,7 +248,7 @@ class Copier:
         done.set()
         for line in members.keys() - self._lines.keys():
             task = self._lines[line] = asyncio.get_running_loop().create_task(self._run_line(line))
-            # It ends when it has no partitions; they may have come back while it did.
+            # It ends when it has no partitions; some may have been assigned to it again meanwhile.
             task.add_done_callback(lambda _: self._changed.set())
 
     async def _leader_of(self, copy: Copy, turn: asyncio.Semaphore) -> NodeId | None:

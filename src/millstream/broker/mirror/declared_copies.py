@@ -236,7 +236,7 @@ class DeclaredCopies:
             more = f" and {len(unknown) - SHOWN_MAX} more" if len(unknown) > SHOWN_MAX else ""
             self._run.notes[key] = (
                 f"{noun} that the source does not have stay here: {', '.join(unknown[:SHOWN_MAX])}{more}; "
-                "delete by hand those that were deleted at the source"
+                "delete those that were deleted at the source yourself"
             )
         else:
             self._run.notes.pop(key, None)

@@ -49,7 +49,7 @@ SOURCE_S: Final = 2.0
 """How long a failover waits for the source to say what is missing."""
 AT_ONCE: Final = 32
 TURN_S: Final = 60.0
-"""How long a switch takes besides the drain, at most."""
+"""How long a switch takes at most, without the drain."""
 SAVED_AT_ONCE: Final = 500
 ORIGINAL_HEADER: Final = "millstream-original"
 """A header of saved records: topic, partition and offset that they had."""
@@ -382,7 +382,7 @@ async def _forget_cuts(service: MirrorService, declared: Mirror, topics: Sequenc
     """Forget durably where topics were cut that were failed over here since then, so that they are scanned again.
 
     This has to precede their fence: afterwards nothing shows any more that clients could write them. The mirror stops
-    until they are scanned; without a cut, a node that copies until it hears of that truncates nothing.
+    until they are scanned; without a cut, a node that copies until it learns of that truncates nothing.
     """
     stale = {topic.name for topic in topics if topic.mirror != declared.name or topic.name in declared.cut_epochs}
     if stale.isdisjoint(declared.cuts):
@@ -463,7 +463,7 @@ async def _give_up(
 
 
 class _Scan:
-    """What a range holds besides its records: the markers of each producer, as offset and whether it commits."""
+    """The markers of a range, for each producer: the offset, and whether it commits."""
 
     def __init__(self) -> None:
         self.has_records = False

@@ -144,7 +144,7 @@ class Follower:
             await asyncio.sleep(pause_s)
 
     async def sync_all(self) -> None:
-        """Carry over everything besides records once more, for a planned switch."""
+        """Carry over everything but records a last time, for a planned switch."""
         if self._settings.groups:
             await self._sync_groups()
             await self._apply_groups(self._committed)

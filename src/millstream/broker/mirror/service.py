@@ -163,7 +163,7 @@ class MirrorRun:
             await self.refreshed.wait()
 
     async def _notify_owner(self) -> None:
-        """Tell the owner when clients wait at a commit here; runs forever."""
+        """Notify the owner when clients wait at a commit here; runs forever."""
         while True:
             await self._commit_waits.wait()
             self._commit_waits.clear()
@@ -352,7 +352,7 @@ class MirrorService:
     def _restrict(self, partitions: Iterable[Partition]) -> None:
         """As a new leader of copies: let clients read up to where transactions are known to be whole.
 
-        What clients could read when this node last heard of it is among that. The source is not needed.
+        That includes what clients could read when this node last checked. The source is not needed.
         """
         for partition in partitions:
             mirror = self.mirrors.get(partition.topic.mirror) if partition.awaits_exposure else None
@@ -567,7 +567,7 @@ class MirrorService:
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> R:
-        """Send a request to another node of this cluster; one that may wait has a connection of its own."""
+        """Send a request to another node of this cluster; one that may wait has its own connection."""
         body = encode(request)
         if waits:
             answer = decode(await self.client().private(node, key, body, waits=True, timeout_s=timeout_s), kind)
@@ -701,7 +701,7 @@ class MirrorService:
             if cut < partition.log.end_offset:
                 await partition.cut_mirrored(cut, refetches=True)
             if not partition.is_leader:
-                # The one that leads it now may not have heard of that.
+                # Its current leader may not know of that yet.
                 raise NotLeader(f"{partition.log.partition} is not led by this node any more")
 
     async def truncate_everywhere(self, mirror: str, topics: Iterable[Topic], cuts: TopicOffsets) -> None:
@@ -769,7 +769,7 @@ class MirrorService:
             found.update({where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)})
         return found
 
-    # -- what a source has besides records ------------------------------------------------------------------
+    # -- what a source has in addition to records -----------------------------------------------------------
 
     async def offer(self, request: OfferRequest) -> OfferResponse:
         """As a source: return the declared subscriptions, and the states of queues that this node stores."""

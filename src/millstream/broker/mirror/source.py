@@ -1,4 +1,4 @@
-"""The source of a mirror, as its target sees it: any Kafka through the public protocol, Millstream also by more."""
+"""The source of a mirror: any Kafka through the public protocol, Millstream also through private requests."""
 
 from __future__ import annotations
 

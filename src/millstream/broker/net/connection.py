@@ -117,7 +117,7 @@ _start_view = _scratch_view[:START_BYTES]
 
 
 class Service(Protocol):
-    """What stands behind the connection and answers requests."""
+    """Answers the requests of a connection."""
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
         """Answer now (buffers), promise an answer, or make the connection wait (a coroutine).
@@ -190,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session: Any = None
         """How far the client is in authenticating, where it has to."""
         self.opened: Callable[[Connection], None] | None = None
-        """Called when the connection stands, which with TLS is after the handshake."""
+        """Called when the connection is established, which with TLS is after the handshake."""
         self.counted_as = ""
         """The address that it counts for; empty where addresses do not count."""
         self.known: Callable[[Connection], None] | None = None
@@ -198,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
         self.listener = ""
         """The name of the listener that the client connected to."""
         self.deadline: float | None = None
-        """When the client has to be known; None once it is, and where it need not be."""
+        """The deadline for authentication; None once authenticated, and where that is not required."""
         self.last_activity = self._loop.time()
 
     # -- what asyncio calls ---------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
         return None if self._transport is None else self._transport.get_extra_info("ssl_object")
 
     def serve_with(self, service: Service, limits: ConnectionLimits) -> None:
-        """Have another service answer from the next request on, within other limits, and without a deadline."""
+        """Let another service answer from the next request on, with other limits and without a deadline."""
         self._service = service
         self._limits = limits
         self.deadline = None
@@ -371,7 +371,7 @@ class Connection(asyncio.BufferedProtocol):
         self._close_when_drained()
 
     def count_as_follower(self) -> None:
-        """Give the connection turns out of the share of those who replicate."""
+        """Charge the connection's turns to the account of replication."""
         self._turns.move(self._flow, FOLLOWERS)
 
     def mute(self, seconds: float) -> None:

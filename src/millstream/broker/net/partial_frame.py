@@ -31,7 +31,7 @@ class FrameBuffers:
 
 
 FRAME_COST_BYTES = 512
-"""What a frame costs beside its bytes, so that a flood of tiny ones cannot escape the budget."""
+"""What a frame costs in addition to its bytes, so that a flood of tiny ones cannot escape the budget."""
 
 FRAME_BYTES_MIN = 4 * 1024
 LARGE_BYTES = 64 * 1024

@@ -40,7 +40,7 @@ CHARGE_QUANTA_MAX: Final = 2
 """The most that is charged at once: the time may have gone to a slow disk, another process, or the collector."""
 BYTE_S: Final = 4e-9
 TASK_S: Final = 0.0001
-"""What a request costs that a task answers, beside the steps of that task."""
+"""What a request that a task answers costs, in addition to the steps of that task."""
 
 LIGHT_BYTES: Final = 16 * 1024
 LIGHT_ANSWER_BYTES: Final = 256 * 1024
@@ -56,7 +56,7 @@ commit that takes long delays everyone's."""
 PROMISE_COST_BYTES: Final = 8 * 1024
 
 FOLLOWERS: Final = "followers"
-"""The account of the connections that replicate, which is none of a client address."""
+"""The account of the connections that replicate, which belongs to no client address."""
 
 
 class _Address:

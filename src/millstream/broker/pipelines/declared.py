@@ -174,7 +174,7 @@ class Pipelines(NamedHolder[Pipeline]):
         return await self._alter(name, changed, description)
 
     async def request_run(self, name: str, *, owner: Owner | None = None) -> Pipeline:
-        """Ask for a run of a job now, whatever its schedule; a job that runs at this moment runs again afterwards."""
+        """Request a run of a job now, regardless of its schedule; a running job runs again afterwards."""
 
         def changed(now: Pipeline) -> Pipeline:
             settings = now.settings

@@ -281,7 +281,7 @@ class PipelineBoard:
         self._lags = {}
 
     def take_jobs(self, reports: Iterable[PipelineReport]) -> None:
-        """Replace the reports of jobs, which have drivers of their own."""
+        """Replace the reports of jobs, which have their own drivers."""
         self._job_reports = {report.name: report for report in reports}
 
     def _known(self) -> dict[str, PipelineReport]:

@@ -74,7 +74,7 @@ class AcknowledgementFuture:
 class AcknowledgementQueue:
     """Listeners in the order of the log, each with the offset below which everything has to be acknowledged.
 
-    The high watermark may stand still for long while clients time out and retry. Finished listeners are therefore
+    The high watermark may not move for long while clients time out and retry. Finished listeners are therefore
     discarded on request (`discard_finished`) and as others are added, so the queue stays bounded by those that wait.
     """
 

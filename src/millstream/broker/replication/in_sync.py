@@ -9,7 +9,7 @@ The rules, each of which a planted bug in the simulation breaks:
 - The high watermark needs every replica that the store may consider in sync. While the outcome of a change is unknown,
   these are the members of the old set and of the new one.
 - Only fetches in the current leader epoch count, so all positions are unknown when an epoch begins.
-- The high watermark stands still while fewer replicas are in sync than `min.insync.replicas` requires, and while the
+- The high watermark does not move while fewer replicas are in sync than `min.insync.replicas` requires, and while the
   store names replicas that are eligible because of that. Those therefore have everything that was ever acknowledged.
 - A replica joins only when it has everything below the high watermark and below the start of this leader's epoch. One
   that turns out to have less has lost something: it leaves at once, and is not eligible either.

@@ -28,7 +28,7 @@ ON_LOOP_BYTES: Final = 64 * 1024
 """More than this is read in a thread."""
 
 _SHORT: Final = 32
-# The name of the header as it stands in a record, with its length before it: batches without it are not opened.
+# The encoded name of the header in a record, with its length: batches without it are not opened.
 _MARK: Final = bytes([2 * len(MESSAGE_ID)]) + MESSAGE_ID.encode()
 
 

@@ -56,7 +56,7 @@ def schema_key(rule: FieldRule, schema_id: int) -> str:
 
 
 class _Lacking(Codec):
-    """Stands in for a codec that has to be asked for."""
+    """A placeholder for a codec that has to be requested."""
 
     def check(self, framed: Framed) -> None:
         pass

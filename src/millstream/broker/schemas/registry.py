@@ -723,7 +723,7 @@ class SchemaRegistry:
         return names
 
     def _aliased(self, subject: QualifiedSubject) -> QualifiedSubject:
-        """Return the subject that a name stands for."""
+        """Return the subject of a name, with aliases resolved."""
         alias = self.settings(subject).config.get("alias")
         return _within(subject.context, alias) if isinstance(alias, str) and alias else subject
 
@@ -763,7 +763,7 @@ def parse_version(text: str) -> int | None:
 
 
 def check_subject(subject: QualifiedSubject, *, is_named: bool = False) -> None:
-    """Raise the error of an invalid subject; one that `is_named` cannot stand for a context."""
+    """Raise the error of an invalid subject; one that `is_named` cannot mean a context."""
     text = str(subject)
     is_too_long = len(subject.name) > SUBJECT_CHARACTERS_MAX or len(subject.context) > CONTEXT_CHARACTERS_MAX
     is_scope = is_named and (not subject.name.strip() or subject.name in _RESERVED or subject.context == GLOBAL_CONTEXT)

@@ -6,7 +6,7 @@ broker processes of a machine have one key, which lasts as long as their supervi
 
 An assertion refers to the password or the API token that was shown, and says nothing about rights. The node that
 receives it finds the scope of the token, or the password, in the catalog as it knows it, so a change or deletion holds
-at once, whatever was signed before.
+at once, regardless of what was signed before.
 
 A session is the same for a person at a browser, who keeps it in a cookie: it lasts for hours, holds for no address, and
 ends when the node that signed it stops, since its key does.
@@ -110,7 +110,7 @@ class Assertions:
         return verified.principal if proof is None else f"{verified.principal} {proof.digest.hex()}"
 
     async def verify(self, text: bytes) -> Verified:
-        """Say for whom an assertion speaks, or raise `AuthenticationFailed`."""
+        """Return the identity that an assertion proves, or raise `AuthenticationFailed`."""
         found = self._read(_PURPOSE, text)
         ends = [time.time() + SESSION_S_MAX]
         if found.credential_expires_at is not None:
@@ -118,7 +118,7 @@ class Assertions:
         return await self._proved(found, Verified(principal=found.principal, expires_at=min(ends), host=found.host))
 
     async def verify_session(self, text: bytes) -> Verified:
-        """Say whose a session is, or raise `AuthenticationFailed`."""
+        """Return the identity of a session, or raise `AuthenticationFailed`."""
         found = self._read(_SESSION_PURPOSE, text)
         return await self._proved(found, Verified(principal=found.principal, expires_at=found.expires_at))
 

@@ -1,8 +1,8 @@
-"""The addresses of a node: binds them, and puts before each the gate and the TLS that its settings ask for.
+"""The addresses of a node: binds them, each with the authentication and TLS that its settings require.
 
-Where clients authenticate, the nodes of a machine that belongs to no cluster listen once more, on loopback, for each
-other and their own processes, which know the machine's secret. The nodes
-of a cluster and their processes meet at the listener that `node-listener` names, and know each other by certificates.
+Where clients authenticate, the nodes of a standalone machine have another listener on loopback, for each other and
+their own processes, which know the machine's secret. The nodes of a cluster and their processes use the listener that
+`node-listener` names, and identify each other by certificates.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Listeners:
             listen(bound.socket, flag="kafka")
 
     def close(self) -> None:
-        """Give every address back."""
+        """Release every address."""
         for bound in self._bound:
             bound.socket.close()
         if self._passwords is not None:

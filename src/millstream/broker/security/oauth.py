@@ -47,7 +47,7 @@ FETCH_S_MAX: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bearer:
-    """Who a token stands for, and until when."""
+    """The principal of a token, and until when it is valid."""
 
     principal: str
     expires_at: float
@@ -91,13 +91,13 @@ class TokenChecker:
         self._fetching = asyncio.Lock()
 
     async def run(self) -> None:
-        """Keep the keys of a URL fresh, for ever; those of a file are looked at when they are needed."""
+        """Keep the keys of a URL fresh, forever; those of a file are checked on use."""
         while self._is_url:
             await self._fetch()
             await asyncio.sleep(REFRESH_S)
 
     async def check(self, token: str) -> Bearer:
-        """Say who a token stands for, or raise `AuthenticationFailed`."""
+        """Return the principal of a token, or raise `AuthenticationFailed`."""
         if len(token) > TOKEN_BYTES_MAX:
             raise AuthenticationFailed(f"the token has more than {TOKEN_BYTES_MAX} bytes")
         if not self._is_url:

@@ -15,7 +15,7 @@ from millstream.core.setting import seal_problem
 _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0
-"""How often the key file is looked at while secrets cannot be opened."""
+"""How often the key file is checked while secrets cannot be opened."""
 _NAMED_MAX: Final = 10
 
 

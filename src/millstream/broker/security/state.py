@@ -46,7 +46,7 @@ _REFRESH_S_MIN: Final = 1.0
 def parse_super_users(text: str) -> frozenset[str]:
     """Parse `alice,bob` or `alice;User:CN=ops,O=x`; a plain name is a user with a password."""
     principals = set()
-    # Names in certificates have commas of their own.
+    # Names in certificates contain commas.
     separator = ";" if ";" in text or "=" in text else ","
     for part in filter(None, map(str.strip, text.split(separator))):
         principals.add(part if ":" in part else f"User:{part}")

@@ -1,6 +1,6 @@
 """TLS of the listeners and between nodes: contexts that follow their files, and who a certificate names.
 
-Files are looked at when a client begins a handshake, so a renewed certificate is used from the next connection on, and
+Files are checked when a client begins a handshake, so a renewed certificate is used from the next connection on, and
 connections that are open continue. Files that do not fit together are refused, and the last ones that did stay in use.
 """
 
@@ -43,7 +43,7 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self.certificate, self.key)
-        # A session that is resumed would skip the look at a client's certificate, which may have been replaced.
+        # A resumed session would skip the check of a client's certificate, which may have been replaced.
         context.options |= ssl.OP_NO_TICKET
         if is_server:
             context.num_tickets = 0
@@ -155,7 +155,7 @@ class PrincipalRules:
             at = found.end()
 
     def principal(self, certificate: x509.Certificate) -> str:
-        """Return the principal that a client's certificate stands for."""
+        """Return the principal of a client's certificate."""
         name = certificate.subject.rfc4514_string()
         for rule in self._rules:
             mapped = name if rule is None else rule.map(name)

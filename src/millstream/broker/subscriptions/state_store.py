@@ -31,7 +31,7 @@ class QueueImage(Protocol):
         """Whether encoding the snapshot would stall the loop."""
 
     def capture(self) -> Callable[[], bytes]:
-        """Return a function that encodes the current state on any thread; an image made of it is equal."""
+        """Return a function that encodes the current state on any thread; decoding it gives an equal image."""
 
 
 MakeImage = Callable[[QueueKey, bytes | None], QueueImage]

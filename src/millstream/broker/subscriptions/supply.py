@@ -169,7 +169,7 @@ class KeyOrder:
         return offset
 
     def heads_before(self, offset: int) -> list[tuple[int, int]]:
-        """Return the keys whose current message lies before an offset, with that message."""
+        """Return the keys whose current message is before an offset, with that message."""
         return [(key, head) for key, head in self._heads.items() if head < offset]
 
 
@@ -230,7 +230,7 @@ class DueIndex:
         hints = self._hints[level].pop(bucket)
         for first, last in zip(hints[::2], hints[1::2], strict=True):
             for run_first, run_last, due_ms in self._runs(first, last):
-                # All others have been given another time since, and a hint of their own.
+                # All others have got another time since, and their own hint.
                 if due_ms >> _SHIFTS[level] == bucket:
                     finer = level - 1 if due_ms >> _SHIFTS[level - 1] > self._now_ms >> _SHIFTS[level - 1] else 0
                     self._put(finer, run_first, run_last, due_ms >> _SHIFTS[finer])

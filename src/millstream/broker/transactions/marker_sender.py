@@ -285,7 +285,7 @@ class MarkerSender:
         try:
             reason = await self._try_to_finish(shard, ending)
             if reason is not None:
-                # The decision stands, so it is retried here or by the next coordinator.
+                # The decision is final, so it is retried here or by the next coordinator.
                 details = {"transactional_id": ending.transactional_id, "reason": reason}
                 _logger.info("a transaction is not ended yet", extra=details)
                 await asyncio.sleep(self._pause_s)
@@ -309,7 +309,7 @@ class MarkerSender:
     async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
         """Write every marker, however long it takes; return False if this node is no longer the coordinator.
 
-        Coordinators use the epochs of their own partitions, and a forged request may have left a higher epoch in a
+        Coordinators use the epochs of their partitions, and a forged request may have left a higher epoch in a
         partition. A coordinator that is fenced but can still write its decision was not replaced: it continues with the
         latest epoch of any coordinator.
         """

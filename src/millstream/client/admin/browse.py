@@ -152,7 +152,7 @@ async def allowed_rights(client: Client, asked: Sequence[Right]) -> list[bool]:
 
 
 async def note_reading(client: Client, request: NoteReadingRequest) -> None:
-    """Have it recorded that a person is shown messages; raise if the person may not read them."""
+    """Record that a user is shown messages; raise if the user may not read them."""
     await _ask(client, None, READING_KEY, request, NoteReadingResponse)
 
 

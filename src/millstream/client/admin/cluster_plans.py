@@ -142,7 +142,7 @@ async def compute_plan(client: Client, kind: str, *, node: int | None = None) ->
         return plan_balance(load)
     planners: dict[str, Callable[[ClusterLoad, NodeId], Plan]] = {DRAIN: plan_drain, REMOVE: plan_remove}
     if kind not in planners or node is None:
-        raise InvalidRequest(f"a plan drains or removes a node, or balances all of them; {kind!r} is none of these")
+        raise InvalidRequest(f"a plan is of kind drain, remove or balance, not {kind!r}")
     return planners[kind](load, NodeId(node))
 
 

@@ -36,7 +36,7 @@ class DamagedOffsets(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Say what to do about it."""
+        """Return what to do about it."""
         if self.is_repaired:
             return (
                 "nothing while the replicas run: the offsets are fetched from another replica; "

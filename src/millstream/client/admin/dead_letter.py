@@ -146,7 +146,7 @@ _PAUSE_S = 0.25
 _NO_OFFSET = 2**63 - 1
 
 _PASSES = (*TRANSIENT, UnknownGroup)
-"""Errors that pass: a failover, or a subscription that a node has not heard of yet."""
+"""Transient errors: a failover, or a subscription that a node does not know yet."""
 
 T = TypeVar("T")
 
@@ -282,7 +282,7 @@ class DeadLetterDesk:
                 await asyncio.sleep(_PAUSE_S)
 
     async def skip(self, letters: Sequence[LeasedMessage]) -> None:
-        """Give letters back that are of no use, for other commands to find a minute later."""
+        """Return letters that do not match, for other commands to find a minute later."""
         await self._hold_back(letters)
         self.held_back += len(letters)
         for letter in letters:
@@ -453,7 +453,7 @@ class DeadLetterDesk:
                 await self._settle(self._held.values(), Verb.EXTEND)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
-        """Retry errors that pass, for as long as the command may wait."""
+        """Retry transient errors, for as long as the command may wait."""
         return await _patiently(attempt, self._patience_s, named or _PASSES)
 
 
@@ -606,7 +606,7 @@ class Outcome:
     held: int = 0
     """Held by other commands; they are open again within a minute."""
     held_back: int = 0
-    """Looked at and left open, but held back from other commands for a minute, since they are many."""
+    """Examined and left open, but held back from other commands for a minute, since they are many."""
     refused: dict[str, int] = field(default_factory=dict)
     """Left open because the message cannot be redelivered, by reason."""
     revived: dict[str, int] = field(default_factory=dict)
@@ -627,7 +627,7 @@ class Outcome:
 
 
 def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
-    """Say which letters were left open, why, and how to publish their messages anyway."""
+    """Describe which letters were left open, why, and how to publish their messages anyway."""
     count = sum(refused.values())
     subject = "1 letter is" if count == 1 else f"{count:,} letters are"
     return f"{subject} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"

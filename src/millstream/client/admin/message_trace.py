@@ -30,7 +30,7 @@ class Position(NamedTuple):
 
 
 def parse_position(text: str) -> Position:
-    """Parse `topic/partition/offset`; the topic may be an id, so that message ids made of positions are positions."""
+    """Parse `topic/partition/offset`; the topic may be an id, as in message ids."""
     topic, _, rest = text.partition("/")
     partition, _, offset = rest.partition("/")
     if not topic or not _is_number(partition) or not _is_number(offset):

@@ -100,7 +100,7 @@ class MirrorClient:
                     f"lag {described['lag']}, unknown for {described['lag_unknown']} partitions; the source may still "
                     "be written to"
                 )
-                raise RequestTimedOut(f"mirror {name!r} did not come to rest within {wait_s:g} s ({why})")
+                raise RequestTimedOut(f"mirror {name!r} was not idle within {wait_s:g} s ({why})")
             await asyncio.sleep(SETTLE_LOOK_S)
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:

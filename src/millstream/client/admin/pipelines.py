@@ -54,7 +54,7 @@ _WELL: Final = ("running", "stopped")
 """In these states, an earlier error is over."""
 
 FAILING_S_MAX: Final = 300.0
-"""A dependency that has been unreachable for this long is worth a look."""
+"""A dependency that has been unreachable for this long is reported."""
 
 QUARANTINED_SHARE_MAX: Final = 0.01
 
@@ -243,7 +243,7 @@ class PipelineClient:
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not report the state of its pipelines within {LISTED_S:g} s")
         except NotFound:
-            # The catalog itself said so: nodes that still know it have not heard of the deletion.
+            # The answer comes from the catalog: nodes that still know it have not seen the deletion yet.
             raise
         except MillstreamError as error:
             return error
@@ -303,7 +303,7 @@ def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PipelineWarning(NamedTuple):
-    """Something about pipelines that someone should look at, and what helps."""
+    """A problem with pipelines, and what to do about it."""
 
     names: Sequence[str]
     text: str

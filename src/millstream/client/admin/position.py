@@ -56,7 +56,7 @@ _AGE_DIGITS_MAX = 9
 
 
 def parse_age_ms(text: str) -> int | None:
-    """Parse a length of time such as 15m or 7d; None if the text is none."""
+    """Parse a duration such as 15m or 7d; None if the text is not a duration."""
     ago = _AGO.match(text)
     return None if ago is None or len(ago[1]) > _AGE_DIGITS_MAX else int(ago[1]) * _UNIT_MS[ago[2]]
 

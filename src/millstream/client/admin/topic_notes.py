@@ -25,7 +25,7 @@ class Reading(NamedTuple):
     backlog: Backlog | None
 
     def sentence(self, topic: str) -> str:
-        """Say what the owner of the topic should know before deleting it."""
+        """Return what the owner of the topic should know before deleting it."""
         lands = self.reader.kind is PipelineKind.LAND
         verb, done = ("lands", "landed") if lands else ("reads", "taken")
         subject = f"Pipeline {self.reader.name} {verb} {topic}"

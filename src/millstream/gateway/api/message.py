@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 Decode = Literal["schema"]
-"""How values are decoded besides being sent as they are stored."""
+"""How values can be decoded, in addition to being sent as they are stored."""
 
 _RAW = msgspec.json.Decoder(msgspec.Raw)
 _CONTROLS = bytes(range(0x20))
@@ -116,7 +116,7 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
 
 
 async def decoded_members(client: Client, decode: Decode | None, topic: str, record: Record) -> dict[str, Any]:
-    """Return the members that a document has besides, if its value is asked for by schema and decodes."""
+    """Return the additional members of a document whose value is requested by schema and decodes."""
     found = await decode_record(client, topic, record) if decode else None
     return {} if found is None else {"schema": found.named, "decoded": msgspec.Raw(found.value)}
 

@@ -124,7 +124,7 @@ class Recent:
             return found
 
     def clear(self) -> None:
-        """Forget everything: someone has changed something."""
+        """Discard everything, because something was changed."""
         for kept in self._kept.values():
             kept.until = 0.0
 
@@ -151,7 +151,7 @@ class QueueSums(NamedTuple):
 
 
 class History:
-    """Samples the cluster from the first look at the console on, as the node itself."""
+    """Samples the cluster with the node's own credentials, once the console has been opened."""
 
     def __init__(self, services: Services, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._services = services

@@ -98,7 +98,7 @@ def hex_dump(value: bytes) -> str:
 
 
 def as_json(value: bytes) -> str | None:
-    """Show a JSON document indented; None if it is none."""
+    """Show a JSON document indented; None if it is not JSON."""
     try:
         return json.dumps(json.loads(value), indent=2, ensure_ascii=False)
     except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ def as_json(value: bytes) -> str | None:
 
 
 def prose(text: str) -> Markup:
-    """Show a description, with what stands in backticks as code."""
+    """Show a description, with text in backticks as code."""
     parts = text.split("`")
     shown = [Markup("<code>{}</code>").format(part) if at % 2 else escape(part) for at, part in enumerate(parts)]
     return Markup("").join(shown)

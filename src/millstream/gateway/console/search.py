@@ -56,9 +56,9 @@ class Progress:
     """How far a search is."""
 
     read: int = 0
-    """Offsets that were looked at."""
+    """Offsets that were searched."""
     total: int = 0
-    """Offsets to look at."""
+    """Offsets to search."""
     matched: int = 0
     skipped: list[str] = field(default_factory=list)
     """What could not be read, and why; the first few."""

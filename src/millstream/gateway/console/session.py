@@ -1,7 +1,7 @@
 """Signing in to the console: the login page, OpenID Connect, cookies, and the tokens of forms.
 
 A session is a text that a node has signed and every node can verify; it is stored only in the browser's cookie. It
-stands for the password or token of the user, which a node looks up each time, so a change or revocation ends the
+represents the password or token of the user, which a node looks up each time, so a change or revocation ends the
 session. Forms carry a hash of the cookie, which pages of other sites can neither read nor forge.
 """
 
@@ -42,7 +42,7 @@ FORM_BYTES_MAX: Final = 64 * 1024
 OIDC_S: Final = 10.0
 OIDC_BYTES_MAX: Final = 256 * 1024
 ATTEMPT_S: Final = 600
-"""How long someone may take to sign in at the OpenID provider."""
+"""How long a user may take to sign in at the OpenID provider."""
 _SESSION, _FORM, _NOTICE, _ATTEMPT = "session", "form", "notice", "oidc"
 
 Headers = list[tuple[bytes, bytes]]
@@ -154,7 +154,7 @@ class Sessions:
         return True
 
     async def ask_to_sign_in(self, exchange: Any, signed_in: SignedIn, app: ConsoleApp, error: Refused) -> None:
-        """Show the login page in place of a page that needs someone to be known."""
+        """Show the login page in place of a page that requires a signed-in user."""
         headers = [self._cookie(_SESSION, "", max_age_s=0)] if signed_in.cookie else []
         query = exchange.scope["query_string"].decode("latin-1")
         here = exchange.scope["path"] + (f"?{query}" if query else "")

@@ -65,7 +65,7 @@ class Task:
         self.text = ""
         """What it said when it ended."""
         self.result: Any = None
-        """What the page shows of it beside the text."""
+        """What the page shows of it in addition to the text."""
         self.measure: Callable[[], Measured | None] = lambda: None
         self.on_stop: Callable[[], None] | None = None
         """Asks the task to end at the next good moment; without it, it is cancelled."""

@@ -151,7 +151,7 @@ class Visit:
     # -- what may be done -----------------------------------------------------------------------------------
 
     async def look_up(self, *asked: Right) -> None:
-        """Look up rights that the page shows things by, in one request."""
+        """Look up the rights that decide what the page shows, in one request."""
         unknown = [one for one in asked if one not in self._rights]
         if not unknown:
             return

@@ -172,7 +172,7 @@ class PushChild(SupervisedChild):
             self._news.set()
 
     def _refusal(self, subscription: Subscription) -> str:
-        """Say why messages are not pushed with the rights of the subscription's owner; empty if they are."""
+        """Return why messages cannot be pushed with the rights of the subscription's owner; empty if they can."""
         if self._security is None:
             return ""
         topics = ((Operation.READ, ResourceType.TOPIC, topic) for topic in subscription.topics)

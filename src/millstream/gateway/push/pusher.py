@@ -147,7 +147,7 @@ RETURN_MS_MIN: Final = 1000
 REASON_LENGTH_MAX: Final = 500
 
 _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
-"""Outcomes that the endpoint causes, whatever the message."""
+"""Outcomes that the endpoint causes, independent of the message."""
 
 ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
 """Leases messages from this node on its own connection."""

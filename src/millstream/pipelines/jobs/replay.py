@@ -269,7 +269,7 @@ def add_headers(headers: pa.Array, origins: pa.Array, ids: pa.Array) -> pa.Array
     lengths = pc.fill_null(pc.list_value_length(headers), 0).to_numpy().astype(np.int64)
     parents = np.repeat(np.arange(rows), lengths)
     is_id = pc.fill_null(pc.equal(flat.field("key"), MESSAGE_ID_HEADER), False).to_numpy(zero_copy_only=False)
-    # An id without a value is none.
+    # An id without a value does not count.
     is_id &= pc.fill_null(pc.greater(pc.binary_length(flat.field("value")), 0), False).to_numpy(zero_copy_only=False)
     lacks_id = np.bincount(parents[is_id], minlength=rows) == 0
     counts = lengths + 1 + lacks_id

@@ -119,7 +119,7 @@ QUARANTINE: Final = pa.schema(
 """The columns of a quarantine table."""
 
 UNREADABLE_BATCH: Final = "unreadable batch: "
-"""How the reason of a quarantine row begins that stands for a whole batch and is not a message."""
+"""The prefix of the reason in a quarantine row that represents a whole batch instead of a message."""
 
 
 def partition_columns(schema: pa.Schema) -> tuple[str, ...]:

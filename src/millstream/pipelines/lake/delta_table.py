@@ -1,4 +1,4 @@
-"""A topic as a Delta table, with its quarantined messages in another one beside it.
+"""A topic as a Delta table, with its quarantined messages in another one next to it.
 
 Two tables have no common commit. The commit of the first therefore names the files of the second, and the next user of
 the table adds them there before anything else: a crash in between loses nothing, and the second table stores the

@@ -5,7 +5,7 @@ exactly one version of the table, other tasks merge the changes of each bucket w
 another file; one commit replaces the files and carries the next offsets. A step that is repeated, at the same time or
 after a crash, is in the table once, because the commit is for the version that was read and no other.
 
-Deletes are remembered in a file beside the bucket's, under the same name in `_deleted`: it is part of the table
+Deletes are remembered in a second file per bucket, under the same name in `_deleted`: it is part of the table
 whenever the bucket's file is. The name says whether there is one.
 """
 
@@ -63,7 +63,7 @@ from millstream.pipelines.lake.task_writer import (
 BUCKETS: Final = "buckets"
 STAGED: Final = "changes"
 TOMBSTONES: Final = "_deleted"
-"""The folders of bucket files, of staged changes (beside the table), and of remembered deletes."""
+"""The folders of bucket files, of staged changes (next to the table), and of remembered deletes."""
 
 REPLACED_KEPT: Final = timedelta(hours=1)
 """How long replaced files are kept for running queries; a table is rewritten too often to keep them for a week."""

@@ -30,7 +30,7 @@ KEY: Final = "=key"
 ORDER: Final = "=order"
 DELETED: Final = "=deleted"
 DELETED_MS: Final = "=deleted_ms"
-"""Columns of changes beside those of the table. Their names are ones that no column of a table can have."""
+"""Additional columns of changes. No column of a table can have such a name."""
 
 HASH_BITS: Final = 31
 DEPTH_MAX: Final = 12

@@ -62,7 +62,7 @@ class Storage:
         return Storage(f"{self.url}{ending}", self.options)
 
     def staged(self) -> Storage:
-        """Return the staging folder, which lies beside this one and which no pattern for tables matches."""
+        """Return the staging folder, a sibling of this one that no pattern for tables matches."""
         parent, _slash, name = self.url.rpartition("/")
         if not name or parent.endswith(":/"):
             raise InvalidSetting(f"{self.url!r} is a root; choose a folder in it")

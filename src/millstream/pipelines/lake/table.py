@@ -25,7 +25,7 @@ TopicPartition = tuple[str, int]
 
 
 class LakeTable(Protocol):
-    """One topic as a table, with a quarantine table beside it. It may not exist yet."""
+    """One topic as a table, with a quarantine table. It may not exist yet."""
 
     def schema(self) -> pa.Schema | None:
         """Return the columns, partition columns included; None before the first commit."""

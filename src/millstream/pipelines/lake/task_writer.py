@@ -140,7 +140,7 @@ def _next_rows(cursors: list[_Cursor], schema: pa.Schema) -> Iterator[pa.RecordB
 
 
 def _fewer(cursors: list[_Cursor], schema: pa.Schema) -> list[_Cursor]:
-    """Merge the rest of those that were merged as often as most, into a temporary file; all if none are alike."""
+    """Merge the remaining files of the most common merge level into a temporary file; all if no two share a level."""
     ((passes, count),) = Counter(cursor.passes for cursor in cursors).most_common(1)
     merged = [cursor for cursor in cursors if count == 1 or cursor.passes == passes]
     others = [cursor for cursor in cursors if cursor not in merged]
@@ -584,9 +584,9 @@ def shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch with the columns of a schema; further columns are a mistake of the caller."""
     if batch.schema.equals(schema):
         return batch
-    besides = set(batch.schema.names) - set(schema.names)
-    if besides:
-        raise ValueError(f"rows have columns that the table does not have: {', '.join(sorted(besides))}")
+    unknown = set(batch.schema.names) - set(schema.names)
+    if unknown:
+        raise ValueError(f"rows have columns that the table does not have: {', '.join(sorted(unknown))}")
     columns = [
         batch.column(field.name).cast(field.type)
         if field.name in batch.schema.names

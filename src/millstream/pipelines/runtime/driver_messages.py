@@ -67,7 +67,7 @@ class Wanted(msgspec.Struct, frozen=True):
     attempt: int = 0
     """A changed number restarts a parked pipeline."""
     is_suspect: bool = False
-    """Whether it was running when a driver died, so that it never runs beside another suspect."""
+    """Whether it was running when a driver died, so that it never runs together with another suspect."""
 
 
 class DriverCommand(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class Pipes:
     """The pipes to the process that has started this one."""
 
     def __init__(self, commands: IO[bytes], events: IO[bytes], leave: Callable[[], None]) -> None:
-        """Take the pipes; `leave` ends this process with all that it has started, once the other one is gone."""
+        """Take the pipes; `leave` ends this process and its children once the other process has ended."""
         self._leave = leave
         self._commands = commands
         self._events = events
@@ -169,7 +169,7 @@ class Pipes:
             self._events.flush()
 
     def keep_pin(self, pin: Mapping[str, Any]) -> None:
-        """Have it stored what the run takes; raise if that fails."""
+        """Store which messages the run takes; raise if that fails."""
         self.send(JobEvent(pin=dict(pin)))
         try:
             is_stored = self._replies.get(timeout=STORE_S).pinned

@@ -29,7 +29,7 @@ class Fault(Enum):
     OUTSIDE = "outside"
     """A dependency is unavailable: the pipeline continues once it is back, however long that takes."""
     DECLARED = "declared"
-    """The declaration or the data is wrong: every attempt fails alike."""
+    """The declaration or the data is wrong: every attempt fails the same way."""
     UNKNOWN = "unknown"
 
 

@@ -1,6 +1,6 @@
 """The packages of jobs: requirements are resolved once to a lock of wheels with hashes, which every node installs.
 
-There is one folder for each lock, named by its hash. What Millstream itself stands on keeps the version that the node
+There is one folder for each lock, named by its hash. What Millstream itself depends on keeps the version that the node
 has: a job shares it, and asking for another version is an error of the resolver.
 """
 
@@ -143,7 +143,7 @@ def _discard_unused(root: Path, used: Path, needed: Collection[str]) -> None:
 
 
 def _installed() -> dict[str, str]:
-    """Return what Millstream stands on, by name: the versions that a job shares."""
+    """Return Millstream's own dependencies by name: a job shares their versions."""
     found: dict[str, str] = {}
     waiting = ["millstream", "pyspark", "pyarrow", "pandas", "deltalake"]
     while waiting:

@@ -54,7 +54,7 @@ PACKAGES: Final = "packages"
 STOP_S: Final = 5.0
 LOOK_S: Final = 5.0
 CHECK_S: Final = 0.5
-"""How often the memory of a run is looked at."""
+"""How often the memory of a run is measured."""
 PROGRESS_S: Final = 10.0
 """How often progress is stored."""
 PROGRESS_BYTES_MAX: Final = 1024 * 1024
@@ -69,7 +69,7 @@ LOST_S: Final = 15.0
 SETTLED_S: Final = 60.0
 """A continuous job that ran for this long was well."""
 OVERHEAD_BYTES: Final = 1024**3
-"""What Java takes beside its heap, and the Python processes before the code begins."""
+"""What Java takes outside its heap, and the Python processes before the code begins."""
 PIN: Final = "pin"
 _SECRETS: Final = ("MILLSTREAM_", "_MILLSTREAM")
 
@@ -409,7 +409,7 @@ class _Job:
             version=pipeline.version,
             code_hash=code_hash(settings.code, settings.lock),
             request=pipeline.requests,
-            # What a run that failed has taken is taken again, so that nothing of it is written twice.
+            # A failed run is repeated with the same messages, so that nothing is written twice.
             progress={} if pin is None else {PIN: pin},
         )
         if await self._child.declared.begin_run(new):
@@ -429,7 +429,7 @@ class _Job:
             await self._execute(again, settings)
 
     async def _execute(self, run: JobRun, settings: JobSettings) -> None:
-        """Make attempts at a run until it is over, or has to be left."""
+        """Attempt a run until it has ended, or has to be abandoned."""
         self._run = run
         self._next_ms = 0
         self._is_cancelled = False
@@ -873,7 +873,7 @@ def _memory_of_session(session: int) -> int:
 
 
 def _kill_session(session: int) -> None:
-    """Kill a process with all that it has started: its Java, and Spark's Python workers."""
+    """Kill a process and its children: its Java, and Spark's Python workers."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid, _ in _processes_of(session):

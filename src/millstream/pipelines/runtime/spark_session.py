@@ -90,7 +90,7 @@ def open_session(
 ) -> SparkSession:
     """Start Spark; without a master it runs in this process, on all cores but one.
 
-    Java's output goes to the file `log`; that of the previous run is kept beside it. Without one it goes where that of
+    Java's output goes to the file `log`; that of the previous run is kept next to it. Without one it goes where that of
     this process goes. With `ends_with_java` the process
     ends with its Java.
     """

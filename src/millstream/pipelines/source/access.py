@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 TOKEN_MS: Final = 12 * 3_600_000
 """Longer than a task runs."""
 _RENEW_S: Final = 60.0
-"""How often tokens are looked at that have to be renewed, and how soon a failed attempt is repeated."""
+"""How often tokens are checked for renewal, and how soon a failed attempt is repeated."""
 _REVOKE_S: Final = 2.0
 _CACHED_MAX: Final = 256
 
@@ -76,7 +76,7 @@ class Access:
     """The authorities that are trusted, in PEM; empty for those of the machine."""
     tls: bool = False
     cluster: str = ""
-    """The cluster whose nodes are trusted by what their certificates say, whatever they are reached by."""
+    """The cluster whose nodes are trusted by their certificates, regardless of the address used."""
     certificate: str = ""
     key: str = ""
     user: str = ""
@@ -92,7 +92,7 @@ class Access:
 
     @property
     def is_known(self) -> bool:
-        """Whether it names someone, so that tasks need tokens of their own."""
+        """Whether it names a user, so that tasks need their own tokens."""
         return bool(self.user or self.token or self.token_file or self.certificate)
 
     def credentials(self) -> Credentials:

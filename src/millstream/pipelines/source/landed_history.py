@@ -217,7 +217,7 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
 
 
 def _messages(quarantined: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a quarantine that are messages, without those that stand for an unreadable batch."""
+    """Yield the rows of a quarantine that are messages, without those that represent an unreadable batch."""
     for batch in quarantined:
         is_batch = pc.starts_with(batch.column("reason"), UNREADABLE_BATCH)
         if len(messages := batch.filter(pc.invert(is_batch))):

@@ -50,7 +50,7 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
 
 
 def admit_tasks(ranges: Sequence[Range], options: ReadOptions) -> list[Range]:
-    """Give the tasks of a query what they sign in by; in a dry run, only the last messages of each range."""
+    """Give the tasks of a query their credentials; in a dry run, limit each range to its last messages."""
     size = sample_size()
     if size is not None:
         ranges = [replace(one, start=max(one.start, one.end - size)) for one in ranges]

@@ -322,7 +322,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Return the end of the topics, whatever a batch takes; lag is measured against it."""
+        """Return the end of the topics, regardless of what a batch takes; lag is measured against it."""
         survey = OffsetResolver(self._options)
         return to_json(survey.latest(survey.partitions()))
 

@@ -105,7 +105,7 @@ def options_to_read(schema: StructType, given: Mapping[str, str]) -> Mapping[str
 
 
 def options_to_insert(schema: StructType, given: Mapping[str, str]) -> Mapping[str, str] | None:
-    """Return the options of an INSERT: its own, and those of the table. None for a write that is none.
+    """Return the options of an INSERT: its own, and those of the table. None for any other write.
 
     Rows that were read from a table have its options wherever they are written. An INSERT has all columns of its table,
     as text without a limit; or as they are, if the rows are those of the table itself. Any write of such rows goes to

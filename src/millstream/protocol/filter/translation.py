@@ -74,7 +74,7 @@ _ALLOWED = _OPENING | _CLOSING | {
 }  # fmt: skip
 
 _BEFORE_ANY_NAME = frozenset({TokenType.DOT, TokenType.ALIAS, TokenType.DCOLON})
-"""After these follows the name of a field or of a type, whatever it means elsewhere."""
+"""Tokens that are followed by the name of a field or of a type, even if the name is a keyword elsewhere."""
 
 FIELD_MARK = "."
 """The prefix of every name after a dot in the tree."""
@@ -529,7 +529,7 @@ class _Translator:
         path = tuple(step for step, _ in steps[1:])
         if root == PAYLOAD:
             if len(path) > STEPS_MAX:
-                raise self.refusal(tree, f"a field lies at most {STEPS_MAX} steps within the payload")
+                raise self.refusal(tree, f"a field is at most {STEPS_MAX} levels deep in the payload")
             return Payload(path)
         if root == HEADERS:
             if len(path) != 1 or not isinstance(path[0], str):

@@ -31,7 +31,7 @@ class InvalidPattern(ValueError):
 
 
 class _Part:
-    """What stands between two `%`: characters, and places where any character may stand."""
+    """The part between two `%`: characters, and places for any character."""
 
     def __init__(self, characters: list[str | None]) -> None:
         self.width = len(characters)

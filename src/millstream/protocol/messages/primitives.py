@@ -115,7 +115,7 @@ class Reader:
         return self._text(length)
 
     def legacy_nullable_string(self) -> str | None:
-        """Read a string with a 16-bit length whatever the message is, as the client id in headers always has."""
+        """Read a string with a 16-bit length in every version, as the client id in headers has."""
         return self._text(self.int16())
 
     def blob(self) -> memoryview | None:
@@ -261,7 +261,7 @@ class Writer:
         self.buffer += content
 
     def legacy_string(self, value: str | None) -> None:
-        """Append a string with a 16-bit length whatever the message is, as the client id in headers always has."""
+        """Append a string with a 16-bit length in every version, as the client id in headers has."""
         content = b"" if value is None else value.encode()
         self._fixed_length(NULL if value is None else len(content), _INT16)
         self.buffer += content

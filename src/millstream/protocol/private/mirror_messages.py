@@ -191,7 +191,7 @@ class QueueKeyMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OfferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a node of the source what it has besides records."""
+    """Asks a node of the source for everything but records."""
 
     topics: Sequence[UUID] = ()
     """Topics whose queues are wanted."""

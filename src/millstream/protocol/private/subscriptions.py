@@ -689,7 +689,7 @@ async def stored_letters(client: Client, topic: str) -> int:
 
 
 def open_letters_error(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
-    """Say why a dead letter topic is not deleted."""
+    """Return why a dead letter topic is not deleted."""
     owners = f" of {', '.join(subscriptions)}" if subscriptions else ""
     noun, pronoun = ("letter", "it") if letters == 1 else ("letters", "them")
     return (

@@ -53,7 +53,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class BatchHeader(NamedTuple):
-    """The header of one batch and where the batch lies in its buffer.
+    """The header of one batch and the position of the batch in its buffer.
 
     A named tuple, since one is made for every batch on the hot path and a frozen dataclass costs five times as much.
     """

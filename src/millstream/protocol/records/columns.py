@@ -30,7 +30,7 @@ class BinaryColumn:
         return self.offsets.size - 1
 
     def check(self) -> None:
-        """Raise `InvalidBatch` unless every row lies within the data, so that kernels can trust the offsets."""
+        """Raise `InvalidBatch` unless every row is within the data, so that kernels can trust the offsets."""
         offsets = self.offsets
         if offsets[0] < 0 or offsets[-1] > self.data.size or np.any(offsets[1:] < offsets[:-1]):
             raise InvalidBatch("the offsets of a column do not match its data")

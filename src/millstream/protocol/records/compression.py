@@ -351,7 +351,7 @@ def _zstd_descriptor(view: memoryview, position: int, flags: int) -> tuple[int, 
     dictionary_bytes = (0, 1, 2, 4)[flags & 3]
     if not flags & 0x20:
         return 1 + dictionary_bytes + (0, 2, 4, 8)[flags >> 6], _ZSTD_BLOCK_BYTES
-    # A single segment: the window is the content itself, whose size stands behind the dictionary id.
+    # A single segment: the window is the content itself, whose size follows the dictionary id.
     position += dictionary_bytes
     size_bytes = (1, 2, 4, 8)[flags >> 6]
     size = int.from_bytes(view[position : position + size_bytes], "little") + (256 if size_bytes == 2 else 0)

@@ -129,7 +129,7 @@ def decode_columns(
         return
     position = start_offset
     try:
-        # A copy, since what is decompressed lies elsewhere.
+        # A copy, since decompressed records are in another buffer.
         for columns in decode(table.copy(), position):
             yield columns
             position = int(columns.offsets[-1]) + 1

@@ -153,7 +153,7 @@ def source_of(columns: Columns, rows: Int64s | None = None, *, keep_offsets: boo
     records, timestamps_ms, offsets = _records_table(columns), columns.timestamps_ms, columns.offsets
     if rows is not None:
         if rows.size and (rows.min() < 0 or rows.max() >= len(columns)):
-            raise InvalidBatch(f"a row lies outside of the {len(columns)} there are")
+            raise InvalidBatch(f"there are only {len(columns)} rows")
         records, timestamps_ms, offsets = records[rows], timestamps_ms[rows], offsets[rows]
     if not keep_offsets:
         offsets = np.arange(records.size, dtype=np.int64)

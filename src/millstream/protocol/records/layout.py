@@ -1,7 +1,7 @@
 """The tables that kernels fill and read.
 
 They are structured types, so their layout is part of a kernel's signature: change it, and the kernels are compiled
-again. (The cache of numba looks at nothing but the signature and the one file that holds the kernel; hence a kernel
+again. (The cache of numba checks only the signature and the one file that holds the kernel; therefore a kernel
 also imports no function and no constant from another file.)
 """
 
@@ -37,7 +37,7 @@ BATCHES = np.dtype(
         ("crc", np.int64),
     ]
 )
-"""Batches: where each lies in the fetch answer, where its (decompressed) records lie, and its header."""
+"""Batches: where each is in the fetch answer, where its (decompressed) records are, and its header."""
 
 RECORDS = np.dtype(
     [
@@ -62,7 +62,7 @@ HEADERS = np.dtype(
 """Headers of records: where the fields of each lie."""
 
 PARSING = np.dtype([("batch", np.int64), ("record", np.int64), ("position", np.int64), ("delta", np.int64)])
-"""One row: where the parser stands between two calls."""
+"""One row: the parser's position between two calls."""
 
 
 def read_only(array: npt.NDArray[Number]) -> npt.NDArray[Number]:

@@ -97,7 +97,7 @@ def empty_batch(
     base_sequence: int = -1,
     append_time_ms: int | None = None,
 ) -> bytearray:
-    """Return a batch without records, which stands for removed offsets and for its producer's last state."""
+    """Return a batch without records, which represents removed offsets and its producer's last state."""
     batch = bytearray(HEADER_BYTES)
     seal_batch(
         batch,

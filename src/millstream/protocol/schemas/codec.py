@@ -465,7 +465,7 @@ def message_value(message: Any) -> Any:
         try:
             return datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(microseconds=micros)
         except OverflowError as error:
-            raise SchemaMismatch("a timestamp lies outside the years 1 to 9999") from error
+            raise SchemaMismatch("a timestamp is outside the years 1 to 9999") from error
     if name in _WRAPPERS:
         return message.value
     if name in _DYNAMIC:

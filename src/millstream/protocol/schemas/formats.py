@@ -55,7 +55,7 @@ MESSAGE_CHARACTERS_MAX: Final = 10_000
 
 
 class SchemaText(msgspec.Struct, frozen=True, kw_only=True):
-    """A schema with the texts of all that it refers to, each after those that it refers to itself."""
+    """A schema with the texts of all its references, each after its own references."""
 
     schema_type: str
     text: str

@@ -3,8 +3,8 @@
     content:  0, the id in 4 bytes, message indexes (Protobuf only), the encoded value
     header:   0, the id in 4 bytes, message indexes; or 1, the guid in 16 bytes, message indexes
 
-A header is looked at first. Message indexes say which message of a Protobuf file is meant: how many, then the index on
-each level, as zigzag varints; a single 0 stands for the first message.
+A header takes precedence. Message indexes say which message of a Protobuf file is meant: how many, then the index on
+each level, as zigzag varints; a single 0 means the first message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def schema_header(headers: Iterable[tuple[str, bytes | None]], field: str) -> by
 
 
 def prefix(schema_id: int) -> bytes:
-    """Return what stands in front of a content."""
+    """Return the prefix of a content."""
     return b"\0" + schema_id.to_bytes(4, "big")
 
 

@@ -157,7 +157,7 @@ class Node:
 
     @property
     def needed_by(self) -> dict[str, frozenset[str]]:
-        """The properties that others need beside them."""
+        """The properties that other properties require."""
         both = {**(self.keyword("dependencies") or {}), **(self.keyword("dependentRequired") or {})}
         return {name: frozenset(needed) for name, needed in both.items() if isinstance(needed, list)}
 
@@ -199,7 +199,7 @@ def _check_against_metaschema(raw: Any) -> None:
         place = "/".join(str(step) for step in error.instance_path)
         raise InvalidSchema(f"the JSON Schema is invalid at '#/{place}': {error.message[:500]}") from error
     except (jsonschema_rs.ReferencingError, ValueError) as error:
-        # A custom draft: whatever its vocabulary is, the keywords that we know have their meaning.
+        # A custom draft: regardless of its vocabulary, known keywords keep their meaning.
         draft = raw.get("$schema") if isinstance(raw, dict) else None
         if not isinstance(draft, str):
             raise InvalidSchema(f"the JSON Schema is invalid: {error}") from error
@@ -441,7 +441,7 @@ class _Comparison:
         return found
 
     def _compare_with_combination(self, original: Node, update: Node, path: str) -> Found | None:
-        """Compare a combination with a schema that is none; None if that decides nothing."""
+        """Compare a combination with a plain schema; None if that decides nothing."""
         is_original, is_update = original.kind in _COMBINATIONS, update.kind in _COMBINATIONS
         if is_original == is_update:
             return None
@@ -537,7 +537,7 @@ class _Comparison:
         return found
 
     def _covering(self, node: Node, name: str) -> Node | None:
-        """Return the schema of properties that have none of their own."""
+        """Return the schema of properties without their own."""
         for pattern, covering in node.patterns:
             if self._compiled(pattern).search(name):
                 return covering
@@ -780,5 +780,5 @@ def _describe_content(kind: str) -> str:
     if kind.endswith("FROM_CLOSED_CONTENT_MODEL"):
         return "the {reader} schema, which is closed, lacks a property or item of the {writer} one"
     if "REMOVED" in kind:
-        return "the {reader} schema lacks a property or item of the {writer} one, and allows nothing alike in its place"
+        return "the {reader} schema lacks a property or item of the {writer} one, and allows no replacement"
     return "the {reader} schema has a property or item for which the {writer} one allows something else"

@@ -119,7 +119,7 @@ class ProtobufSchema:
 
 
 def _decode_descriptor(text: str) -> FileDescriptorProto | None:
-    """Decode a FileDescriptorProto in base 64; None if the text is none."""
+    """Decode a FileDescriptorProto in base 64; None if the text is not one."""
     try:
         content = base64.b64decode(text.strip(), validate=True)
         found = FileDescriptorProto.FromString(content)

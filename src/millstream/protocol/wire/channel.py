@@ -294,7 +294,7 @@ class Channel(asyncio.BufferedProtocol):
         return False
 
     def _may_expect(self) -> str:
-        """Say what a broker may miss that hangs up on the first requests: it cannot say so itself."""
+        """Return what may be missing for a broker that closes the connection on the first request."""
         if self._ssl_object() is None:
             return "if it uses TLS, give the authority of its certificate (--tls-ca)"
         return (
@@ -360,7 +360,7 @@ def _new_room(size: int) -> memoryview:
 
 
 def _not_kafka(head: bytes) -> str:
-    """Say what kind of server answers, by the first bytes of a response that no broker sends."""
+    """Return what kind of server answers, judging by the first bytes of a response that no broker sends."""
     if head == b"HTTP":
         return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
@@ -369,7 +369,7 @@ def _not_kafka(head: bytes) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """Say why a connection could not be opened; asyncio's own text names internals."""
+    """Return why a connection could not be opened; asyncio's own text names internals."""
     if error.errno is None:
         return "nothing accepts connections there"
     return (os.strerror(error.errno) if error.errno > 0 else error.strerror or str(error)).lower()

@@ -1,4 +1,4 @@
-"""The small asynchronous Kafka client that the CLI, the gateway, followers, the SDK and Spark stand on.
+"""The small asynchronous Kafka client that the CLI, the gateway, followers, the SDK and Spark use.
 
 It finds the leader of each partition, negotiates versions once per connection, retries transient errors, and
 raises the errors of `core/errors.py`. Records go in and come out as whole batches; `records/` makes and reads them.
@@ -388,7 +388,7 @@ class Client:
     ) -> Listed:
         """Look up offsets in many topics, with few requests per leader.
 
-        Each is requested once: an error stands in place of one whose leader is unreachable or has moved, and the next
+        Each is requested once: an error takes the place of one whose leader is unreachable or has moved, and the next
         call asks the new one.
         """
         unknown = sorted({where.topic for where in times_ms if where not in self._leaders})
@@ -470,7 +470,7 @@ class Client:
     async def fetch_from(
         self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
-        """Read from partitions of one leader, once; an error stands in place of a partition that it does not serve."""
+        """Read from partitions of one leader, once; an error takes the place of a partition that it does not serve."""
         pool = await self._reach(leader)
         await pool.unmuted()
         async with pool.borrowed() as channel:

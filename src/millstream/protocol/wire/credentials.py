@@ -2,7 +2,7 @@
 
 A connection that is opened without credentials takes those of the node it works for, if it works for one:
 `NODE_CREDENTIALS` holds them for every task that a node or one of its child processes starts. Programs and commands
-always give theirs, so that they never act as the node they run beside.
+always give theirs, so that they never act as their node.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def node_by_certificate(certificate: str, key: str, ca: str, cluster: str) -> Cr
 
 
 def node_tls(cluster: str, make: Callable[[], ssl.SSLContext]) -> tuple[Callable[[], ssl.SSLContext], CheckPeer]:
-    """TLS to the nodes of a cluster, which are known by what their certificates say, whatever they are reached by."""
+    """TLS to the nodes of a cluster, which their certificates identify, regardless of the address used."""
 
     def load() -> ssl.SSLContext:
         context = make()

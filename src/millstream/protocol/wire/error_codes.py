@@ -95,7 +95,7 @@ CODES: Final[Mapping[type[errors.MillstreamError], int]] = {
     errors.TransactionRejected: 48,
     errors.LogUnavailable: 56,
     errors.OffsetOutOfRange: 1,
-    # Consumers raise this code to their user; a storage error they would retry for ever.
+    # Consumers raise this code to their user; a storage error they would retry forever.
     errors.DamagedRange: 2,
     # Sends the client back to the metadata, where the topic is deleted or has another leader.
     errors.PartitionClosed: 6,

@@ -149,5 +149,5 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
 
 
 def busy_sentence(name: str) -> str:
-    """Say what to do about a group that is in use."""
+    """Return advice for a group that is in use."""
     return f"group {name!r} has members; stop its consumers first, then try again"

@@ -226,7 +226,7 @@ class Goal:
     epoch: int
     target: Assignment
     topics: Set[UUID]
-    """The subscribed topics; others are not assigned, whatever the target contains."""
+    """The subscribed topics; others are not assigned, even if the target contains them."""
     is_taken: Callable[[UUID, int], bool]
     """Returns whether another member owns a partition."""
 

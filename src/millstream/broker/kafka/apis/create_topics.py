@@ -105,7 +105,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
                 )
             return wanted.num_partitions, wanted.replication_factor, None
         if wanted.num_partitions != _DEFAULT or wanted.replication_factor != _DEFAULT:
-            raise InvalidRequest("with an assignment by hand, the numbers of partitions and replicas must both be -1")
+            raise InvalidRequest("with a manual assignment, the numbers of partitions and replicas must both be -1")
         indexes = sorted(assigned.partition_index for assigned in wanted.assignments)
         if indexes != list(range(len(indexes))):
             raise InvalidAssignment(f"the assignment must name every partition from 0 on once, not {indexes}")

@@ -3,7 +3,7 @@
 Each setting has its value, its source (the topic, this node or all nodes at run time, this node's configuration, or the
 built-in default), and on request the values that it overrides (synonyms) and its documentation. Settings of a node that
 need a restart are marked read-only; settings that Kafka's brokers have too are also shown under Kafka's names. The
-empty name stands for the settings of all nodes.
+empty name means the settings of all nodes.
 
 Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 is flexible.
 """

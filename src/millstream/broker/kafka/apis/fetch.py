@@ -70,7 +70,7 @@ class Position:
 
 
 class FetchSession:
-    """The partitions of one client, in the order in which they are looked at next."""
+    """The partitions of one client, in the order in which they are read next."""
 
     __slots__ = ("by_id", "epoch", "positions", "session_id")
 
@@ -363,7 +363,7 @@ class Fetch:
         return found
 
     def _read_some(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
-        """Read some partitions again; the results of the others stand."""
+        """Read some partitions again; the results of the others are kept."""
         size = _size_of(found)
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size

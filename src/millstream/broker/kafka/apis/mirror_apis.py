@@ -223,7 +223,7 @@ class MirrorNotice(_MirrorApi[CommitNotice, Response]):
 
 
 class MirrorOffer(_MirrorApi[OfferRequest, OfferResponse]):
-    """Returns what a node of a source has besides records, for a mirror of another cluster.
+    """Returns everything but records from a node of a source, for a mirror of another cluster.
 
         {"topics": ["5cf0…"], "known": [[subscription id, topic id, partition, sequence], …]}
         answer: {"error": 0, "message": null, "subscriptions": [{"name": …, …}],
@@ -365,7 +365,7 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
         answer: {"error": 0, "message": null, "ends": {}, "removed": [{…}]}
 
     `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
-    the ranges beyond the cuts that hold records. `follow` drops what lies beyond the cuts and starts copying; with
+    the ranges beyond the cuts that hold records. `follow` drops what is beyond the cuts and starts copying; with
     `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence.
     """
 

@@ -256,7 +256,7 @@ class PipelineLanded(PrivateApi[Landed, Response]):
         answer: {"error": 0, "message": null}
 
     The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with.
-    A topic with `retention.until.landed` keeps what lies beyond.
+    A topic with `retention.until.landed` keeps what follows.
     """
 
     key = LANDED_KEY

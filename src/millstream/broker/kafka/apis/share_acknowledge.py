@@ -1,7 +1,7 @@
 """ShareAcknowledge (key 79), versions 1 to 2: acknowledges messages of a share consumer without fetching more
 (KIP-932).
 
-Acknowledgements are 1 accept, 2 release, 3 reject and, with `is_renew_ack`, 4 renew; 0 stands for an offset without a
+Acknowledgements are 1 accept, 2 release, 3 reject and, with `is_renew_ack`, 4 renew; 0 means an offset without a
 message. Answered when they are durable; in each partition, all are carried out or none. The request continues the
 session that ShareFetch opened; epoch -1 closes it.
 

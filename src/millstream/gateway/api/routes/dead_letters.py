@@ -73,7 +73,7 @@ class LetterList(msgspec.Struct, frozen=True):
     held: int
     """Letters leased by others."""
     held_back: int
-    """Letters that this request looked at and left open, but that no other request gets for a minute: they are many."""
+    """Letters that this request examined and left open, but that no other request gets for a minute: they are many."""
 
 
 class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -60,7 +60,7 @@ _FIELDS: Final[list[Any]] = [(attribute, _type_of(declared), UNSET) for attribut
 if TYPE_CHECKING:
 
     class Options(msgspec.Struct, frozen=True, kw_only=True):
-        """The settings of a subscription; null stands for the default."""
+        """The settings of a subscription; null means the default."""
 
 else:
     Options = msgspec.defstruct(

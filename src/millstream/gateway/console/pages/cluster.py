@@ -26,7 +26,7 @@ MEASURED_S: Final = 0.5
 
 
 async def cluster(visit: Visit) -> Answer:
-    """Show the nodes, and partitions in trouble; all partitions are looked at only if some are."""
+    """Show the nodes, and unhealthy partitions; all partitions are examined only if some are unhealthy."""
     client = visit.services.client
     nodes = await visit.shared(lambda: node_sums(client))
     known = (await client.metadata([])).nodes

@@ -177,7 +177,7 @@ async def _task(
         # A redrive finds letters first, and then delivers their messages: each is half of the way.
         delivered = sum(outcome.revived.values()) + sum(outcome.refused.values())
         found = (outcome.selected + delivered) / 2 if is_redrive else outcome.selected
-        text = f"{counted(outcome.selected + outcome.unmatched, 'letter')} of {total:,} looked at"
+        text = f"{counted(outcome.selected + outcome.unmatched, 'letter')} of {total:,} examined"
         text += f", {outcome.selected:,} match" if condition else ""
         text += f", {delivered:,} messages delivered" if is_redrive else ""
         return Measured(min(1.0, (found + outcome.unmatched) / max(1, total)), text)

@@ -100,7 +100,7 @@ async def _bounds(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
 
 
 async def _forward(visit: Visit, wanted: _Wanted) -> dict[int, OffsetRange]:
-    """Return the offsets to look at, from the position on, or from where an earlier page stopped."""
+    """Return the offsets to search, from the position on, or from where an earlier page stopped."""
     bounds = await _bounds(visit, wanted)
     if at := visit.text("at", length_max=200_000):
         places = _places(at)
@@ -197,7 +197,7 @@ async def _newest(visit: Visit, wanted: _Wanted) -> _Reading:
         # Offsets without messages: transaction markers, and gaps that compaction left.
         reach *= REACH_FACTOR
     _keep_newest(reading.rows)
-    # Without rows, older pages continue before what was looked at.
+    # Without rows, older pages continue before what was searched.
     oldest = {index: end if reading.rows else ranges[index].start for index, (_, end) in bounds.items()}
     for one in reading.rows:
         oldest[one.partition] = min(oldest[one.partition], one.offset)

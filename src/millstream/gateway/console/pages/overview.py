@@ -25,7 +25,7 @@ OLD_S: Final = 300.0
 
 
 class Warned(NamedTuple):
-    """Something to look at, in plain words, and the page that helps."""
+    """A problem, in plain words, and the page that helps."""
 
     text: str
     href: str
@@ -44,7 +44,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
     if may_describe:
         visit.history.start()
         nodes = await node_sums(visit.services.client)
-    # A node that is down is when people look at this page, so what needs that node is left out, not an error.
+    # People open this page when a node is down, so what needs that node is left out, not an error.
     missing: list[str] = []
     described = await _or_empty(visit.services.subscriptions.describe(without_silent=True), missing)
     rows = rows_of(described)

@@ -112,7 +112,7 @@ async def show(visit: Visit) -> Answer:
 
 
 async def configure(visit: Visit) -> Answer:
-    """Set which schemas are compatible, of a subject or of all that have no level of their own."""
+    """Set the compatibility level of a subject, or of all subjects without one."""
     name, level = visit.names.get("subject", ""), visit.choice("level", (DEFAULT, *LEVELS))
     if level == DEFAULT:
         request = Configure(subject=name, reset_config=True)
@@ -120,7 +120,7 @@ async def configure(visit: Visit) -> Answer:
         request = Configure(subject=name, config={"compatibilityLevel": level})
     await SchemaClient(visit.services.client).configure(request)
     to = address("schemas", name) if name else address("schemas")
-    text = f"The compatibility of {name or 'subjects without a level of their own'} is set"
+    text = f"The compatibility of {name or 'subjects without their own level'} is set"
     return done(to, text, "schema", "compatibility", *((name,) if name else ()), "--set", level)
 
 

@@ -1,8 +1,8 @@
 """Files of failed attempts, which will never be committed: deleted soon instead of by the vacuum after a week.
 
-When a task fails, other tasks of its job have written files that no one reports, and some go on for a while after they
-were cancelled. File names contain the attempt, so the files can be found: they are looked for at once, and again every
-minute until none has appeared for a while. Only attempts for which no commit was ever tried are tracked.
+When a task fails, other tasks of its job have written files that no one reports, and some continue for a while after
+they were cancelled. File names contain the attempt, so the files can be found: they are searched for at once, and again
+every minute until none has appeared for a while. Only attempts for which no commit was ever tried are tracked.
 """
 
 from __future__ import annotations

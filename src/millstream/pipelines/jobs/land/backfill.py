@@ -1,4 +1,4 @@
-"""Landing the past again beside the running pipeline: a range of time from the log, or what the quarantine has.
+"""Landing the past again while the pipeline runs: a range of time from the log, or what the quarantine has.
 
 A backfill never moves the next offsets of a table, which belong to the pipeline: it lands messages before them. In a
 table of every message it leaves out those that are there, in the table or in its quarantine, so that it can be
@@ -166,7 +166,7 @@ class _Backfill(_PastJob):
 
 
 class _UpsertBackfill(_Backfill, UpsertJob):
-    """Merges the changes of a range of time once more."""
+    """Merges the changes of a time range again."""
 
     def _leave_out(self, batch: TopicBatch) -> None:
         """Merge all of them: a change that is there changes nothing."""
@@ -282,7 +282,7 @@ class _DecodeAgain:
         return json.dumps(_Decoded(report.rows, list(report.files), list(report.quarantined), dict(report.counts)))
 
     def _messages(self, file: ActiveFile, landing: Landing) -> Iterator[pa.RecordBatch]:
-        """Yield the messages of a file; rows that stand for unreadable batches stay in the quarantine."""
+        """Yield the messages of a file; rows that represent unreadable batches stay in the quarantine."""
         with self.quarantine.files().open_input_file(file.path) as opened:
             for batch in pq.ParquetFile(opened).iter_batches(BATCH_ROWS):
                 is_batch = pc.starts_with(batch.column("reason"), UNREADABLE_BATCH)

@@ -264,7 +264,7 @@ def _with_field(row: bytes, name: str, value: bytes) -> bytes:
 
 
 def _key_document(key: bytes | None) -> bytes | None:
-    """Return the object in a message key, with or without its schema; None if it is none."""
+    """Return the object in a message key, with or without its schema; None if it is not an object."""
     if key is None:
         return None
     try:

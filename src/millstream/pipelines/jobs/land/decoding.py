@@ -35,7 +35,7 @@ _NAMES_BYTES_MAX: Final = 256 * 1024
 
 _ESCAPED: Final = r"\\u[0-9A-Fa-f]{4}"
 _LETTER_ESCAPED: Final = r"\\u00[4-7]"
-"""Letters may be escaped, though hardly anyone does it."""
+"""Letters may be escaped, which is rare."""
 
 _NAME: Final = re.compile(r'("(?:[^"\\]|\\.)*")\s*:')
 
@@ -469,7 +469,7 @@ class Decoder:
         dropped = frozenset(dropped_fields(found, table.schema)) if self._evolves else frozenset()
         wanted = table.select(schema.names)
         if wanted.schema.types != schema.types:
-            # A value that no column holds lies inside of one that exists.
+            # A value without a column of its own is inside one that exists.
             table = _read(text, schema, evolves=False)
             if table is None or table.num_rows != rows:
                 return None

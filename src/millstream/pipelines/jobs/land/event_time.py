@@ -23,7 +23,7 @@ NO_TIME: Final = ", and the table is partitioned by it"
 """How the reason for a row without an event time ends."""
 
 FOLDERS_MAX: Final = 1000
-"""The most days or hours of one task, besides those around the present: each becomes a file that is synced."""
+"""The most days or hours of one task, not counting those around the present: each becomes a file that is synced."""
 
 TOO_MANY: Final = ", more than it may write folders for"
 """How the reason for a row ends whose event time would be one folder too many."""
@@ -126,7 +126,7 @@ def _trouble(value: Any) -> str:
 
 
 def event_times(values: pa.Array) -> pa.Array:
-    """Return values of a column as timestamps in UTC; null for those that are none."""
+    """Return values of a column as timestamps in UTC; null for those that are not."""
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         found = _from_text(pc.replace_substring_regex(values, _FINER, r"\1"))

@@ -217,7 +217,7 @@ def payload_fields(schema: pa.Schema | None) -> pa.Schema:
 
 
 def table_schema(fields: pa.Schema, record: pa.Schema = RAW) -> pa.Schema:
-    """Return the schema of a table with these payload fields beside the columns of every record."""
+    """Return the schema of a table: the columns of every record, and these payload fields."""
     return pa.schema([*record, *(field.with_name(column_of(field.name)) for field in fields)])
 
 

@@ -92,14 +92,14 @@ def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
     Where the table has long and double is given the result is double, and structs gain fields; widening the table is
     left to the caller.
     """
-    return pa.schema(_merge_fields(list(known), list(given), besides=False))
+    return pa.schema(_merge_fields(list(known), list(given), keep_others=False))
 
 
-def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
-    """Merge given fields into known ones, keeping those `besides` that only the table has."""
+def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, keep_others: bool) -> list[pa.Field]:
+    """Merge given fields into known ones; `keep_others` keeps fields that only the table has."""
     wanted = {field.name.lower(): field for field in given}
     there = {field.name.lower(): field for field in known}
-    fields = [*known, *(field for field in given if field.name.lower() not in there)] if besides else given
+    fields = [*known, *(field for field in given if field.name.lower() not in there)] if keep_others else given
     return [_merge_field(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
 
 
@@ -109,7 +109,7 @@ def _merge_field(known: pa.Field | None, given: pa.Field) -> pa.Field:
 
 def _merge_type(known: pa.DataType, given: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(known) and pa.types.is_struct(given):
-        return pa.struct(_merge_fields(list(known), list(given), besides=True))
+        return pa.struct(_merge_fields(list(known), list(given), keep_others=True))
     if pa.types.is_list(known) and pa.types.is_list(given):
         return pa.list_(known.value_field.with_type(_merge_type(known.value_type, given.value_type)))
     return given if pa.types.is_int64(known) and pa.types.is_float64(given) else known
@@ -523,7 +523,7 @@ class LandJob:
             )
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
-        """Find messages whose id was landed recently; this reads everything once more."""
+        """Find messages whose id was landed recently; this reads everything a second time."""
         if not batches:
             return
         now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)

@@ -1,6 +1,6 @@
 """Account for the messages of one queue: fold its events into one outcome per offset. Pure: no I/O, no Spark.
 
-The fold is not the broker's. It knows only which outcome each event stands for, and compares itself with the windows
+The fold is not the broker's. It knows only which outcome each event means, and compares itself with the windows
 that the broker recorded: whatever a window calls done must have ended in an event before it.
 
     eligible     messages from where the queue started up to the cut

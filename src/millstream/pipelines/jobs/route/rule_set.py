@@ -49,7 +49,7 @@ _TURNED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """A numeric field that lies between two inclusive bounds wherever the condition holds.
+    """A numeric field that is between two inclusive bounds wherever the condition holds.
 
     Other values may be converted to numbers, so for messages that have one the condition is evaluated.
     """

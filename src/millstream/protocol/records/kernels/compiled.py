@@ -1,7 +1,7 @@
 """How kernels are compiled: at their first call, once for all processes where the machine code can be kept.
 
-It is kept beside the source or in the user's home. A service whose installation is read-only and whose user has no home
-has neither, and each process compiles.
+It is kept next to the source or in the user's home. A service whose installation is read-only and whose user has no
+home has neither, and each process compiles.
 """
 
 from __future__ import annotations

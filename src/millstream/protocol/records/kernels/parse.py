@@ -128,7 +128,7 @@ def _utf8_follows(data: Bytes, position: int, end: int) -> int:
     size = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
     if size > end - position:
         return 0
-    # The second byte is narrower after these, which rules out overlong forms, surrogates and what lies beyond Unicode.
+    # The second byte is narrower after these, which rules out overlong forms, surrogates and values beyond Unicode.
     low = 0xA0 if first == 0xE0 else 0x90 if first == 0xF0 else 0x80
     high = 0x9F if first == 0xED else 0x8F if first == 0xF4 else 0xBF
     if data[position + 1] < low or data[position + 1] > high:
@@ -174,7 +174,7 @@ FAULTS = {
     BYTES_LEFT_OVER: "bytes lie behind its last record",
     TOO_MANY_RECORDS: "it declares more records than its bytes can hold",
 }
-"""What each fault means, as the end of a sentence. Faults are negative, so that they can stand for a position."""
+"""What each fault means, as the end of a sentence. Faults are negative, unlike the positions that are returned."""
 
 
 @compiled
@@ -263,7 +263,7 @@ def _find_fields(data: Bytes, position: int, end: int, record: Row) -> int:
 
 @compiled
 def _parse_record(data: Bytes, parsing: Row, batch: Row, record: Row) -> tuple[int, int]:
-    """Check the record where the parser stands and step over it; return its timestamp, and 0 or a fault."""
+    """Check the record at the parser's position and step over it; return its timestamp, and 0 or a fault."""
     length, position = _read_varint(data, parsing["position"], batch["records_end"])
     if position < 0:
         return 0, position
@@ -316,8 +316,8 @@ def parse_records(
 ) -> tuple[int, int]:
     """Fill the columns with the next records from `start_offset` up to, not including, `end_offset`.
 
-    Begins where the state stands and stops when the columns are full, the rows have many headers or the batches are
-    done. Returns the number of rows, and 0 or a fault in the batch where the state stands then.
+    Begins at the state's position and stops when the columns are full, the rows have many headers or the batches are
+    done. Returns the number of rows, and 0 or a fault in the batch at the new position.
     """
     parsing = state[0]
     row = 0

@@ -1,4 +1,4 @@
-"""Writing records: first their lengths, which stand before them, then their bytes."""
+"""Writing records: first their lengths, which precede them, then their bytes."""
 
 from __future__ import annotations
 
