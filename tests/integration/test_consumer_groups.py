@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
+from conformance.question import Broker, frame_of, read_answer, receive_frame
 
 from millstream_testing.server import Server
 
@@ -189,3 +191,38 @@ def test_what_a_group_commits_can_be_asked_for(server: Server, topic: str) -> No
     committed = member.client.committed([TopicPartition(topic, index) for index in range(PARTITIONS)], timeout=WAIT_S)
     assert [(place.offset, place.metadata) for place in committed] == [(index + 1, f"note {index}") for index in ALL]
     member.close()
+
+
+def syncs(server: Server) -> float:
+    (count,) = re.findall(r"^millstream_log_commit_seconds_count (\S+)", server.metrics(), re.MULTILINE)
+    return float(count)
+
+
+def test_commits_that_arrive_together_share_a_sync_and_fetches_need_none(server: Server, topic: str) -> None:
+    """A commit that waits for the one before it, or a fetch for a write, takes many times what Produce takes."""
+    create(server, topic)
+    groups = [f"{topic}-{number}" for number in range(200)]
+    commits = [
+        frame_of(8, 8, {"group_id": group, "topics": [{"name": topic, "partitions": [{"committed_offset": at}]}]})
+        for at, group in enumerate(groups)
+    ]
+    fetches = [
+        frame_of(9, 7, {"group_id": group, "topics": [{"name": topic, "partition_indexes": [0]}]}) for group in groups
+    ]
+
+    def ask(key: int, version: int, frames: list[bytes]) -> list[Any]:
+        connection.sendall(b"".join(frames))
+        answers = [read_answer(key, version, receive_frame(connection)) for _ in frames]
+        return [answer["topics"][0]["partitions"][0] for answer in answers]
+
+    with Broker(server.kafka).connected() as connection:
+        # The topic of the offsets is made and loaded.
+        Broker(server.kafka).ask(10, 2, {"key": topic, "key_type": 0})
+        while {answer["error_code"] for answer in ask(8, 8, commits)} != {"none"}:
+            pass
+        before = syncs(server)
+        assert {answer["error_code"] for answer in ask(8, 8, commits)} == {"none"}
+        after = syncs(server)
+        assert [answer["committed_offset"] for answer in ask(9, 7, fetches)] == list(range(200))
+        assert 1 <= after - before <= 100
+        assert syncs(server) - after <= 10

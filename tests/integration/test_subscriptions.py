@@ -31,6 +31,9 @@ from millstream.core.subscription import (
     START,
     Verb,
 )
+from millstream.embedded import EmbeddedBroker
+from millstream.protocol.filter.batch import DecodedBatch
+from millstream.protocol.filter.node import Payload
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
@@ -175,6 +178,39 @@ async def test_a_filter_lets_through_what_matches(server: Server) -> None:
         assert values(found) == ['{"total": 1500}', '{"total": 3000}']
         await work.settle(found, Verb.ACCEPT)
         await work.nothing()
+
+
+async def test_a_payload_is_parsed_once_for_the_filters_of_all_subscriptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = DecodedBatch._parse
+
+    def counted(batch: DecodedBatch, source: Payload) -> None:
+        parsed.append(len(batch))
+        parse(batch, source)
+
+    monkeypatch.setattr(DecodedBatch, "_parse", counted)
+    broker = EmbeddedBroker(tmp_path)
+    await broker.start()
+    try:
+        async with Client.connect(broker.kafka_address) as client:
+            await client.metadata(["orders"], create=True)
+            works = [Desk(client, "orders", f"above-{least}") for least in range(30)]
+            for least, work in enumerate(works):
+                await work.subscriptions.create(work.name, ["orders"], {FILTER: f"payload.total >= {least}"})
+            # Every queue is open once it has delivered.
+            await works[0].publish('{"total": 99}')
+            for work in works:
+                await work.receive(1)
+            parsed.clear()
+            orders = [f'{{"total": {total}}}' for total in range(30)]
+            await works[0].publish(*orders)
+            for least, work in enumerate(works):
+                assert values(await work.receive(30 - least)) == orders[least:]
+    finally:
+        await broker.stop()
+    assert sum(parsed) == 30
 
 
 async def test_a_filter_that_cannot_be_read_is_refused_with_its_place(server: Server) -> None:
