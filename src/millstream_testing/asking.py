@@ -11,7 +11,6 @@ from millstream.protocol.messages.shape import reshape
 
 
 def client_info() -> ClientInfo:
-    """Some client."""
     return ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
 

@@ -29,7 +29,6 @@ class Scene:
     lease_s: float
 
     def node(self) -> int:
-        """Any node."""
         return self.random.choice(sorted(self.cluster.nodes))
 
     def shorter(self) -> float:
@@ -85,7 +84,6 @@ class Kill(Fault):
         self.duration_s = scene.random.choice([0.0, scene.shorter(), scene.longer()])
 
     def begin(self) -> None:
-        """As kill -9 does."""
         self._cluster.nodes[self._node].kill()
 
     def end(self) -> None:
@@ -131,7 +129,6 @@ class KillAll(Fault):
         self.duration_s = scene.random.choice([0.0, scene.longer()])
 
     def begin(self) -> None:
-        """Kill them."""
         for node in self._cluster.nodes.values():
             node.kill()
 
@@ -254,7 +251,6 @@ class ClockStep(Fault):
         self.duration_s = scene.either()
 
     def begin(self) -> None:
-        """Step it."""
         self._cluster.nodes[self._node].step_clock(self._step_ms)
 
     def end(self) -> None:

@@ -111,7 +111,6 @@ class RelayNetwork:
         return ",".join(relay.address for relay in self._to_node.values())
 
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
-        """As it is."""
         return command
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
@@ -172,7 +171,6 @@ class NamespaceNetwork:
         self._stack.close()
 
     def etcd(self) -> EtcdServer:
-        """An etcd in its namespace."""
         return _NamespacedEtcd(self._host(ETCD), self._in(ETCD))
 
     def connect(self, etcd: EtcdServer, catalog: str) -> None:

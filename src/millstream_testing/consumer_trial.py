@@ -113,7 +113,6 @@ class ConsumerTrial(GroupTrial):
         self._ends = kept
 
     def add_topic(self, name: str, partitions: int) -> UUID:
-        """Make a topic."""
         topic = self.cluster.add(name, partitions=partitions)
         self.topics[name] = topic.topic_id
         return topic.topic_id
@@ -139,7 +138,6 @@ class ConsumerTrial(GroupTrial):
         return group
 
     def send(self, request: ConsumerHeartbeat) -> Deferred[HeartbeatAnswer]:
-        """Send a heartbeat."""
         return self.run(lambda shard: shard.consumers.heartbeat(request))
 
     def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatAnswer:

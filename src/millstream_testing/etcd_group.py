@@ -40,7 +40,6 @@ class EtcdGroupMember(LocalEtcd):
 
     @property
     def leads(self) -> bool:
-        """Whether it leads the others."""
         request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
         with urllib.request.urlopen(request, timeout=60) as answer:
             status = json.loads(answer.read())

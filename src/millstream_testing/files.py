@@ -325,7 +325,6 @@ class MemoryFiles:
             parent.change({name: None, new_name: entry})
 
     def remove(self, path: str, /) -> None:
-        """Remove a file."""
         with self._lock:
             self._file(path)
             parent, name = self._parent(path)

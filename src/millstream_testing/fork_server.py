@@ -77,7 +77,6 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
     def _look(self, wait_s: float) -> int | None:

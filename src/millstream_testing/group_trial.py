@@ -214,7 +214,6 @@ class GroupTrial:
         return fetched[topic][partition].offset
 
     def all_committed(self, group_id: str = GROUP) -> FetchedOffsets:
-        """Every offset that a group has committed."""
         return self.run(lambda shard: shard.fetch(group_id, None)).result()
 
     def _ref(self, member_id: str, generation: int | None, instance_id: str | None, group_id: str) -> MemberRef:

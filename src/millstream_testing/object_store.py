@@ -38,7 +38,6 @@ class ObjectStore:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket."""
         httpx.put(f"{self.endpoint}/{name}", timeout=60).raise_for_status()
 
 

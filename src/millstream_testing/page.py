@@ -35,7 +35,6 @@ class Sample:
 
     @property
     def is_run(self) -> bool:
-        """Whether it can be run."""
         return not self.use.startswith("no-run:")
 
     @property

@@ -74,13 +74,11 @@ class Script:
         self.fails_when_stopped = False
 
     def __call__(self, pipeline: Pipeline, context: JobContext) -> ScriptedJob:
-        """Make a job."""
         self.pipelines.append(pipeline)
         self.contexts.append(context)
         return ScriptedJob(self, context)
 
     def next_line(self) -> Step | Exception | None:
-        """What the next step does."""
         return next(self._lines, None)
 
 

@@ -109,7 +109,6 @@ class ProducerLedger:
         self.broker.topics[topic] = partitions
 
     def topic_id(self, topic: str) -> uuid.UUID:
-        """The id of the topic that has this name now."""
         return uuid.uuid5(uuid.NAMESPACE_DNS, f"{topic} {self.births.get(topic, 0)}")
 
     async def metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
@@ -124,7 +123,6 @@ class ProducerLedger:
         return replace(topic, topic_id=self.topic_id(topic.name))
 
     async def init(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Give a producer its number."""
         messages: Any = importlib.import_module("kio.schema.init_producer_id.v5.response")
         self.producers += 1
         code = self.init_faults.pop(0) if self.init_faults else ErrorCode.none

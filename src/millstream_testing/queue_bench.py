@@ -62,7 +62,6 @@ class Workbench:
             self.end_transaction(producer_id, commit=commit)
 
     def end_transaction(self, producer_id: int, *, commit: bool) -> None:
-        """Have a transaction end."""
         ended = Marker(
             producer_id=ProducerId(producer_id), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
         )

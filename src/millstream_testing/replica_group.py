@@ -240,7 +240,6 @@ class ReplicaGroup:
             raise AssertionError("no other node changes the state at this moment")
 
     def partition(self, node: int, index: int = 0) -> Partition:
-        """A replica."""
         return self.nodes[NodeId(node)].partitions[partition_key(index)]
 
     def isolate(self, node: int) -> None:

@@ -48,7 +48,6 @@ class OneWordJob:
 
 
 def make(pipeline: Pipeline, context: JobContext) -> Job:
-    """A job for a pipeline."""
     return OneWordJob(pipeline.overrides["topics"], context)
 
 

@@ -139,7 +139,6 @@ class MemoryTopics:
         return next((topic for topic in self._topics.values() if topic.topic_id == topic_id), None)
 
     def all(self) -> list[Topic]:
-        """Every topic."""
         return list(self._topics.values())
 
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
@@ -170,7 +169,6 @@ class MemoryTopics:
         internal: bool = False,
         validate_only: bool = False,
     ) -> Topic:
-        """Make a topic."""
         await asyncio.sleep(0)
         return self.add(name, partitions=max(1, partitions), overrides=overrides or {})
 

@@ -125,11 +125,9 @@ class WorkerJournal:
         return at_ms
 
     def receive_answered(self, from_ms: int, messages: Sequence[Leased]) -> None:
-        """It was answered."""
         self._note(ReceiveAnswered, call=self._call, from_ms=from_ms, messages=list(messages))
 
     def receive_failed(self) -> None:
-        """It was not."""
         self._note(ReceiveFailed, call=self._call)
 
     def settle_sent(

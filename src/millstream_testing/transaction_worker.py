@@ -102,7 +102,6 @@ class Worker(ABC):
             yield output, f"{begun.producer} {begun.number} {index} ".encode() + padding
 
     def wants_abort(self) -> bool:
-        """Whether this transaction is to be aborted."""
         return self._random.random() < self.task.abort_share
 
     def end_requested(self, *, commit: bool) -> None:

@@ -88,7 +88,6 @@ class TrialNode(Server):
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume it."""
         os.kill(self.pid, signal.SIGCONT)
         self.is_paused = False
 

@@ -57,7 +57,6 @@ class Life:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """As kill -9 does."""
         self.process.kill()
         self.process.wait(STOP_S_MAX)
 

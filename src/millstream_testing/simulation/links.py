@@ -64,7 +64,6 @@ class SimulatedLinks:
         self._network = network
 
     def open(self, node: NodeId) -> SimulatedLink:
-        """A link to a node."""
         return SimulatedLink(node_name(node), node, self._find, self._network)
 
 

@@ -180,7 +180,6 @@ class SimulatedNode:
         await run.start()
 
     def make_run(self, process: Process) -> Run:
-        """What runs in a new process."""
         return Run(self, process)
 
     def _started(self, task: asyncio.Task[None]) -> None:
@@ -230,7 +229,6 @@ class SimulatedNode:
             self.around.loop.pause(self._process)
 
     def resume(self) -> None:
-        """Resume it."""
         if self._process is not None:
             self.around.loop.resume(self._process)
 

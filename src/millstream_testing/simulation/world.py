@@ -62,7 +62,6 @@ def simulate(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) ->
 
 
 def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome:
-    """Run the world of one seed and return the outcome."""
     outcome = Outcome(seed)
     with seeded_entropy(seed), _logging(tracing=tracing) as handler:
         world = make()
@@ -112,7 +111,6 @@ class World:
         self.loop.after_step = self._stepped
 
     def make_node(self, node_id: NodeId) -> SimulatedNode:
-        """One of the nodes."""
         return SimulatedNode(node_id, self)
 
     # -- what the parts ask for -------------------------------------------------------------------------------
@@ -122,11 +120,9 @@ class World:
         self.trace.record(source, event)
 
     def node(self, node_id: NodeId) -> SimulatedNode:
-        """One node by its number."""
         return self.nodes[node_id - 1]
 
     def runs_now(self, node: SimulatedNode, process: Process) -> None:
-        """A node runs in a new process."""
         self._node_of[process] = node
         self.network.endpoints[node.name] = process
 
@@ -165,7 +161,6 @@ class World:
         self.loop.pause(self.network.endpoints[STORE])
 
     def resume_store(self) -> None:
-        """Resume it."""
         self.loop.resume(self.network.endpoints[STORE])
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -62,7 +62,6 @@ class Model:
     # -- what clients do --------------------------------------------------------------------------------------
 
     def begin(self, transactional_id: str, instance: int, batch: Batch | None = None) -> ModelTransaction:
-        """A transaction begins."""
         transaction = ModelTransaction(len(self.transactions), transactional_id, instance, batch)
         self.transactions.append(transaction)
         self._of_id.setdefault(transactional_id, []).append(transaction)

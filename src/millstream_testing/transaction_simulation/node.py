@@ -105,7 +105,6 @@ class TransactionNode(SimulatedNode):
     """A node and its machine, and what producers and consumers ask of it."""
 
     def make_run(self, process: Process) -> Run:
-        """What runs in a new process."""
         return TransactionRun(self, process)
 
     async def have_answered(self, node_id: NodeId, request: Any) -> Any:
@@ -113,7 +112,6 @@ class TransactionNode(SimulatedNode):
         return await cast("TransactionNode", self.around.node(node_id)).serving().answer(request)
 
     def serving(self) -> TransactionRun:
-        """What serves now."""
         if self._run is None:
             raise BrokerUnreachable(f"{self.name} starts")
         return cast("TransactionRun", self._run)
@@ -146,7 +144,6 @@ class TransactionNode(SimulatedNode):
         await run.coordinator.add_partitions(who, (partition,), version=0)
 
     async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
-        """A transaction ends."""
         return await self.serving().coordinator.end(who, commit=commit, version=version)
 
     async def write(self, version: int, transactional_id: str, where: Where, batch: bytes) -> Produced:
@@ -203,7 +200,6 @@ class TransactionNode(SimulatedNode):
     # -- batches ----------------------------------------------------------------------------------------------
 
     async def last_batch(self, query: str) -> int:
-        """The last batch of a query."""
         return await self.serving().coordinator.last_batch(query)
 
     async def prepare(self, who: ProducerRef) -> None:

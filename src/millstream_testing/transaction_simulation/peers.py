@@ -72,5 +72,4 @@ class OrderedRoutes:
         self._routes = routes
 
     async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> Answers:
-        """Write one marker."""
         return await self._routes.write(marker, sorted(partitions, key=lambda one: (one.topic, one.partition)))

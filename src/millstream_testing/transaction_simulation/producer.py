@@ -83,7 +83,6 @@ class Writer(Caller):
             self.stage.record(self.name, f"is producer {transaction.producer_id} in epoch {transaction.epoch}")
 
     def begin(self, batch: Batch | None = None) -> ModelTransaction:
-        """Begin a transaction."""
         return self.stage.model.begin(self.transactional_id, self.instance, batch)
 
     async def write(self, transaction: ModelTransaction, partition: TopicPartition) -> None:

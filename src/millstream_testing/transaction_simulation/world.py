@@ -73,7 +73,6 @@ class TransactionWorld(World):
         self.stage = Stage(plan, self.loop, self.network, nodes, self.model, clock, self.trace.record)
 
     def make_node(self, node_id: NodeId) -> SimulatedNode:
-        """One of the nodes."""
         return TransactionNode(node_id, self)
 
     # -- after every step -------------------------------------------------------------------------------------

@@ -596,7 +596,6 @@ class Catalog:
         return self._alter(lambda connection: hold_mirror(connection, mirror_id), update_mirror, _counted(change))
 
     def delete_mirror(self, mirror: Mirror) -> None:
-        """Delete a mirror."""
         with self._change() as connection:
             delete_mirror(connection, mirror.mirror_id)
 

@@ -19,7 +19,6 @@ def read_mirrors(connection: Connection) -> list[Mirror]:
 
 
 def insert_mirror(connection: Connection, mirror: Mirror) -> None:
-    """Store a new mirror."""
     connection.execute(insert(mirrors).values(**row_of(mirror), sightings_source="", sightings_owner=""))
 
 

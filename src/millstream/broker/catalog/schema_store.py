@@ -34,7 +34,6 @@ _LIVE, _DELETED, _GONE = range(3)
 
 
 def read_schema_changes(connection: Connection, since: int) -> SchemaChanges:
-    """Return what was stored after a change."""
     last = connection.execute(select(counters.c.next_value).where(counters.c.name == _COUNTER)).scalar_one_or_none()
     if last is None or last <= since:
         return SchemaChanges(last=since)
@@ -81,7 +80,6 @@ class SchemaTransaction:
         return None if row is None else _stored(row)
 
     def schema(self, context: str, schema_id: int) -> StoredSchema | None:
-        """Return the schema with an id."""
         row = self._connection.execute(select(schemas).where(_with_id(context, schema_id))).first()
         return None if row is None else _stored(row)
 

@@ -68,7 +68,6 @@ class SecretKey:
 
     @classmethod
     def new(cls) -> SecretKey:
-        """Make a key."""
         return cls(secrets.token_bytes(_KEY_BYTES))
 
     @property

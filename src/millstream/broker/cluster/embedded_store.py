@@ -109,7 +109,6 @@ class CoordinationFile:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         self._files.close(self._descriptor)
 
     def append(self, revision: int, changes: Sequence[tuple[str, str | None, bool]]) -> None:

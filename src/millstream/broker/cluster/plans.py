@@ -238,7 +238,6 @@ class Plans:
 
 
 def planned_moves(view: ClusterView) -> list[Move]:
-    """Return the moves of the current plan."""
     if view.plan is None:
         return []
     pieces = sorted(number for plan_id, number in view.plan_moves if plan_id == view.plan.plan_id)

@@ -285,7 +285,6 @@ class Group:
         self.state_since_ms = now_ms
 
     def add(self, member: Member, reply: Deferred[Joined] | None = None) -> None:
-        """Add a member."""
         if not self.members:
             self.protocol_type = member.protocol_type or None
         if member.instance_id is not None:

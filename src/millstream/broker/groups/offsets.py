@@ -48,7 +48,6 @@ class Offsets:
         self._by_group.setdefault(key.group_id, {})[(key.topic, key.partition)] = committed
 
     def remove(self, key: OffsetKey) -> None:
-        """Remove an offset."""
         offsets = self._by_group.get(key.group_id)
         if offsets is not None:
             offsets.pop((key.topic, key.partition), None)

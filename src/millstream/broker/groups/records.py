@@ -137,7 +137,6 @@ def stored_group_record(group_id: str, value: bytes) -> StateRecord:
 
 
 def group_tombstone(group_id: str) -> StateRecord:
-    """Build the tombstone of a group."""
     return StateRecord(_group_key(group_id), None)
 
 

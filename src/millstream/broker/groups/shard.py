@@ -452,7 +452,6 @@ class GroupShard:
     # Groups
 
     def list_groups(self) -> Outcome[list[GroupListing]]:
-        """List every group."""
         classic = (group.listing() for group in self._groups)
         return [], [*classic, *self.consumers.listings(), *self.shares.listings()]
 
@@ -520,7 +519,6 @@ class GroupShard:
         return [*stored, *groups, *self._offsets.all_keys(), *pending]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
-        """Return the current record of a key."""
         if isinstance(key, GroupKey):
             group = self._groups.get(key.group_id)
             value = None if group is None else group.stored_value

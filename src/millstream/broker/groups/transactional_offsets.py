@@ -66,14 +66,12 @@ class PendingProducer(NamedTuple):
 
 
 def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
-    """Build the record of a pending offset."""
     plain = offset_record(key.offset, pending.committed)
     epoch = (EPOCH_HEADER, pending.epoch.to_bytes(2, "big", signed=True))
     return StateRecord(_pending_key(key), plain.value, (*plain.headers, epoch))
 
 
 def pending_tombstone(key: PendingKey) -> StateRecord:
-    """Build the tombstone of a pending offset."""
     return StateRecord(_pending_key(key), None)
 
 
@@ -146,7 +144,6 @@ class PendingOffsets:
         ]
 
     def producers(self) -> list[PendingProducer]:
-        """Return every producer with pending offsets."""
         return [
             PendingProducer(
                 producer_id,
@@ -216,7 +213,6 @@ class PendingOffsets:
             yield MarkerKey(producer_id)
 
     def durable_record(self, key: PendingKey | MarkerKey) -> StateRecord | None:
-        """Return the current record of a key."""
         if isinstance(key, MarkerKey):
             marker = self._markers.get(key.producer_id)
             return None if marker is None else marker_record(key.producer_id, marker)
@@ -301,7 +297,6 @@ class TransactionalOffsets:
         return [], guard
 
     def release(self, guard: Guard) -> Outcome[None]:
-        """Release a guard."""
         guards = self._guards.get(guard.producer_id)
         if guards is not None:
             guards.discard(guard)

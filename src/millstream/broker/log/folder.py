@@ -159,7 +159,6 @@ class DataFolder:
         self._files.remove_directory(folder)
 
     def remove_if_empty(self, folder: str) -> None:
-        """Remove a folder that is empty."""
         if not self._files.names(folder):
             self._files.remove_directory(folder)
 

@@ -225,7 +225,6 @@ class Log:
 
     @property
     def closed(self) -> bool:
-        """Return whether the log is closed."""
         return self.health.closed
 
     @property

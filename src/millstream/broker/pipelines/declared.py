@@ -164,7 +164,6 @@ class Pipelines(NamedHolder[Pipeline]):
         return await self._want(name, True, owner, "started")
 
     async def stop(self, name: str, *, owner: Owner | None = None) -> Pipeline:
-        """Stop a pipeline."""
         return await self._want(name, False, owner, "stopped")
 
     async def _want(self, name: str, is_wanted: bool, owner: Owner | None, description: str) -> Pipeline:

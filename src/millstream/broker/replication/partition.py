@@ -321,7 +321,6 @@ class Partition(Replica):
         return [one[:2] for one in aborted.overlapping(first, next_offset)] if aborted else []
 
     def has_open_transaction(self, producer_id: int, epoch: int) -> bool:
-        """Whether a producer has a transaction open here in an epoch."""
         return self.log.producers.has_open(producer_id, epoch)
 
     def open_transactions(self) -> list[OpenTransaction]:

@@ -196,7 +196,6 @@ class SchemaRegistry:
         return sorted({".", *(subject.context for subject in self._subjects)})
 
     def versions(self, subject: QualifiedSubject) -> Registered:
-        """Return the versions of a subject."""
         return Registered(self._subjects.get(self._aliased(subject), {}).values())
 
     async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
@@ -254,7 +253,6 @@ class SchemaRegistry:
         return self._max_ids.get(context, 0)
 
     def schema_of(self, version: SubjectVersion) -> StoredSchema:
-        """Return the schema of a version."""
         return self._schemas[version.subject.context, version.schema_id]
 
     def uses(self, schema: StoredSchema) -> list[SubjectVersion]:

@@ -291,7 +291,6 @@ class Stragglers(Columns):
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished stragglers."""
         return len(self.states) - self.finished_count
 
     @property

@@ -254,7 +254,6 @@ class Delivery:
 
     @property
     def topic(self) -> str:
-        """The name of the topic."""
         return self.partition.topic.name
 
     @property

@@ -81,7 +81,6 @@ class KeyOrder:
 
     @property
     def in_use(self) -> int:
-        """The number of keys in use."""
         return len(self._heads)
 
     def learn(self, keys: bytes) -> None:

@@ -68,7 +68,6 @@ class QueryKey:
 
 
 def transaction_record(transaction: Transaction) -> StateRecord:
-    """Build the record of a transaction."""
     is_prepared = transaction.state is TransactionState.PREPARED
     status = TransactionState.ONGOING if is_prepared else transaction.state
     writer = Writer(flexible=True)
@@ -92,7 +91,6 @@ def transaction_record(transaction: Transaction) -> StateRecord:
 
 
 def transaction_tombstone(transactional_id: str) -> StateRecord:
-    """Build the tombstone of a transactional id."""
     return StateRecord(_transaction_key(transactional_id), None)
 
 

@@ -439,7 +439,6 @@ class TransactionShard:
         return [*map(TransactionKey, self._transactions), *map(QueryKey, self.batches.queries)]
 
     def durable_record(self, key: Hashable) -> StateRecord | None:
-        """Return the current record of a key."""
         if isinstance(key, TransactionKey):
             transaction = self._transactions.get(key.transactional_id)
             return None if transaction is None else transaction_record(transaction)

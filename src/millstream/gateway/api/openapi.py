@@ -137,7 +137,6 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
-    """Build the document."""
     listed = list(routes)
     schemas = _Schemas(listed)
     paths: dict[str, dict[str, Any]] = {}

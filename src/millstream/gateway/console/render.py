@@ -118,7 +118,6 @@ def plain(value: object) -> str:
 
 
 def counted(value: int, noun: str, plural: str = "") -> str:
-    """Show a number of things."""
     return f"{number(value)} {noun if value == 1 else plural or noun + 's'}"
 
 

@@ -158,7 +158,6 @@ class Tasks:
         return task
 
     def find(self, task_id: str, person: str) -> Task:
-        """Return the task of a person."""
         found = self._tasks.get(task_id)
         if found is None or found.person != person:
             raise Refused(

@@ -102,7 +102,6 @@ class Visit:
 
     @property
     def search(self) -> str:
-        """What a list is searched for."""
         return self.text("search", length_max=249)
 
     @property
@@ -115,7 +114,6 @@ class Visit:
         return {"total": total, "search": self.search, "page": self.page, "rows": PAGE_ROWS}
 
     def on_page(self, rows: Sequence[T]) -> Sequence[T]:
-        """Return the rows of a list that this page shows."""
         return rows[self.page * PAGE_ROWS : (self.page + 1) * PAGE_ROWS]
 
     def confirm(self, name: str) -> None:
@@ -210,7 +208,6 @@ class PageRoute:
 
 
 def change(path: str, handle: Callable[[Visit], Awaitable[Answer]]) -> PageRoute:
-    """Return the route of a change."""
     return PageRoute(path=path, handle=handle, method="POST")
 
 

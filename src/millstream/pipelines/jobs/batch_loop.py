@@ -432,11 +432,9 @@ class BatchOfJob(msgspec.Struct, array_like=True):
 
     @property
     def batch(self) -> Batch:
-        """Return the batch."""
         return Batch(self.query, self.number, self.run)
 
     def of(self, topic: str) -> list[Range]:
-        """Return the ranges of a topic."""
         return [Range(*one) for one in self.ranges if one[0] == topic]
 
 

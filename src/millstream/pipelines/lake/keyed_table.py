@@ -486,7 +486,6 @@ def _of_bucket(rows: pa.Table, bucket: Bucket) -> pa.Table:
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array."""
     found = column.combine_chunks()
     return found if isinstance(found, pa.Array) else pa.concat_arrays(found.chunks or [pa.array([], column.type)])
 

@@ -344,7 +344,6 @@ class _Job:
     # -- the task -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make one run after the other."""
         failures = 0
         try:
             while not self._is_over:

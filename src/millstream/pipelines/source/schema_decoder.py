@@ -78,7 +78,6 @@ class ReadPayloads:
 
 
 def typed_schema(found: RegisteredCodec, indexes: tuple[int, ...] = (0,)) -> TypedSchema:
-    """Return the typed decoder of a schema."""
     codec = found.codec
     if isinstance(codec, AvroCodec):
         return _of_avro(codec)

@@ -131,7 +131,6 @@ def payload_column(field: str) -> str:
 
 
 def payload_field(column: str) -> str:
-    """Return the payload field of a column."""
     rest = column.removeprefix(_PREFIX)
     return rest if rest.lower() in _TAKEN else column
 

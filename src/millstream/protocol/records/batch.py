@@ -90,7 +90,6 @@ class BatchHeader(NamedTuple):
 
     @property
     def next_offset(self) -> Offset:
-        """The offset after the batch."""
         return Offset(self.base_offset + self.last_offset_delta + 1)
 
     @property

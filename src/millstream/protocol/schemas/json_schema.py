@@ -146,7 +146,6 @@ class Node:
 
     @property
     def has_default(self) -> bool:
-        """Whether the schema names a default."""
         return isinstance(self.raw, dict) and "default" in self.raw
 
     @property

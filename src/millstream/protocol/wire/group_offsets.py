@@ -39,7 +39,6 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
 
 
 async def committed_offsets(client: Client, name: str) -> Committed:
-    """Return every offset that a group has committed."""
     return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
 
 

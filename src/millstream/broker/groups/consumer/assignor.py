@@ -61,7 +61,6 @@ def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
 
 
 def partitions_of(topics: Iterable[Topic]) -> Partitions:
-    """Return the number of partitions of each topic."""
     return {topic.topic_id: topic.partitions for topic in topics}
 
 

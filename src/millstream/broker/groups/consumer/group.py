@@ -104,7 +104,6 @@ class ConsumerGroup:
 
     @property
     def state(self) -> ConsumerGroupState:
-        """Return the state of the group."""
         if not self.members:
             return ConsumerGroupState.EMPTY
         if self.epoch > self.target_epoch:
@@ -115,7 +114,6 @@ class ConsumerGroup:
 
     @property
     def protocol_type(self) -> str:
-        """Return the protocol type of the group."""
         return CONSUMER_PROTOCOL_TYPE
 
     def find(self, member_id: str) -> ConsumerMember:

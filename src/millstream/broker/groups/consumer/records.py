@@ -86,7 +86,6 @@ def read_consumer_key(key: bytes) -> ConsumerKey | None:
 
 
 def tombstone(key: ConsumerKey) -> StateRecord:
-    """Build a tombstone."""
     return StateRecord(_key(key), None)
 
 

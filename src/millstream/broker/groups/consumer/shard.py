@@ -252,7 +252,6 @@ class ConsumerShard:
         )
 
     def listings(self) -> Iterator[GroupListing]:
-        """List every group."""
         for group in self:
             yield GroupListing(
                 group_id=group.group_id,
@@ -354,7 +353,6 @@ class ConsumerShard:
             yield from group.keys()
 
     def durable_record(self, key: ConsumerKey) -> StateRecord | None:
-        """Return the current record of a key."""
         group = self.get(key.group_id)
         return None if group is None else record_of(group, key)
 

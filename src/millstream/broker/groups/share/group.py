@@ -97,12 +97,10 @@ class ShareGroup:
 
     @property
     def state(self) -> ShareGroupState:
-        """Return the state of the group."""
         return ShareGroupState.EMPTY if self.is_empty else ShareGroupState.STABLE
 
     @property
     def protocol_type(self) -> str:
-        """Return the type that ListGroups shows."""
         return GROUP_TYPE
 
     def consumes(self, topic: str) -> bool:
@@ -228,7 +226,6 @@ def read_share_key(key: bytes) -> ShareKey | None:
 
 
 def tombstone(key: ShareKey) -> StateRecord:
-    """Build a tombstone."""
     return StateRecord(_key(key), None)
 
 
@@ -247,7 +244,6 @@ def read_group(record: StateRecord) -> tuple[int, int]:
 
 
 def member_record(group_id: str, member: ShareMember) -> StateRecord:
-    """Build the record of a member."""
     writer = begin_flexible_value()
     writer.string(member.rack_id)
     writer.string(member.client_id)
@@ -260,7 +256,6 @@ def member_record(group_id: str, member: ShareMember) -> StateRecord:
 
 
 def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
-    """Read a member."""
     reader = open_flexible_value(record)
     return ShareMember(
         member_id=key.member_id,

@@ -131,7 +131,6 @@ class ShareShard:
         return [group_record(group_id, made.epoch, hash_of({}, self._topics))], described
 
     def listings(self) -> Iterator[GroupListing]:
-        """List every group."""
         for group in self:
             yield GroupListing(
                 group_id=group.group_id,
@@ -174,7 +173,6 @@ class ShareShard:
                 yield ShareKey(ShareKind.MEMBER, group.group_id, member_id)
 
     def durable_record(self, key: ShareKey) -> StateRecord | None:
-        """Return the current record of a key."""
         group = self._groups.get(key.group_id)
         if group is None:
             return None

@@ -178,7 +178,6 @@ class NodeStatus:
 
     @property
     def started_ms(self) -> int:
-        """When the node started."""
         return self._node.started_ms
 
     def health(self) -> dict[str, Any]:

@@ -234,7 +234,6 @@ async def run_plan(services: Services, request: Request[NoFields, PlanToApply]) 
 
 
 async def stop_plan(services: Services, request: Request[NoFields, PlanToCancel]) -> PlanState:
-    """Stop a plan."""
     cancelled = await cancel_plan(services.client, request.body.plan)
     return PlanState(cancelled.plan_id, cancelled.state)
 

@@ -115,7 +115,6 @@ class WorkedOn(msgspec.Struct, frozen=True):
 
 
 async def list_topics(services: Services, request: Request[NoFields, NoFields]) -> DeadLetterList:
-    """List the dead letter topics."""
     found = await dead_letter_topics(services.client)
     return DeadLetterList([DeadLetters(**one._asdict()) for one in found])
 

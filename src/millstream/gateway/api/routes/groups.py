@@ -104,7 +104,6 @@ async def list_all(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> GroupDescription:
-    """Describe one group."""
     group = await describe_group(services.client, request.path["group"])
     return msgspec.convert(group_document(group, await progress_of(services.client, group)), GroupDescription)
 

@@ -147,7 +147,6 @@ class ReversalReport(msgspec.Struct, frozen=True):
 
 
 async def list_mirrors(services: Services, request: Request[NoFields, NoFields]) -> MirrorList:
-    """List all mirrors."""
     found = await MirrorClient(services.client).describe()
     rows = [{**one, "source": one["from"], "topics": len(one["topics"])} for one in found]
     return MirrorList(msgspec.convert(rows, list[MirrorSummary]))
@@ -161,7 +160,6 @@ async def create(services: Services, request: Request[NoFields, NewMirror]) -> M
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> MirrorDescription:
-    """Describe one mirror."""
     return await _described(services, request.path["mirror"])
 
 
@@ -178,7 +176,6 @@ async def delete(services: Services, request: Request[Any, Any]) -> None:
 
 
 async def pause(services: Services, request: Request[Any, Any]) -> MirrorDescription:
-    """Pause a mirror."""
     await MirrorClient(services.client).want(request.path["mirror"], is_wanted=False)
     return await _described(services, request.path["mirror"])
 

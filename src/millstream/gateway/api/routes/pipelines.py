@@ -235,7 +235,6 @@ class PipelineWanted(msgspec.Struct, frozen=True):
 
 
 async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
-    """List all pipelines."""
     found = await PipelineClient(services.client).describe()
     return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in found])
 
@@ -251,7 +250,6 @@ async def create(services: Services, request: Request[NoFields, NewPipeline]) ->
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> PipelineDescription:
-    """Describe one pipeline."""
     return await _described(services, request.path["pipeline"], [])
 
 
@@ -278,13 +276,11 @@ async def delete(services: Services, request: Request[NoFields, NoFields]) -> No
 
 
 async def start(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
-    """Start a pipeline."""
     await PipelineClient(services.client).start(request.path["pipeline"])
     return PipelineWanted(request.path["pipeline"], True)
 
 
 async def stop(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
-    """Stop a pipeline."""
     await PipelineClient(services.client).stop(request.path["pipeline"])
     return PipelineWanted(request.path["pipeline"], False)
 
@@ -317,7 +313,6 @@ async def cancel_run(services: Services, request: Request[NoFields, NoFields]) -
 
 
 async def list_rules(services: Services, request: Request[Any, Any]) -> RuleList:
-    """List the rules of a pipeline."""
     return RuleList(await _rules(services, request.path["pipeline"]))
 
 

@@ -240,7 +240,6 @@ async def _take_back(services: Services, receive: Receive, leasing: asyncio.Futu
 
 
 def leased(message: LeasedMessage, worker: str, **more: Any) -> LeasedDocument:
-    """Return a leased message as a document."""
     return LeasedDocument(
         lease=token_of(message, worker),
         attempt=message.attempt,

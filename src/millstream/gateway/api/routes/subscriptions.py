@@ -228,14 +228,12 @@ class Pausing(msgspec.Struct, frozen=True):
 
 
 async def list_subscriptions(services: Services, request: Request[Listing, NoFields]) -> SubscriptionList:
-    """List all subscriptions."""
     found = await services.subscriptions.describe()
     shown = [one for one in found if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
     return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewSubscription]) -> Created:
-    """Create a subscription."""
     new = request.body
     settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
     known = (await services.client.metadata(new.topics)).topics
@@ -247,7 +245,6 @@ async def create(services: Services, request: Request[NoFields, NewSubscription]
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionDescription:
-    """Describe one subscription."""
     (described,) = await services.subscriptions.describe([request.path["subscription"]])
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     return msgspec.convert(described, SubscriptionDescription)

@@ -170,14 +170,12 @@ class TopicDeleted(msgspec.Struct, frozen=True):
 
 
 async def list_topics(services: Services, request: Request[Listing, NoFields]) -> TopicList:
-    """List all topics."""
     topics = (await services.client.metadata()).topics.values()
     shown = sorted((one for one in topics if request.query.internal or not one.is_internal), key=lambda one: one.name)
     return TopicList([_summary(one) for one in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewTopic]) -> TopicCreated:
-    """Create a topic."""
     new = request.body
     settings = {**texts_of(new.settings), **_card(new)}
     if new.land:
@@ -196,7 +194,6 @@ async def create(services: Services, request: Request[NoFields, NewTopic]) -> To
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TopicDescription:
-    """Describe one topic."""
     return msgspec.convert(
         await describe_topic(services.client, request.path["topic"], advice=ADVICE), TopicDescription
     )

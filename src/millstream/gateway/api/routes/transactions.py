@@ -123,7 +123,6 @@ async def abort(services: Services, request: Request[NoFields, NoFields]) -> Abo
 
 
 async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
-    """List hanging transactions."""
     return HangingList([_hanging(one) for one in await hanging_transactions(services.client)])
 
 

@@ -463,7 +463,6 @@ def _samples(topic: str, stored: StoredMessage) -> list[tuple[str, str]]:
 
 
 async def publish_form(visit: Visit) -> Answer:
-    """Show the form that publishes a message."""
     name = visit.names["topic"]
     topic = await find_topic(visit.services.client, name)
     return Page(
@@ -478,7 +477,6 @@ async def publish_form(visit: Visit) -> Answer:
 
 
 async def publish(visit: Visit) -> Answer:
-    """Publish one message."""
     name = visit.names["topic"]
     if visit.text("sure") != "1":
         raise invalid("confirm that the message should be published; consumers receive it at once")

@@ -12,7 +12,6 @@ PARTITIONS_SHOWN: Final = 200
 
 
 async def list_all(visit: Visit) -> Answer:
-    """List mirrors."""
     return Page("mirrors.html", {"mirrors": await MirrorClient(visit.services.client).describe()})
 
 

@@ -67,7 +67,6 @@ _MAY_READ: Final = (
 
 
 async def list_all(visit: Visit) -> Answer:
-    """List pipelines."""
     found = [summary_of(one) for one in await PipelineClient(visit.services.client).describe()]
     rows = [one for one in found if visit.search.lower() in one["pipeline"].lower()]
     return Page("pipelines.html", {**visit.paging(len(rows)), "pipelines": visit.on_page(rows)})
@@ -137,7 +136,6 @@ async def start(visit: Visit) -> Answer:
 
 
 async def stop(visit: Visit) -> Answer:
-    """Stop a pipeline."""
     name = visit.names["pipeline"]
     await PipelineClient(visit.services.client).stop(name)
     return _done(name, f"Pipeline {name} stops", "stop", name)

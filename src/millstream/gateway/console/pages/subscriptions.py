@@ -68,7 +68,6 @@ def _row(described: dict[str, Any]) -> dict[str, Any]:
 
 
 async def list_all(visit: Visit) -> Answer:
-    """List subscriptions."""
     wanted = visit.search.lower()
     order, descending = visit.choice("order", _ORDERS), visit.text("down") == "1"
     rows = [
@@ -92,7 +91,6 @@ async def _all_rows(visit: Visit) -> list[dict[str, Any]]:
 
 
 async def create(visit: Visit) -> Answer:
-    """Create a subscription."""
     name, topics = visit.text("name"), visit.text("topics").replace(",", " ").split()
     start, condition = visit.choice("start", ("end", "start")), visit.text("filter")
     if not name or not topics:

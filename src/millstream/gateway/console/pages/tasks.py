@@ -8,7 +8,6 @@ from millstream.gateway.console.visit import Answer, Done, Page, PageRoute, Visi
 
 
 async def show(visit: Visit) -> Answer:
-    """Show one task."""
     task = visit.tasks.find(visit.names["task"], visit.person)
     return Page("task.html", {"task": task, "measured": task.measure()})
 

@@ -77,7 +77,6 @@ async def list_all(visit: Visit) -> Answer:
 
 
 async def create(visit: Visit) -> Answer:
-    """Create a topic."""
     name = visit.text("name")
     check_topic_name(name)
     partitions = visit.number("partitions", BROKER_DECIDES, low=1, high=10_000)

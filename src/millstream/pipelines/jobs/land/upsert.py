@@ -102,7 +102,6 @@ class UpsertJob(LandJob):
 
 
 def keyed(batch: TopicBatch) -> KeyedTable:
-    """Return the table of a batch."""
     if not isinstance(batch.table, KeyedTable):
         raise TypeError(f"the table of {batch.topic!r} has no keys")
     return batch.table

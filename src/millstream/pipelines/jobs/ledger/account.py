@@ -345,7 +345,6 @@ class Account:
 
 
 def _codes(events: Any) -> npt.NDArray[np.uint8]:
-    """Return the code of each event."""
     kinds = events.column("kind")
     encoded = (kinds.combine_chunks() if isinstance(kinds, pa.ChunkedArray) else kinds).dictionary_encode()
     codes = np.array([CODES.get(kind, NOTHING) for kind in encoded.dictionary.to_pylist()], np.uint8)

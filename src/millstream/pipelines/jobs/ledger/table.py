@@ -68,7 +68,6 @@ class Damage(NamedTuple):
 
 
 def ledger_storage(lake: str, options: Mapping[str, str] | None = None) -> Storage:
-    """Return the storage of the ledger in a lake."""
     return Storage.at(f"{lake.rstrip('/')}/{NAME}", options)
 
 
