@@ -20,7 +20,7 @@ class AiokafkaWorker(Worker):
     """Reads its own partitions and produces in transactions; another one with the same id fences it."""
 
     def run(self) -> None:
-        """Work until asked to stop."""
+        """Work until stopped."""
         try:
             asyncio.run(self._work())
         except (KafkaError, AssertionError) as error:
@@ -36,7 +36,7 @@ class AiokafkaWorker(Worker):
             **task.settings.get("producer", {}),
         )
         await self._within("start of the producer", self._producer.start())
-        # The first transaction waits until what the life before left open is over; only then its offsets count.
+        # The first transaction waits until what the previous life left open has ended; only then do its offsets count.
         await self._within("begin_transaction", self._producer.begin_transaction())
         await self._within("abort_transaction", self._producer.abort_transaction())
         self._consumer = AIOKafkaConsumer(

@@ -1,4 +1,4 @@
-"""Ask an API as a client does: every request and answer goes through bytes."""
+"""Send requests to an API as a client does: every request and response is encoded and decoded."""
 
 from __future__ import annotations
 

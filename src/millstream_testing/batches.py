@@ -1,4 +1,4 @@
-"""Record batches for tests that care about one of their fields at most."""
+"""Record batches for tests that set at most one of their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def encode_values(
     transactional: bool = False,
     control: bool = False,
 ) -> bytearray:
-    """Encode a batch with a record for each value, or with one record; the epoch counts if a producer is named."""
+    """Encode a batch with a record for each value, or with one record; the epoch is used if a producer is named."""
     return encode_batch(
         [NewRecord(None, value, (), timestamp_ms) for value in values or (b"v",)],
         producer_id=producer_id,

@@ -47,7 +47,7 @@ def running_browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page whose errors and dialogs fail the test: content that runs would show up here."""
+    """A page whose errors and dialogs fail the test: injected content that runs would show up here."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -61,13 +61,13 @@ class Watched:
         dialog.dismiss()
 
     def _note(self, message: ConsoleMessage) -> None:
-        # A status of a page that the test asks for is no error of the page.
+        # An error status that the test provokes is not an error of the page.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.problems.append(f"console: {message.text}")
 
 
 def open_page(browser: Browser, address: str, **context: Any) -> Watched:
-    """Open an address in a session of its own."""
+    """Open an address in its own session."""
     watched = Watched(browser.new_context(reduced_motion="reduce", **context).new_page())
     watched.page.set_default_timeout(WAIT_S * 1000)
     watched.page.goto(address)
@@ -75,7 +75,7 @@ def open_page(browser: Browser, address: str, **context: Any) -> Watched:
 
 
 def take_picture(page: Page, name: str, *, folder: Path | None = None) -> None:
-    """Keep a picture of what the page shows now, for docs/console.md; a folder of the test gets a common name."""
+    """Save a screenshot for docs/console.md; the folder of the test gets a common name."""
     if SCREENSHOTS:
         if folder is not None:
             page.evaluate(_RENAME, [str(folder), "/var/lib/millstream"])
@@ -83,7 +83,7 @@ def take_picture(page: Page, name: str, *, folder: Path | None = None) -> None:
 
 
 def check_look(page: Page, name: str = "", *, schemes: Sequence[Any] = ("light", "dark")) -> None:
-    """Check that the page is accessible in its themes and fits on a phone; with a name, take a picture of each."""
+    """Check that the page is accessible in its themes and fits on a phone; with a name, take a screenshot of each."""
     page.set_viewport_size(DESKTOP)
     page.evaluate(AXE.read_text(encoding="utf-8"))
     for scheme in schemes:

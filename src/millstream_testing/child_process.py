@@ -1,4 +1,4 @@
-"""A process of a test that exits on its own, unless the test fails."""
+"""A process of a test that exits on its own, or is killed if the test fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def child_process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process and wait for its end; if the test fails it is killed, which else might wait for it for ever."""
+    """Start a process and wait for its end; kill it if the test fails, which otherwise might wait for it forever."""
     with subprocess.Popen(command, **options) as process:
         try:
             yield process

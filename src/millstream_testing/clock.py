@@ -1,10 +1,10 @@
-"""A clock that stands still until the test moves it."""
+"""A clock that does not advance until the test moves it."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Time that the test owns."""
+    """Time that the test controls."""
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = now_ms
@@ -15,14 +15,14 @@ class ManualClock:
         return self._now_ms
 
     def monotonic(self) -> float:
-        """Seconds that only ever grow."""
+        """Monotonic seconds."""
         return self._monotonic
 
     def advance_ms(self, milliseconds: int) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self._now_ms += milliseconds
         self._monotonic += milliseconds / 1000
 
     def jump_ms(self, milliseconds: int) -> None:
-        """Move the wall clock only, as a correction of it does; it may go back."""
+        """Move only the wall clock, as a correction does; it may go back."""
         self._now_ms += milliseconds

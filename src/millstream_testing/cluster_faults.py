@@ -1,4 +1,4 @@
-"""What can go wrong in a cluster, one class for each kind: how it begins, and how it ends.
+"""The faults of a cluster, one class for each kind: how each begins, and how it ends.
 
 A fault is drawn from a seed: which nodes it strikes and how long it lasts. `last` marks those whose end restarts nodes,
 which needs everything else to work.
@@ -17,12 +17,12 @@ from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_cluster import TrialCluster
 
 CLOCK_STEP_MS_MAX = 6 * 3600 * 1000
-"""Less than for how long a partition remembers an idempotent producer, and far less than retention."""
+"""Shorter than a partition remembers an idempotent producer, and far shorter than retention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Where a fault happens, and what it is drawn from."""
+    """The cluster that a fault strikes, and the random numbers that it is drawn from."""
 
     cluster: TrialCluster
     random: Random
@@ -32,15 +32,15 @@ class Scene:
         return self.random.choice(sorted(self.cluster.nodes))
 
     def shorter(self) -> float:
-        """Shorter than a lease, so that nothing has to happen, or about as long."""
+        """Shorter than a lease, so that no failover is needed, or about as long."""
         return self.lease_s * self.random.uniform(0.1, 1.0)
 
     def longer(self) -> float:
-        """Longer than a lease, so that the cluster goes on without the node."""
+        """Longer than a lease, so that the cluster continues without the node."""
         return self.lease_s * self.random.uniform(1.2, 2.5)
 
     def either(self) -> float:
-        """A time of either kind."""
+        """A short or a long time."""
         return self.random.choice([self.shorter, self.longer])()
 
 
@@ -50,7 +50,7 @@ class Fault(ABC):
     last = False
     duration_s: float
     nodes: frozenset[int] = frozenset()
-    """The nodes whose process it stops; two faults at once must not strike the same one."""
+    """The nodes whose process it stops; two concurrent faults must not stop the same one."""
 
     def __init__(self, scene: Scene) -> None:
         self._cluster = scene.cluster
@@ -58,19 +58,19 @@ class Fault(ABC):
 
     @abstractmethod
     def _draw(self, scene: Scene) -> None:
-        """Choose whom it strikes, and for how long."""
+        """Choose the nodes that it strikes, and its duration."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Let it happen."""
+        """Begin the fault."""
 
     @abstractmethod
     def end(self) -> None:
-        """Repair what it broke."""
+        """Repair what the fault broke."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """What happens, for the account."""
+        """Describe the fault, for the report."""
 
 
 class Kill(Fault):
@@ -95,10 +95,9 @@ class Kill(Fault):
 
 
 class GracefulStop(Kill):
-    """A node is stopped as for maintenance, and started again."""
+    """A node is stopped cleanly, as for maintenance, and started again."""
 
     def begin(self) -> None:
-        """As SIGTERM does."""
         code = self._cluster.nodes[self._node].stop()
         if code:
             raise TrialFailed(f"node {self._node} stopped with exit code {code}")
@@ -108,10 +107,10 @@ class GracefulStop(Kill):
 
 
 class LoseDisk(Kill):
-    """A node is killed and comes back with an empty disk: all it has to offer is its number."""
+    """A node is killed and returns with an empty disk: only its id is left."""
 
     def end(self) -> None:
-        """Start it on nothing."""
+        """Start it with an empty disk."""
         shutil.rmtree(self._cluster.nodes[self._node].data)
         super().end()
 
@@ -141,7 +140,7 @@ class KillAll(Fault):
 
 
 class Pause(Fault):
-    """A node stands still for longer than its lease, and does not know of it."""
+    """A node is paused for longer than its lease, without noticing it."""
 
     def _draw(self, scene: Scene) -> None:
         self._node = scene.node()
@@ -149,11 +148,9 @@ class Pause(Fault):
         self.duration_s = scene.longer()
 
     def begin(self) -> None:
-        """As SIGSTOP does."""
         self._cluster.nodes[self._node].pause()
 
     def end(self) -> None:
-        """As SIGCONT does."""
         self._cluster.nodes[self._node].resume()
 
     def __str__(self) -> str:
@@ -174,12 +171,11 @@ class Cut(Fault):
         return [(one, other)]
 
     def begin(self) -> None:
-        """Lose what is sent."""
+        """Drop what is sent."""
         for one, other in self._links:
             self._cluster.network.cut(one, other, one_way=self._one_way)
 
     def end(self) -> None:
-        """Let it pass again."""
         for one, other in self._links:
             self._cluster.network.heal(one, other)
 
@@ -223,18 +219,18 @@ class CutOneWay(CutFromAll):
 
 
 class FullDisk(Fault):
-    """The disk of a node takes nothing more."""
+    """The disk of a node is full."""
 
     def _draw(self, scene: Scene) -> None:
         self._node = scene.random.choice(sorted(scene.cluster.disks))
         self.duration_s = scene.either()
 
     def begin(self) -> None:
-        """Fill it."""
+        """Fill the disk."""
         self._cluster.disks[self._node].fill()
 
     def end(self) -> None:
-        """Make room."""
+        """Free the disk."""
         self._cluster.disks[self._node].free()
 
     def __str__(self) -> str:
@@ -242,7 +238,7 @@ class FullDisk(Fault):
 
 
 class ClockStep(Fault):
-    """The wall clock of a node jumps, and is put right later."""
+    """The wall clock of a node jumps, and is corrected later."""
 
     def _draw(self, scene: Scene) -> None:
         self._node = scene.node()
@@ -254,7 +250,6 @@ class ClockStep(Fault):
         self._cluster.nodes[self._node].step_clock(self._step_ms)
 
     def end(self) -> None:
-        """Step it back."""
         self._cluster.nodes[self._node].step_clock(0)
 
     def __str__(self) -> str:
@@ -262,17 +257,15 @@ class ClockStep(Fault):
 
 
 class PauseEtcd(Fault):
-    """The coordination store stands still."""
+    """The coordination store is paused."""
 
     def _draw(self, scene: Scene) -> None:
         self.duration_s = scene.either()
 
     def begin(self) -> None:
-        """As SIGSTOP does."""
         self._cluster.pause_etcd(paused=True)
 
     def end(self) -> None:
-        """As SIGCONT does."""
         self._cluster.pause_etcd(paused=False)
 
     def __str__(self) -> str:
@@ -286,7 +279,7 @@ class StopCatalog(Fault):
         self.duration_s = scene.either()
 
     def begin(self) -> None:
-        """Stop it; its clients are cut off."""
+        """Stop it; its clients are disconnected."""
         self._cluster.postgres.stop()
 
     def end(self) -> None:
@@ -313,16 +306,16 @@ KINDS: Mapping[str, tuple[type[Fault], int]] = {
     "etcd": (PauseEtcd, 2),
     "catalog": (StopCatalog, 1),
 }
-"""Every kind, and how often it is drawn beside the others."""
+"""Every kind, with its weight."""
 
 _SECOND_SHARE = 0.2
 _HALF = 0.5
 _TOGETHER = ("kill", "pause", "clock", "etcd", "catalog")
-"""Kinds that may come on top of another fault: they share nothing with what ends that."""
+"""Kinds that may be combined with another fault: they share nothing with the repair of that one."""
 
 
 def draw(scene: Scene, kinds: Mapping[str, int], *, pairs: bool) -> Iterator[list[tuple[str, Fault]]]:
-    """Draw faults for ever: mostly one at a time, sometimes two at once."""
+    """Draw faults forever: mostly one at a time, sometimes two at once."""
     while True:
         first = _draw_one(scene, kinds)
         faults = [first]

@@ -33,34 +33,34 @@ class Network(Protocol):
     kind: str
 
     def __enter__(self) -> Self:
-        """Lay the network out."""
+        """Set up the network."""
 
     def __exit__(self, *exception: object) -> None:
-        """Take it down, with everything that was set up for it."""
+        """Remove the network, with everything that was set up for it."""
 
     def etcd(self) -> EtcdServer:
-        """An etcd that the nodes reach; it is not started yet."""
+        """Return an etcd that the nodes can reach; it is not started yet."""
 
     def connect(self, etcd: EtcdServer, catalog: str) -> None:
-        """Let the nodes reach an etcd that runs, and a catalog of this machine."""
+        """Let the nodes reach a running etcd, and a catalog on this machine."""
 
     def settings(self, node: int) -> Mapping[str, object]:
-        """Where a node listens, and where it finds the others."""
+        """Return where a node listens, and where it finds the others."""
 
     def addresses(self, node: int) -> tuple[str, str]:
-        """Where a node listens: for Kafka clients, and for HTTP."""
+        """Return where a node listens: for Kafka clients, and for HTTP."""
 
     def bootstrap(self) -> str:
         """Where clients find all nodes."""
 
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
-        """How to run a command where a node runs."""
+        """Return how to run a command where a node runs."""
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Lose everything between two nodes, or a node and `ETCD`; one way: only what the first sends."""
+        """Drop everything between two nodes, or a node and `ETCD`; one way: only what the first sends."""
 
     def heal(self, one: int, other: int) -> None:
-        """Let everything pass again."""
+        """Heal every cut."""
 
 
 class RelayNetwork:
@@ -88,11 +88,11 @@ class RelayNetwork:
         self._stack.close()
 
     def etcd(self) -> EtcdServer:
-        """An etcd on a free port."""
+        """Return an etcd on a free port."""
         return EtcdServer()
 
     def connect(self, etcd: EtcdServer, catalog: str) -> None:
-        """One relay to etcd for each node; nothing stands between the nodes and the catalog."""
+        """Create one relay to etcd for each node; the nodes reach the catalog directly."""
         self._catalog = catalog
         for node in self._nodes:
             self._to_etcd[node] = self._relay(f"127.0.0.1:{etcd.port}")
@@ -103,7 +103,7 @@ class RelayNetwork:
         return {"advertise": self._to_node[node].address, "etcd": etcd, "catalog": self._catalog}
 
     def addresses(self, node: int) -> tuple[str, str]:
-        """On loopback."""
+        """Return an address on loopback."""
         return self._addresses[node]
 
     def bootstrap(self) -> str:
@@ -114,17 +114,16 @@ class RelayNetwork:
         return command
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Hold what passes in either direction, or what the first one asks for and answers."""
+        """Hold what passes in either direction, or the requests and responses of the first side."""
         for relay, name, way in self._links(one, other):
             relay.cut(name, [way] if one_way else Way)
 
     def heal(self, one: int, other: int) -> None:
-        """Let it pass."""
         for relay, name, _ in self._links(one, other):
             relay.heal(name)
 
     def _links(self, one: int, other: int) -> list[tuple[LinkRelay, str, Way]]:
-        """The relays between two places, and in which way what the first one sends passes each."""
+        """Return the relays between two places, and in which direction the data of the first place passes each."""
         if one == ETCD:
             return [(self._to_etcd[other], "", Way.ANSWERING)]
         if other == ETCD:
@@ -174,7 +173,7 @@ class NamespaceNetwork:
         return _NamespacedEtcd(self._host(ETCD), self._in(ETCD))
 
     def connect(self, etcd: EtcdServer, catalog: str) -> None:
-        """The catalog runs on this machine's loopback, which is another one for each namespace: a relay leads there."""
+        """Relay the catalog, which runs on this machine's loopback, into every namespace."""
         self._etcd_url = etcd.url
         login, _, rest = catalog.rpartition("@")
         local, _, database = rest.partition("/")
@@ -187,32 +186,30 @@ class NamespaceNetwork:
         return {"advertise": "", "etcd": self._etcd_url, "catalog": self._catalog}
 
     def addresses(self, node: int) -> tuple[str, str]:
-        """In the node's namespace."""
         return f"{self._host(node)}:{_KAFKA_PORT}", f"{self._host(node)}:{_HTTP_PORT}"
 
     def bootstrap(self) -> str:
-        """Over the bridge."""
         return ",".join(self.addresses(node)[0] for node in self._nodes)
 
     def command(self, node: int, command: Sequence[str]) -> Sequence[str]:
-        """Inside the node's namespace; the process stays the same."""
+        """Run the command in the node's namespace, in the same process."""
         return [*self._in(node), *command]
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Make the packets of both sides, or of the first one, go nowhere."""
+        """Drop the packets of both sides, or of the first one."""
         for here, there in ((one, other), (other, one))[: 1 if one_way else 2]:
             entry = ["neigh", "replace", self._host(there), "lladdr", _UNUSED_MAC, "dev", "eth0", "nud", "permanent"]
             run_ip("-n", self._space(here), *entry)
 
     def heal(self, one: int, other: int) -> None:
-        """Let each side ask for the true address again."""
+        """Let each side look up the true address again."""
         for here, there in ((one, other), (other, one)):
             run_ip("-n", self._space(here), "neigh", "flush", "to", self._host(there), "dev", "eth0", "nud", "all")
 
     def _lay_out(self) -> None:
         run_ip("link", "add", self._name, "type", "bridge")
         self._stack.callback(run_ip, "link", "del", self._name)
-        # A range that is set aside for measuring networks, so nothing that a machine needs lies in it.
+        # A range that is reserved for network benchmarks, so that no machine needs it.
         self._subnet = _free_subnet()
         run_ip("addr", "add", f"{self._subnet}.{_OWN_HOST}/24", "dev", self._name)
         run_ip("link", "set", self._name, "up")
@@ -237,7 +234,7 @@ class NamespaceNetwork:
 
 
 class _NamespacedEtcd(EtcdServer):
-    """An etcd that listens where its namespace is."""
+    """An etcd that listens inside its namespace."""
 
     def __init__(self, host: str, prefix: Sequence[str]) -> None:
         super().__init__()
@@ -255,7 +252,7 @@ class _NamespacedEtcd(EtcdServer):
 
 
 def may_have_namespaces() -> bool:
-    """Whether network namespaces can be made here."""
+    """Whether network namespaces can be created here."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"{_PREFIX}{os.getpid()}-try"
@@ -268,7 +265,7 @@ def may_have_namespaces() -> bool:
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces and bridges of trials that were killed before they could."""
+    """Remove the namespaces and bridges of trials that were killed."""
     for line in run_ip("netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         if _is_left_over(name.partition("-")[0]):
@@ -295,7 +292,7 @@ def _free_subnet() -> str:
 
 
 def run_ip(*arguments: str) -> str:
-    """Run `ip`; its output, or `CalledProcessError`."""
+    """Run `ip` and return its output; raise `CalledProcessError` if it fails."""
     return subprocess.run([_ip(), *arguments], check=True, capture_output=True, text=True).stdout
 
 

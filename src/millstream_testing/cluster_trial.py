@@ -40,7 +40,7 @@ _CLOSE_S_MAX = 15.0
 _TOPIC_SETTINGS = {
     "min.insync.replicas": "2",
     "segment.bytes": str(4 * 1024 * 1024),
-    # A node whose clock is hours behind would else refuse what clients send, and rightly.
+    # Otherwise a node whose clock is hours behind would refuse what clients send, and rightly so.
     "message.timestamp.after.max.ms": str(2**63 - 1),
 }
 _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
@@ -55,17 +55,17 @@ _SETTINGS: dict[str, object] = {
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How hard the trial is."""
+    """The size of the trial."""
 
     faults: int = 200
     minutes_max: float = 0.0
-    """Stop drawing faults after so long; 0 means never."""
+    """Stop drawing faults after this long; 0 means never."""
     kinds: Mapping[str, int] = field(default_factory=lambda: {kind: weight for kind, (_, weight) in KINDS.items()})
-    """What is drawn, and how often beside the others."""
+    """The weight of each kind of fault."""
     each_once: bool = False
-    """Every kind in turn, instead of drawing which one is next."""
+    """Go through all kinds in turn, instead of drawing them."""
     pairs: bool = True
-    """Whether sometimes two faults happen at once."""
+    """Whether two faults sometimes happen at once."""
     nodes: int = 3
     partitions: int = 3
     producers: int = 3
@@ -82,14 +82,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """One fault, or two at once, and how the cluster came through."""
+    """One fault, or two at once, and how the cluster recovered."""
 
     kinds: tuple[str, ...]
     what: str
     next_produce_s: float
     """From the fault until every partition had acknowledged a message that was sent after it."""
     longest_wait_s: float
-    """The longest that any message waited for its acknowledgement, until the cluster was whole again."""
+    """The longest that any message waited for its acknowledgement until the cluster was healthy again."""
     whole_s: float
     """From the repair until every node was ready and every replica in sync."""
 
@@ -105,17 +105,17 @@ class Outcome:
     report: Report
     struck: list[Struck]
     differing: list[str] = field(default_factory=list)
-    """Replicas that are not the same."""
+    """Replicas that differ."""
     lost_commits: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing was found."""
         return self.report.ok and not self.differing and not self.lost_commits
 
     @property
     def faults(self) -> int:
-        """How many faults there were."""
+        """The number of faults."""
         return sum(len(struck.kinds) for struck in self.struck)
 
     def findings(self) -> str:
@@ -162,11 +162,11 @@ class ClusterTrial:
         self.cluster.__exit__(kind, error, trace)
 
     def run(self) -> Outcome:
-        """Let all faults happen, then look at everything once more; stops early when something is found."""
+        """Run all faults, then check everything a last time; stop early when something is found."""
         deadline = time.monotonic() + self._plan.minutes_max * 60 if self._plan.minutes_max else float("inf")
         unchecked = 0
         for drawn in self._drawn():
-            # Two at once may be one more than was asked for.
+            # Two faults at once may exceed the requested number by one.
             faults = drawn[: max(1, self._plan.faults - self._counted())]
             self._strike(faults)
             unchecked += len(faults)
@@ -182,7 +182,7 @@ class ClusterTrial:
         return self._check_everything()
 
     def save_history(self, path: Path) -> None:
-        """Keep the history for a closer look."""
+        """Save the history for inspection."""
         with self._notes.lock:
             self._notes.history.save(path)
 
@@ -201,7 +201,7 @@ class ClusterTrial:
         return islice(draw(scene, kinds, pairs=self._plan.pairs), self._plan.faults)
 
     def _strike(self, faults: Sequence[tuple[str, Fault]]) -> None:
-        """Have one or two faults happen under load, repair them, and wait until the cluster has healed."""
+        """Run one or two faults under load, repair them, and wait until the cluster is healthy."""
         self._notes.loading.set()
         self._await_produce("under load")
         time.sleep(self._random.uniform(*self._plan.load_s))
@@ -212,7 +212,7 @@ class ClusterTrial:
         # What was acknowledged while nodes were still being killed does not count.
         recovery = self._notes.recovers(longest_s=before.longest_s)
         began = time.monotonic()
-        # What starts nodes comes last, since these need all else.
+        # Faults that start nodes are repaired last, since nodes need everything else.
         for _, fault in sorted(faults, key=lambda each: (each[1].last, each[1].duration_s)):
             time.sleep(max(0.0, began + fault.duration_s - time.monotonic()))
             fault.end()
@@ -313,7 +313,7 @@ class ClusterTrial:
     # -- what is found ---------------------------------------------------------------------------------------
 
     def _settle_and_check(self) -> Report:
-        """Hold the load, wait for what is under way, read on and compare."""
+        """Stop the load, wait for what is in flight, read the rest and compare."""
         self._notes.loading.clear()
         for load in self._loads:
             load.settle()
@@ -323,7 +323,7 @@ class ClusterTrial:
         return self._notes.check(complete=[self._auditor.name])
 
     def _check_everything(self) -> Outcome:
-        """The last check: readers from the start, groups, commits, and then the files of the stopped nodes."""
+        """Run the last check: readers from the start, groups, commits, and then the files of the stopped nodes."""
         report = self._settle_and_check()
         if not report.ok:
             return Outcome(report, self._struck)
@@ -351,7 +351,7 @@ class ClusterTrial:
             }
 
     def _lost_commits(self, group: str) -> list[str]:
-        """Commits that were acknowledged, and are not there any more."""
+        """Find acknowledged commits that are lost."""
         client = Consumer({"bootstrap.servers": self.cluster.kafka, "group.id": group, "log_level": 0})
         wanted = {place: offset for (of, place), offset in self._notes.commits.items() if of == group}
         try:

@@ -1,4 +1,4 @@
-"""Runs `millstream` commands for tests: in this process, which is quick, or in a separate one, which is real."""
+"""Runs `millstream` commands for tests: in this process, which is fast, or in a separate one, as users do."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from millstream.cli.app import call
 PROCESS_S_MAX = 150.0
 TIMEOUT_VARIABLE = "MILLSTREAM_TIMEOUT"
 PATIENCE_S = "50"
-"""How long commands wait for a broker here: a machine that runs many tests may be slow to answer."""
+"""How long commands wait for a broker here: a machine that runs many tests may be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a command said and how it ended."""
+    """The output of a command, and its exit code."""
 
     code: int
     out: str
@@ -31,24 +31,24 @@ class Outcome:
 
     @property
     def lines(self) -> list[str]:
-        """What it printed, line by line."""
+        """The output, line by line."""
         return self.out.splitlines()
 
     @property
     def document(self) -> Any:
-        """What it printed under `--json`."""
+        """The output with `--json`."""
         if not self.out:
             raise AssertionError(f"the command printed nothing; exit code {self.code}: {self.err}")
         return json.loads(self.out)
 
     @property
     def documents(self) -> list[Any]:
-        """What it printed under `--json`, when that is one document per line."""
+        """The output with `--json`, one document per line."""
         return [json.loads(line) for line in self.lines]
 
 
 class CommandLine:
-    """Commands against one broker."""
+    """Runs commands against one broker."""
 
     def __init__(self, brokers: str) -> None:
         self.brokers = brokers
@@ -74,7 +74,7 @@ def call_command(arguments: Sequence[str]) -> Outcome:
 
 
 def run_command(arguments: Sequence[str], *, stdin: bytes = b"", cwd: Path | None = None) -> Outcome:
-    """Run one command in its own process, without the caller's own settings."""
+    """Run one command in its own process, without the caller's settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
     environment[TIMEOUT_VARIABLE] = PATIENCE_S
     ended = subprocess.run(

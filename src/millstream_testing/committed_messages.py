@@ -1,4 +1,4 @@
-"""What is committed in a topic, read to its end by a client of Kafka."""
+"""The committed messages of a topic, read to its end by a Kafka client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLL_S = 60.0
 
 
 class Committed(NamedTuple):
-    """A message, and where it is."""
+    """A message and its position."""
 
     partition: int
     offset: int
@@ -22,7 +22,7 @@ class Committed(NamedTuple):
 
 
 def committed_records(brokers: str, topic: str) -> list[Committed]:
-    """All messages, in the order of each partition."""
+    """Return all messages, in the order of each partition."""
     consumer = Consumer(
         {
             "bootstrap.servers": brokers,
@@ -53,7 +53,7 @@ def committed_records(brokers: str, topic: str) -> list[Committed]:
 
 
 def committed_messages(brokers: str, topic: str) -> list[bytes]:
-    """The values of all messages, in the order of each partition."""
+    """Return the values of all messages, in the order of each partition."""
     return [one.value or b"" for one in committed_records(brokers, topic)]
 
 

@@ -1,4 +1,4 @@
-"""A worker with confluent-kafka: it shares partitions by its group, which also keeps out who was put out (KIP-447)."""
+"""A worker with confluent-kafka: its group assigns partitions and fences former members (KIP-447)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, Ren
 
 _CALL_S = 5.0
 HANGS_S = 20.0
-"""A call that takes so long has not heeded its own timeout: the client waits for a broker that it has forgotten."""
+"""A call that takes this long has ignored its timeout: the client waits for a broker that it no longer knows."""
 
 _CLIENT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 3}
 
@@ -50,7 +50,7 @@ class ConfluentWorker(Worker):
         self._batch: list[Message] = []
 
     def run(self) -> None:
-        """Work until asked to stop."""
+        """Work until stopped."""
         self._insist("init_transactions", lambda: self._producer.init_transactions(_CALL_S))
         self._consumer.subscribe([self.task.source], on_revoke=self._drop, on_lost=self._drop)
         while not self.stopping.is_set():
@@ -60,7 +60,7 @@ class ConfluentWorker(Worker):
         self._consumer.close()
 
     def _drop(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        """What was polled of partitions that others may have by now is not for this program."""
+        """Discard polled messages of partitions that may be assigned to others by now."""
         gone = {one.partition for one in partitions}
         self._batch = [message for message in self._batch if message.partition() not in gone]
 
@@ -118,7 +118,7 @@ class ConfluentWorker(Worker):
             raise Renew(f"cannot read again: {error}") from error
 
     def _insist(self, name: str, call: Callable[[], object]) -> None:
-        """Call until it is done; what may help to be repeated is repeated, as the client demands it."""
+        """Call until it succeeds; retriable errors are retried, as the client requires."""
         deadline = time.monotonic() + self.task.stuck_s
         while True:
             try:
@@ -134,7 +134,7 @@ class ConfluentWorker(Worker):
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
-        """End this life if a call does not come back. Whether the broker is to blame shows in the next one."""
+        """End this life if a call hangs. The next life shows whether the broker is to blame."""
 
         def give_up() -> None:
             print(f"{self.task.producer} needs a new life: {name} does not come back", file=sys.stderr, flush=True)

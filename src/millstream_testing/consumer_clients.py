@@ -1,4 +1,4 @@
-"""Clients of a consumer group as random histories drive them: what each believes and has asked for."""
+"""Consumer group clients that random histories drive: the state and the pending request of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream_testing.consumer_trial import SimulatedConsumer
 
 
 class Newer:
-    """A consumer of the newer protocol, with at most one heartbeat under way."""
+    """A consumer of the new protocol, with at most one heartbeat in flight."""
 
     def __init__(self, number: int, choice: dict[str, Any], *, rebalance_timeout_ms: int) -> None:
         self.instance_id = "static" if number == 0 else None
@@ -21,7 +21,7 @@ class Newer:
         self.begin("")
 
     def begin(self, member_id: str) -> None:
-        """A new process."""
+        """Start a new process."""
         self.consumer = SimulatedConsumer(
             member_id, instance_id=self.instance_id, rebalance_timeout_ms=self._rebalance_timeout_ms
         )
@@ -32,7 +32,7 @@ class Newer:
 
 
 class Older:
-    """A consumer of the classic protocol that gives up everything before it joins."""
+    """A consumer of the classic protocol that revokes everything before it joins."""
 
     def __init__(self) -> None:
         self.member_id = ""

@@ -1,4 +1,4 @@
-"""Consumers of the newer group protocol that a test steps by hand, and a shard of groups for them to talk to."""
+"""Consumers of the new group protocol that a test steps manually, and a shard of groups for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SimulatedConsumer:
         self.lost_answer = False
 
     def request(self, *, full: bool = False, group_id: str = GROUP) -> ConsumerHeartbeat:
-        """The next heartbeat: everything when it joins or does not know what was heard, else what changed."""
+        """Return the next heartbeat: everything when it joins or its state is uncertain, otherwise what changed."""
         if full or self.epoch <= 0 or self.lost_answer:
             values: dict[str, Any] = {
                 "topics": self.topics,
@@ -69,31 +69,31 @@ class SimulatedConsumer:
         )
 
     def leaving(self, epoch: int = -1, *, group_id: str = GROUP) -> ConsumerHeartbeat:
-        """The heartbeat with which it goes."""
+        """Return the heartbeat with which it leaves."""
         return ConsumerHeartbeat(group_id=group_id, member_id=self.member_id, epoch=epoch, instance_id=self.instance_id)
 
     def hear(self, answer: HeartbeatAnswer) -> None:
-        """Take over an answer; what is not assigned any more is given up only by `give_up`."""
+        """Apply a response; revoked partitions are given up only by `give_up`."""
         self.epoch = answer.epoch
         self.lost_answer = False
         if answer.assignment is not None:
             self.assigned = answer.assignment
         if all(partitions <= self.assigned.get(topic, frozenset()) for topic, partitions in self.owned.items()):
-            # There is nothing to give up first.
+            # There is nothing to revoke first.
             self.owned = self.assigned
 
     def give_up(self) -> None:
-        """Let go of what is not assigned any more, and take what is."""
+        """Give up revoked partitions, and take the assigned ones."""
         self.owned = self.assigned
 
     def fence(self) -> None:
-        """Abandon everything and start over."""
+        """Discard everything and start over."""
         self.epoch = 0
         self.owned = self.assigned = NOTHING
 
 
 class ConsumerTrial(GroupTrial):
-    """One shard of groups, its log and its clock, on topics that come, grow and go."""
+    """One shard of groups, its log and its clock, with topics that are created, grow and are deleted."""
 
     def __init__(self, **limits: Any) -> None:
         self.cluster = MemoryTopics()
@@ -101,13 +101,13 @@ class ConsumerTrial(GroupTrial):
         super().__init__(**{"consumer_session_ms": SESSION_MS, **limits})
 
     def append(self, records: Iterable[StateRecord]) -> None:
-        """Put the records of one operation into the log; they are there together or not at all."""
+        """Append the records of one operation to the log, atomically."""
         super().append(records)
         if len(self.log) > (self._ends[-1] if self._ends else 0):
             self._ends.append(len(self.log))
 
     def lose(self, batches: int) -> None:
-        """Forget everything but the log, less the records of the last so many operations."""
+        """Reload the state from the log without the records of the last operations."""
         kept = self._ends[: len(self._ends) - batches]
         self.reload(lost=len(self.log) - (kept[-1] if kept else 0))
         self._ends = kept
@@ -123,15 +123,15 @@ class ConsumerTrial(GroupTrial):
         del self.topics[name]
 
     def id_of(self, name: str) -> UUID:
-        """The id of a topic that must exist."""
+        """Return the id of a topic, which must exist."""
         return self.topics[name]
 
     def partitions(self, **by_name: set[int]) -> Assignment:
-        """An assignment by topic names."""
+        """Return an assignment by topic names."""
         return assignment_of((self.id_of(name), numbers) for name, numbers in by_name.items())
 
     def consumers(self, group_id: str = GROUP) -> ConsumerGroup:
-        """A consumer group that must exist."""
+        """Return a consumer group, which must exist."""
         group = self.shard.consumers.get(group_id)
         if group is None:
             raise LookupError(group_id)
@@ -141,26 +141,26 @@ class ConsumerTrial(GroupTrial):
         return self.run(lambda shard: shard.consumers.heartbeat(request))
 
     def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatAnswer:
-        """One heartbeat of a consumer, which takes its answer over."""
+        """Send one heartbeat of a consumer and apply the response."""
         answer = self.send(consumer.request(full=full)).result()
         consumer.hear(answer)
         return answer
 
     def settle(self, *consumers: SimulatedConsumer, rounds: int = 10) -> None:
-        """Let consumers do as they should until nothing changes any more."""
+        """Step all consumers until nothing changes any more."""
         for _ in range(rounds):
             for consumer in consumers:
                 self.beat(consumer)
                 consumer.give_up()
 
     def leave(self, *leavers: Any, group_id: str = GROUP) -> Any:
-        """Members go: simulated consumers by their own protocol, others by the classic one."""
+        """Let members leave: simulated consumers by their own protocol, others by the classic one."""
         if leavers and isinstance(leavers[0], SimulatedConsumer):
             return [self.send(consumer.leaving()).result() for consumer in leavers]
         return super().leave(*leavers, group_id=group_id)
 
     def describe_consumers(self, group_id: str = GROUP) -> ConsumerGroupDescription:
-        """A consumer group, for people and tools."""
+        """Describe a consumer group."""
         return self.run(lambda shard: shard.consumers.describe(group_id)).result()
 
     def _new_shard(self) -> GroupShard:
@@ -177,7 +177,7 @@ class ConsumerTrial(GroupTrial):
 def classic_protocols(
     *topics: str, owned: Iterable[tuple[str, Iterable[int]]] = (), names: Iterable[str] = ("range",), version: int = 1
 ) -> tuple[tuple[str, bytes], ...]:
-    """What a classic consumer of these topics offers when it joins."""
+    """Return the metadata of a classic consumer of these topics."""
     writer = Writer(flexible=False)
     writer.int16(version)
     writer.array_length(len(topics))
@@ -194,7 +194,7 @@ def classic_protocols(
 
 
 class ClassicConsumer:
-    """A member of the classic protocol that a test steps by hand; it gives up everything before it joins again."""
+    """A member of the classic protocol that a test steps manually; it revokes everything before it rejoins."""
 
     def __init__(self, trial: ConsumerTrial, *topics: str, instance_id: str | None = None) -> None:
         self._trial = trial
@@ -205,7 +205,7 @@ class ClassicConsumer:
         self.owned: dict[str, set[int]] = {}
 
     def join(self, *, cooperative: bool = False) -> Deferred[Joined]:
-        """Join, with the id that is given for it; the answer may come later."""
+        """Join with the assigned member id; the response may come later."""
         kept = self.owned.items() if cooperative else ()
         if not cooperative:
             self.owned = {}
@@ -218,7 +218,7 @@ class ClassicConsumer:
         return answer
 
     def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[Synced]:
-        """Ask for the assignment; a leader brings those of all by their member ids."""
+        """Request the assignment; a leader sends those of all members."""
         brought = {
             member_id: encode_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
             for member_id, share in assignments.items()
@@ -230,7 +230,7 @@ class ClassicConsumer:
         return answer
 
     def beat(self) -> Deferred[None]:
-        """Say that it lives."""
+        """Send a heartbeat."""
         return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
 
     def go_on(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children(pid: int, part: str) -> list[int]:
-    """The processes that one has started, and whose command line has this part."""
+    """Return the children of a process whose command line contains this text."""
     with suppress(OSError):
         started = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         return [child for child in started if part in _command_line(child)]

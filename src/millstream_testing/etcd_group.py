@@ -16,7 +16,7 @@ from millstream.cli.local_process import LocalProcess, ReservedPort
 
 
 class EtcdGroupMember(LocalEtcd):
-    """One of several members. It is well only when most of them are, so starting it does not wait for that."""
+    """One of several members. It is healthy only when most of them are, so starting it does not wait for that."""
 
     def __init__(self, group: EtcdGroup, folder: Path) -> None:
         held = ReservedPort()
@@ -27,7 +27,7 @@ class EtcdGroupMember(LocalEtcd):
         self.peer = f"http://{self._peer.address}"
 
     def flags(self) -> dict[str, object]:
-        """How it is to run."""
+        """Return its flags."""
         return super().flags() | {
             "name": self.name,
             "initial-cluster": ",".join(f"{one.name}={one.peer}" for one in self._group),
@@ -46,7 +46,7 @@ class EtcdGroupMember(LocalEtcd):
         return bool(status["leader"] == status["header"]["member_id"])
 
     def _wait_until_ready(self, process: LocalProcess) -> None:
-        """Nothing: see `wait_until_well`."""
+        """Do nothing: see `wait_until_well`."""
 
 
 class EtcdGroup:
@@ -60,14 +60,14 @@ class EtcdGroup:
 
     @property
     def url(self) -> str:
-        """Where clients find all of them."""
+        """Return the addresses of all members for clients."""
         return ",".join(member.url for member in self.members)
 
     def __iter__(self) -> Iterator[EtcdGroupMember]:
         return iter(self.members)
 
     def leader(self) -> EtcdGroupMember:
-        """The member that leads, when there is one."""
+        """Return the leader, if there is one."""
         deadline = time.monotonic() + LocalEtcd.ready_s_max
         while True:
             for member in self.members:

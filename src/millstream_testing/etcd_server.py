@@ -1,4 +1,4 @@
-"""A real etcd for tests, as `cluster up` starts it, with its data in a folder that goes with it."""
+"""A real etcd for tests, as `cluster up` starts it, with its data in a temporary folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EtcdServer(LocalEtcd):
 
 
 class EncryptedEtcdServer(EtcdServer):
-    """An etcd that speaks TLS only, and only with clients that show a certificate of its authority."""
+    """An etcd that accepts only TLS clients with a certificate of its authority."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class EncryptedEtcdServer(EtcdServer):
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """Return the address for clients."""
         return f"https://127.0.0.1:{self.port}"
 
     @property
     def health_url(self) -> str:
-        """Where it says, without encryption, whether it is well."""
+        """Return the address of its health check, without encryption."""
         return f"http://{self._health.address}/health"
 
     def flags(self) -> dict[str, object]:
-        """How it is to run."""
+        """Return its flags."""
         return super().flags() | {
             "cert-file": self.certificate,
             "key-file": self.key,

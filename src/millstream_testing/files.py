@@ -23,7 +23,7 @@ SECTOR_BYTES = 64
 
 
 class MemoryFile:
-    """The contents of one file, as the process sees them and as they are on the platter."""
+    """The contents of one file, as the process sees them and as they are on disk."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -31,7 +31,7 @@ class MemoryFile:
         self.pending: list[tuple[int, bytes] | int] = []
         """Writes (position and bytes) and truncations (the size) since the last sync."""
         self.changes = 0
-        """How often it was written to or cut."""
+        """The number of writes and truncations."""
 
     def write(self, position: int, data: bytes) -> None:
         """Write into the page cache."""
@@ -42,7 +42,7 @@ class MemoryFile:
         self.changes += 1
 
     def truncate(self, size: int) -> None:
-        """Cut or extend in the page cache."""
+        """Truncate or extend in the page cache."""
         _resize(self.data, size)
         self.pending.append(size)
         self.changes += 1
@@ -73,13 +73,13 @@ class MemoryFile:
 
 
 class MemoryDirectory:
-    """The names in one directory, as the process sees them and as they are on the platter."""
+    """The names in one directory, as the process sees them and as they are on disk."""
 
     def __init__(self) -> None:
         self.entries: dict[str, MemoryFile | MemoryDirectory] = {}
         self.durable: dict[str, MemoryFile | MemoryDirectory] = {}
         self.pending: list[dict[str, MemoryFile | MemoryDirectory | None]] = []
-        """Changes since the last sync: names to what they stand for, or None for a name that went."""
+        """Changes since the last sync: names with what they refer to, or None for a removed name."""
 
     def change(self, names: dict[str, MemoryFile | MemoryDirectory | None]) -> None:
         """Change some names at once."""
@@ -92,7 +92,7 @@ class MemoryDirectory:
         self.pending.clear()
 
     def crash(self, chance: random.Random) -> None:
-        """Lose power: of the unsynced changes only the first few survive."""
+        """Lose power: only the first few of the unsynced changes survive."""
         for names in self.pending[: chance.randint(0, len(self.pending))]:
             _apply(self.durable, names)
         self.pending.clear()
@@ -109,7 +109,7 @@ class MemoryFiles:
         self.full_errno = errno.ENOSPC
         self.short_write_chance = 0.0
         self.syncs_in_background = True
-        """Whether a store may have files synced without a thread."""
+        """Whether files may be synced without a thread."""
         self.keep_cache_after_failed_sync = True
         self.syncs = 0
         self.reads = 0
@@ -127,13 +127,13 @@ class MemoryFiles:
     # -- faults ---------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Lose power and come back."""
+        """Lose power and restart."""
         with self._lock:
             self._root.crash(self._chance)
             self.kill()
 
     def kill(self) -> None:
-        """End the process that uses the files; the operating system lives on."""
+        """End the process that uses the files; the operating system continues."""
         with self._lock:
             self._open.clear()
             self._names.clear()
@@ -141,20 +141,20 @@ class MemoryFiles:
             self.forget_planted()
 
     def forget_planted(self) -> None:
-        """Take back the failures that have not happened yet."""
+        """Cancel the failures that have not happened yet."""
         self._failing_syncs.clear()
         self._failing_writes.clear()
 
     def fail_next_syncs(self, *endings: str) -> None:
-        """Let the next sync of a file fail for each ending given; a directory's path counts too."""
+        """Fail the next sync of a file for each given suffix; a directory's path counts too."""
         self._failing_syncs += endings
 
     def fail_next_writes(self, *endings: str) -> None:
-        """Let the next write to a file fail for each ending given."""
+        """Fail the next write to a file for each given suffix."""
         self._failing_writes += endings
 
     def flip_bit(self, path: str, position: int, bit: int) -> None:
-        """Damage one bit of a file, as a bad disk does."""
+        """Flip one bit of a file, as a bad disk does."""
         with self._lock:
             file = self._file(path)
             for content in (file.data, file.durable):
@@ -168,11 +168,11 @@ class MemoryFiles:
             self._file(path).sync()
 
     def content(self, path: str) -> bytes:
-        """The content of a file, as the process sees it."""
+        """Return the content of a file, as the process sees it."""
         return bytes(self._file(path).data)
 
     def walk(self, directory: str = "") -> Iterator[str]:
-        """The paths of all files."""
+        """Return the paths of all files."""
         for name in sorted(self.names(directory or "/")):
             path = f"{directory}/{name}"
             entry = self._find(path)
@@ -183,13 +183,13 @@ class MemoryFiles:
 
     @property
     def open_descriptors(self) -> int:
-        """How many descriptors are open, locks left out."""
+        """Return the number of open descriptors, without locks."""
         return len(self._open) - len(self._locked)
 
     # -- the protocol ---------------------------------------------------------------------------------------
 
     def open(self, path: str, /, *, create: bool = False) -> int:
-        """Open a file for reading and writing; make it when asked to."""
+        """Open a file for reading and writing; create it if requested."""
         with self._lock:
             entry = self._find(path)
             if entry is None:
@@ -203,14 +203,14 @@ class MemoryFiles:
             return self._describe(entry, path)
 
     def close(self, descriptor: int, /) -> None:
-        """Give a descriptor back."""
+        """Close a descriptor."""
         with self._lock:
             self._opened(descriptor)
             del self._open[descriptor], self._names[descriptor]
             self._locked.pop(descriptor, None)
 
     def write_at(self, descriptor: int, data: Readable, position: int, /) -> int:
-        """Write at a position and say how many bytes were taken, perhaps not all."""
+        """Write at a position; return how many bytes were written, perhaps not all."""
         with self._lock:
             file = self._opened(descriptor)
             self._fail_if_planted(self._failing_writes, self._names[descriptor])
@@ -243,7 +243,7 @@ class MemoryFiles:
             try:
                 self._fail_if_planted(self._failing_syncs, self._names[descriptor])
             except OSError:
-                # The kernel forgets that the pages were dirty, so that a second sync would not write them either.
+                # The kernel marks the pages as clean, so that a second sync would not write them either.
                 file.pending.clear()
                 if not self.keep_cache_after_failed_sync:
                     file.data = bytearray(file.durable)
@@ -251,16 +251,16 @@ class MemoryFiles:
             file.sync()
 
     def truncate(self, descriptor: int, size: int, /) -> None:
-        """Cut the file off."""
+        """Truncate the file."""
         with self._lock:
             self._opened(descriptor).truncate(size)
 
     def size(self, descriptor: int, /) -> int:
-        """The size of an open file."""
+        """Return the size of an open file."""
         return len(self._opened(descriptor).data)
 
     def stamp(self, descriptor: int, /) -> int:
-        """A number that another write into the file changes, but not a bit that a bad disk flips."""
+        """Return a number that changes with each write to the file, but not with a bit that a bad disk flips."""
         return self._opened(descriptor).changes
 
     def allocate(self, descriptor: int, size: int, /) -> None:
@@ -274,16 +274,16 @@ class MemoryFiles:
                 file.truncate(size)
 
     def names(self, directory: str, /) -> list[str]:
-        """What a directory holds; nothing when there is no such directory."""
+        """Return the names in a directory; none if it does not exist."""
         entry = self._find(directory)
         return list(entry.entries) if isinstance(entry, MemoryDirectory) else []
 
     def exists(self, path: str, /) -> bool:
-        """Whether a file or directory is there."""
+        """Whether a file or directory exists."""
         return self._find(path) is not None
 
     def make_directory(self, path: str, /) -> None:
-        """Make a directory and those above it, unless they are there."""
+        """Create a directory and its parents, unless they exist."""
         with self._lock:
             directory = self._root
             for name in _parts(path):
@@ -313,7 +313,7 @@ class MemoryFiles:
             _sync_below(self._root)
 
     def rename(self, old: str, new: str, /) -> None:
-        """Give a file or directory another name in the same directory."""
+        """Rename a file or directory within its directory."""
         with self._lock:
             parent, name = self._parent(old)
             other, new_name = self._parent(new)
@@ -348,11 +348,11 @@ class MemoryFiles:
             return descriptor
 
     def free_bytes(self, path: str, /) -> int:
-        """How much can still be written."""
+        """Return how much can still be written."""
         return 2**40 if self.capacity_bytes is None else max(0, self.capacity_bytes - self._used(self._root))
 
     def open_files_max(self) -> int:
-        """How many files the log may hold open at the same time."""
+        """Return how many files the log may hold open."""
         return self._open_files_max
 
     # -- inside ---------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class MemoryFiles:
                 raise OSError(errno.EIO, "input/output error", path)
 
     def _room(self, file: MemoryFile, position: int) -> int | None:
-        """How many bytes fit behind a position of a file; None when there is no limit."""
+        """Return how many bytes fit after a position of a file; None if there is no limit."""
         if self.capacity_bytes is None:
             return None
         return max(0, self.capacity_bytes - self._used(self._root)) + max(0, len(file.data) - position)
@@ -437,7 +437,7 @@ def _resize(content: bytearray, size: int) -> None:
 
 
 def _sectors(position: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The pieces of a write by the sectors of the disk that they fall into."""
+    """Split a write by the sectors of the disk."""
     start = 0
     while start < len(data):
         size = min(len(data) - start, SECTOR_BYTES - (position + start) % SECTOR_BYTES)
@@ -466,7 +466,7 @@ class MemorySync:
         self._loop = asyncio.get_running_loop()
 
     def begin(self, descriptor: int, listener: SyncListener) -> bool:
-        """Sync a file, and let that be known a little later."""
+        """Sync a file, and report it a little later."""
         try:
             self._files.sync(descriptor)
         except OSError as error:

@@ -1,7 +1,7 @@
-"""What filters mean, in the plainest words: one message, one value at a time, nothing shared with the real ones.
+"""The meaning of filters, as plainly as possible: one message, one value at a time, sharing nothing with the real code.
 
-A `Term` is a piece of a filter: its text, and what it is for a message. Tests put random terms together and hold the
-real filters against them.
+A `Term` is a part of a filter: its text, and its value for a message. Tests combine random terms and compare the real
+filters with them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A piece of a filter."""
+    """A part of a filter."""
 
     text: str
     of: Callable[[Row], Any]
 
 
 def literal_text(value: Any) -> str:
-    """A value as it is written in SQL."""
+    """Return a value as an SQL literal."""
     if value is None:
         return "NULL"
     if isinstance(value, bool):
@@ -43,7 +43,7 @@ def literal_text(value: Any) -> str:
 
 
 def field_at(row: Row, path: Sequence[str | int]) -> Any:
-    """A field of the payload."""
+    """Return a field of the payload."""
     found = row.payload
     for step in path:
         if isinstance(step, str):
@@ -81,7 +81,7 @@ def _as_boolean(text: str) -> Truth:
 
 
 def _like_other(text: str, other: Any) -> Any:
-    """A text as what it is compared with."""
+    """Convert a text for a comparison."""
     if _kind(other) == "number":
         return _as_number(text, is_whole=isinstance(other, int))
     return _as_boolean(text) if _kind(other) == "boolean" else None
@@ -103,13 +103,13 @@ def compare(operator: str, left: Any, right: Any) -> Truth:
 
 
 def conjunction(left: Truth, right: Truth) -> Truth:
-    """AND, by its table."""
+    """AND, by its truth table."""
     table = {(True, True): True, (True, None): None, (None, True): None, (None, None): None}
     return table.get((left, right), False)
 
 
 def negation(operand: Any) -> Truth:
-    """NOT, by its table."""
+    """NOT, by its truth table."""
     table: dict[Truth, Truth] = {True: False, False: True, None: None}
     return table[truth(operand)]
 
@@ -120,7 +120,7 @@ def disjunction(left: Truth, right: Truth) -> Truth:
 
 
 def truth(value: Any) -> Truth:
-    """A value where a condition is needed."""
+    """Return a value where a condition is required."""
     return value if isinstance(value, bool) else None
 
 
@@ -135,13 +135,13 @@ def member(operand: Any, choices: Sequence[Any]) -> Truth:
 
 
 def like(operand: Any, pattern: str) -> Truth:
-    """LIKE without an escape, letter by letter."""
+    """LIKE without an escape, character by character."""
     text = as_text(operand)
     return None if text is None else _like(text, pattern)
 
 
 def _like(text: str, pattern: str) -> bool:
-    """Which starts of the text match the pattern so far, for one letter of the pattern after the other."""
+    """Which prefixes of the text match the pattern so far, for one character of the pattern after the other."""
     reached = {0}
     for letter in pattern:
         if letter == "%":
@@ -152,7 +152,7 @@ def _like(text: str, pattern: str) -> bool:
 
 
 def as_text(value: Any) -> str | None:
-    """A value where a text is needed; numbers with a fraction are left to other tests."""
+    """Return a value where a text is required; numbers with a fraction are left to other tests."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, str | int) else None

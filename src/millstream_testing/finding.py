@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 SHOWN_MAX = 20
-"""How many findings of each kind are described; the others are counted."""
+"""How many findings of each kind are described; the rest is counted."""
 
 
 class Kind(StrEnum):
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong, and where."""
+    """One fault, and its position."""
 
     kind: Kind
     topic: str

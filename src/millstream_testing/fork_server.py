@@ -36,9 +36,9 @@ GATEWAY: Final = "millstream.gateway.process"
 _REQUEST_BYTES_MAX: Final = 1 << 18
 _FILES_MAX: Final = 16
 _FREE_DESCRIPTOR: Final = 500
-"""Descriptors from here on are unused while a new process sorts its own."""
+"""Descriptors from here on are unused while a new process arranges its own."""
 _REPORT: Final = struct.Struct("=q")
-"""What is reported of a process: its id, and later its exit status."""
+"""What is reported about a process: its id, and later its exit status."""
 _IMPORTED: Final = (
     "millstream.cli.app",
     "millstream.cli.serve",
@@ -116,13 +116,13 @@ class ForkedChild:
 
 
 def _exit_code(reports: int) -> int:
-    """Read the exit status; without one, the forking process is gone, and took its children with it."""
+    """Read the exit status; if there is none, the forking process has ended, and its children with it."""
     report = os.read(reports, _REPORT.size)
     return os.waitstatus_to_exitcode(_REPORT.unpack(report)[0] if report else int(signal.SIGKILL))
 
 
 class _ForkServer:
-    """The client's side: asks the forking process, which it starts."""
+    """The client's side: sends requests to the forking process, which it starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _ask(asks: socket.socket, request: Mapping[str, object], files: Sequence[int]) -> tuple[int, int]:
-    """Have a process forked with these files; return its id, and where its exit status will be reported."""
+    """Fork a process with these files; return its id, and where its exit status will be reported."""
     reports, reports_end = os.pipe()
     try:
         socket.send_fds(asks, [json.dumps(request).encode()], [reports_end, *files])
@@ -184,7 +184,7 @@ fork = _server.fork
 
 
 class _Forking:
-    """The forking process: servers ask it for their gateways as tests ask it for servers."""
+    """The forking process: servers request their gateways from it, and tests their servers."""
 
     def __init__(self, tests: socket.socket) -> None:
         self._tests = tests
@@ -194,7 +194,7 @@ class _Forking:
         self._running: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Fork what is asked for until the tests are over."""
+        """Fork processes on request until the tests are over."""
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end what they started.
@@ -231,12 +231,12 @@ class _Forking:
             if not pid:
                 return
             reports = self._running.pop(pid)
-            with suppress(BrokenPipeError):  # The one who asked may have ended.
+            with suppress(BrokenPipeError):  # The requester may have ended.
                 os.write(reports, _REPORT.pack(status))
             os.close(reports)
 
     def _become(self, request: dict[str, Any], reports: int, files: list[int]) -> NoReturn:
-        """Turn the forked process into what was asked for."""
+        """Turn the forked process into the requested one."""
         code = 70
         try:
             signal.set_wakeup_fd(-1)
@@ -269,7 +269,7 @@ class _Forking:
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give files the descriptors with these numbers."""
+    """Move files to the descriptors with these numbers."""
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, _FREE_DESCRIPTOR) for file in files]
     for file in files:
         os.close(file)
@@ -292,7 +292,7 @@ def _run(is_gateway: bool) -> int:
 
 
 def _fork_gateways(asks: socket.socket) -> None:
-    """Let this process, a server, have its gateways forked; its other children are started as ever."""
+    """Let this process, a server, have its gateways forked; its other children are started as usual."""
     start = asyncio.create_subprocess_exec
 
     async def start_or_fork(program: str, *arguments: str, **options: Any) -> Any:

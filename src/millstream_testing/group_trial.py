@@ -1,4 +1,4 @@
-"""Drives the group state machine without a loop, a broker or waiting: the log is a list and the test owns the time."""
+"""Drives the group state machine without a loop or a broker: the log is a list, and the test controls the time."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class GroupTrial:
         return later
 
     def append(self, records: Iterable[StateRecord]) -> None:
-        """Put records into the log and replay them."""
+        """Append records to the log and replay them."""
         for record in records:
             self.log.append(record)
             self.shard.replay(record)
 
     def pass_ms(self, milliseconds: int) -> None:
-        """Let time pass, and carry out each timer when it is due."""
+        """Advance the time, and run each timer when it is due."""
         end = self.clock.monotonic() + milliseconds / 1000
         while (deadline := self.timers.next_deadline) is not None and deadline <= end:
             self.clock.advance_ms(max(0, math.ceil((deadline - self.clock.monotonic()) * 1000)))
@@ -88,12 +88,12 @@ class GroupTrial:
         self.clock.advance_ms(max(0, round((end - self.clock.monotonic()) * 1000)))
 
     def finish_joining(self, group_id: str = GROUP) -> None:
-        """Sit out the delay of a new group, and not a moment more."""
+        """Wait for the initial delay of a new group, and no longer."""
         while self.group(group_id).state is GroupState.PREPARING:
             self.pass_ms(INITIAL_DELAY_MS // 10)
 
     def reload(self, *, lost: int = 0) -> None:
-        """Forget everything but the log, less the last `lost` records; who waits is sent away."""
+        """Reload the state from the log without the last `lost` records; waiting requests fail."""
         self.shard.unload()
         if lost:
             del self.log[-lost:]
@@ -104,7 +104,7 @@ class GroupTrial:
         self.shard.loaded()
 
     def group(self, group_id: str = GROUP) -> Group:
-        """A group that must exist."""
+        """Return a group, which must exist."""
         group = self.shard.groups.get(group_id)
         if group is None:
             raise LookupError(group_id)
@@ -122,7 +122,7 @@ class GroupTrial:
         version: int = 9,
         group_id: str = GROUP,
     ) -> Deferred[Joined]:
-        """Send a join request as a client of some version does."""
+        """Send a join request as a client of a version does."""
         request = JoinRequest(
             group_id=group_id,
             member_id=member_id,
@@ -139,7 +139,7 @@ class GroupTrial:
         return self.run(lambda shard: shard.join(request))
 
     def new_member(self, **options: Any) -> tuple[str, Deferred[Joined]]:
-        """Join without an id, then with the id given, as clients do."""
+        """Join without an id, then with the assigned id, as clients do."""
         first = self.join(**options)
         error = first.error
         if not isinstance(error, MemberIdRequired):
@@ -147,7 +147,7 @@ class GroupTrial:
         return error.member_id, self.join(error.member_id, **options)
 
     def stable_group(self, members: int = 2, **options: Any) -> list[str]:
-        """A stable group; the ids of its members, the leader first."""
+        """Create a stable group; return the ids of its members, the leader first."""
         joins = dict(self.new_member(**options) for _ in range(members))
         self.finish_joining()
         leader = next(iter(joins.values())).result().leader_id
@@ -166,7 +166,7 @@ class GroupTrial:
         protocol_name: str | None = None,
         group_id: str = GROUP,
     ) -> Deferred[Synced]:
-        """Ask for an assignment, or bring them all; of the current generation by default."""
+        """Request an assignment, or provide all of them; of the current generation by default."""
         request = SyncRequest(
             member=self._ref(member_id, generation, instance_id, group_id),
             protocol_name=protocol_name,
@@ -177,12 +177,12 @@ class GroupTrial:
     def heartbeat(
         self, member_id: str, *, generation: int | None = None, instance_id: str | None = None, group_id: str = GROUP
     ) -> Deferred[None]:
-        """Say that a member lives."""
+        """Send a heartbeat of a member."""
         who = self._ref(member_id, generation, instance_id, group_id)
         return self.run(lambda shard: shard.heartbeat(who))
 
     def leave(self, *leavers: Leaver, group_id: str = GROUP) -> list[Left]:
-        """Let members go."""
+        """Let members leave."""
         return self.run(lambda shard: shard.leave(group_id, leavers)).result()
 
     def commit(
@@ -209,7 +209,7 @@ class GroupTrial:
         return self.run(lambda shard: shard.commit(request))
 
     def committed(self, topic: str = "orders", partition: int = 0, *, group_id: str = GROUP) -> int:
-        """The offset that a group has committed, or -1."""
+        """Return the offset that a group has committed, or -1."""
         fetched = self.run(lambda shard: shard.fetch(group_id, {topic: [partition]})).result()
         return fetched[topic][partition].offset
 

@@ -69,7 +69,7 @@ _PORTS = range(20_000, 30_000)
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How hard the trial is."""
+    """The size of the trial."""
 
     adoption_kills: int = 8
     kills_per_step: int = 3

@@ -1,4 +1,4 @@
-"""The history checker: from what clients sent, had acknowledged and read, it finds what the broker did wrong.
+"""The history checker: finds what the broker did wrong, from what clients sent, had acknowledged and read.
 
     history = History()
     history.sent("producer-1", 7, "orders", 0)                      # before the message leaves
@@ -53,7 +53,7 @@ Integers: TypeAlias = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Report:
-    """All that was found. `findings` holds the first few of each kind, `counts` how many there are."""
+    """All findings. `findings` holds the first few of each kind, `counts` how many there are."""
 
     sent: int
     acknowledged: int
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing was found."""
         return not self.counts
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="event"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="event"):
-    """The broker has confirmed a message; offset -1 when it did not say where."""
+    """The broker has acknowledged a message; offset -1 if it did not say where."""
 
     producer: str
     sequence: int
@@ -98,7 +98,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="e
 
 
 class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event"):
-    """A reader goes on from here; offset -1 means from wherever its next read is."""
+    """A reader continues from here; offset -1 means from its next read."""
 
     consumer: str
     topic: str
@@ -107,7 +107,7 @@ class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event
 
 
 class Read(msgspec.Struct, frozen=True, tag="read", tag_field="event"):
-    """A reader saw a message."""
+    """A reader received a message."""
 
     consumer: str
     topic: str
@@ -118,7 +118,7 @@ class Read(msgspec.Struct, frozen=True, tag="read", tag_field="event"):
 
 
 class Repeats(msgspec.Struct, frozen=True, tag="repeats", tag_field="event"):
-    """A producer is not idempotent: its messages may be there twice."""
+    """A producer is not idempotent: its messages may be stored twice."""
 
     producer: str
 
@@ -127,7 +127,7 @@ Event: TypeAlias = Sent | Acknowledged | Positioned | Read | Repeats
 
 
 class _Names:
-    """Numbers for names, so that events are made of numbers only."""
+    """Maps names to numbers, so that events consist of numbers only."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, int], int] = {}
@@ -148,7 +148,7 @@ class _Names:
 
 
 class History:
-    """What clients did and saw, in columns."""
+    """What clients did and received, in columns."""
 
     def __init__(self) -> None:
         self._producers = _Names()
@@ -161,26 +161,26 @@ class History:
         self._read_offset, self._read_message = array("q"), array("q")
 
     def repeats(self, producer: str) -> None:
-        """Say that a producer is not idempotent: its messages may be there twice."""
+        """Declare that a producer is not idempotent: its messages may be stored twice."""
         self._repeating.add(self._producers.number(producer))
 
     def sent(self, producer: str, sequence: int, topic: str, partition: int = UNKNOWN) -> None:
-        """Note a message before it leaves its producer; -1 leaves the partition to the client."""
+        """Record a message before it is sent; -1 leaves the partition to the client."""
         self._sent_message.append(self._message(producer, sequence))
         self._sent_partition.append(UNKNOWN if partition < 0 else self._partitions.number(topic, partition))
 
     def acknowledged(self, producer: str, sequence: int, topic: str, partition: int, offset: int = UNKNOWN) -> None:
-        """Note that the broker has confirmed a message; a negative offset when it did not say where."""
+        """Record an acknowledged message; the offset is negative if the broker did not say where."""
         self._acked_message.append(self._message(producer, sequence))
         self._acked_partition.append(self._partitions.number(topic, partition))
         self._acked_offset.append(max(offset, UNKNOWN))
 
     def positioned(self, consumer: str, topic: str, partition: int, offset: int = UNKNOWN) -> None:
-        """Note that a reader goes on from `offset`; -1 means from wherever its next read is."""
+        """Record that a reader continues from `offset`; -1 means from its next read."""
         self._note_read(consumer, topic, partition, max(offset, UNKNOWN), _POSITIONED)
 
     def read(self, consumer: str, topic: str, partition: int, offset: int, producer: str, sequence: int) -> None:
-        """Note that a reader saw a message. A member of a group is called `group/member`."""
+        """Record that a reader received a message. A member of a group is called `group/member`."""
         self._note_read(consumer, topic, partition, offset, self._message(producer, sequence))
 
     def _note_read(self, consumer: str, topic: str, partition: int, offset: int, message: int) -> None:
@@ -203,11 +203,11 @@ class History:
 
     @property
     def acknowledgements(self) -> int:
-        """How many acknowledgements were noted."""
+        """The number of acknowledgements."""
         return len(self._acked_message)
 
     def next_offsets(self, consumer: str, topic: str) -> dict[int, int]:
-        """By partition, the offset after the last one that a reader, or any member of a group, has read."""
+        """Return, by partition, the offset after the last one that a reader, or any member of a group, has read."""
         of_consumer = [name.partition("/")[0] == consumer or name == consumer for name, _ in self._consumers]
         reads = _column(self._read_message) != _POSITIONED
         reads &= np.array([*of_consumer, False], dtype=np.bool_)[_column(self._read_consumer)]
@@ -220,7 +220,7 @@ class History:
         return found
 
     def note(self, event: Event) -> None:
-        """Take one event as it stands in a file."""
+        """Add one event from a file."""
         match event:
             case Sent():
                 self.sent(event.producer, event.sequence, event.topic, event.partition)
@@ -234,7 +234,7 @@ class History:
                 self.repeats(event.producer)
 
     def events(self) -> Iterator[Event]:
-        """Everything noted, as events of a file."""
+        """Return everything recorded, as events of a file."""
         for number in sorted(self._repeating):
             yield Repeats(self._producers.name(number)[0])
         for message, place in zip(self._sent_message, self._sent_partition, strict=True):
@@ -247,7 +247,7 @@ class History:
             yield Positioned(*where) if message == _POSITIONED else Read(*where, *self._unpack(message))
 
     def save(self, path: Path) -> None:
-        """Write one JSON object a line."""
+        """Write one JSON object per line."""
         encoder = msgspec.json.Encoder()
         with path.open("wb") as file:
             for event in self.events():
@@ -269,7 +269,7 @@ class History:
 
 
 class _Gap(NamedTuple):
-    """Offsets that a reader went past."""
+    """Offsets that a reader skipped."""
 
     consumer: int
     partition: int
@@ -343,7 +343,7 @@ class _Check:
         self._lost = lost
 
     def _find_wrong_places(self) -> None:
-        """Acknowledgements that name another place than readers saw, and messages outside their partition."""
+        """Find acknowledgements with a position that readers contradict, and messages in the wrong partition."""
         seen = np.isin(self._acked[:, 2], self._placed[:, 2]) & (self._acked[:, 1] >= 0)
         acked = self._acked[seen]
         wrong = acked[~_in_rows(acked, self._placed)]
@@ -365,7 +365,7 @@ class _Check:
         return ", ".join(f"{topic}-{index}@{offset}" for topic, index, offset in named)
 
     def _find_conflicts(self) -> Integers:
-        """Offsets that were given to two messages. Returns the places that are beyond doubt."""
+        """Find offsets that were assigned to two messages; return the positions that are certain."""
         known = self._acked[self._acked[:, 1] >= 0]
         claims = _unique_rows(*np.concatenate([self._placed, known]).T)
         rows = np.flatnonzero((np.diff(claims[:, :2], axis=0) == 0).all(axis=1))
@@ -379,7 +379,7 @@ class _Check:
         return certain
 
     def _find_doubled(self, placed: Integers) -> Integers:
-        """Messages at two offsets. Returns the first place of each message."""
+        """Find messages at two offsets; return the first position of each message."""
         by_message = placed[np.lexsort((placed[:, 1], placed[:, 0], placed[:, 2]))]
         again = ~_starts(by_message[:, 2:])
         idempotent = ~np.isin(by_message[:, 2] >> SEQUENCE_BITS, list(self._history._repeating))
@@ -421,7 +421,7 @@ class _Check:
         )
 
     def _gaps_in_order(self) -> set[_Gap]:
-        """Jumps forward from one read to the next, or from a stated position to the first read."""
+        """Find jumps forward from one read to the next, or from a stated position to the first read."""
         order = np.lexsort((np.arange(len(self._consumer)), self._partition, self._consumer))
         consumer, partition = self._consumer[order], self._partition[order]
         offset, is_read = self._offset[order], self._is_read[order]
@@ -433,7 +433,7 @@ class _Check:
         return set(map(_Gap, *(column.tolist() for column in columns)))
 
     def _gaps_in_cover(self) -> set[_Gap]:
-        """Offsets that a reader or group never read, between its first and last, or the log's if it read to the end."""
+        """Find offsets that a reader or group never read between its first and last, or up to the log's end."""
         groups = [name.partition("/")[0] for name, _ in self._history._consumers]
         group_of = np.array([self._history._consumers.number(group) for group in groups], dtype=np.int64)
         rows = self._is_read
@@ -474,7 +474,7 @@ def _column(values: Sequence[int] | Integers) -> Integers:
 
 
 def _starts(table: Integers) -> NDArray[np.bool_]:
-    """Which rows of a sorted table differ from the row before."""
+    """Return which rows of a sorted table differ from the row before."""
     starts = np.ones(len(table), dtype=np.bool_)
     starts[1:] = (np.diff(table, axis=0) != 0).any(axis=1)
     return starts
@@ -488,7 +488,7 @@ def _unique_rows(*columns: Sequence[int] | Integers) -> Integers:
 
 
 def _in_rows(rows: Integers, table: Integers) -> NDArray[np.bool_]:
-    """Which rows of the first table are rows of the second too."""
+    """Return which rows of the first table are also in the second."""
     both = np.concatenate([rows, table])
     order = np.lexsort(tuple(reversed(both.T)))
     group = np.cumsum(_starts(both[order])) - 1

@@ -29,7 +29,7 @@ GROUP = "group"
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How hard the trial is."""
+    """The size of the trial."""
 
     kills: int = 20
     partitions: int = 4
@@ -37,7 +37,7 @@ class Plan:
     members: int = 2
     messages_per_s: int = 3000
     steady: bool = False
-    """Whether each producer keeps to that rate; else answers let it send at once, which is harder."""
+    """Whether each producer keeps to that rate; otherwise it sends as soon as it gets answers, which is harder."""
     load_s: tuple[float, float] = (0.3, 1.5)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
 
@@ -80,7 +80,7 @@ class KillTrial:
         self._server.kill()
 
     def prepare(self) -> None:
-        """Create the topic and start the clients, on a server that runs already."""
+        """Create the topic and start the clients, on a running server."""
         self._create_topic()
         self._start_clients()
 
@@ -91,7 +91,7 @@ class KillTrial:
             thread.join(SETTLE_S_MAX)
 
     def run(self) -> Outcome:
-        """Kill as often as planned, then look at everything once more; stops early when something is found."""
+        """Kill as often as planned, then check everything a last time; stop early when something is found."""
         starts_s = []
         report = self._notes.check(complete=[])
         for number in range(1, self._plan.kills + 1):
@@ -104,7 +104,7 @@ class KillTrial:
         return Outcome(self._check_everything(), starts_s)
 
     def save_history(self, path: Path) -> None:
-        """Keep the history for a closer look."""
+        """Save the history for inspection."""
         with self._notes.lock:
             self._notes.history.save(path)
 
@@ -151,7 +151,7 @@ class KillTrial:
         self._server.start()
 
     def _settle_and_check(self) -> Report:
-        """Hold the load, wait for what is under way, read on and compare."""
+        """Stop the load, wait for what is in flight, read the rest and compare."""
         self._notes.loading.clear()
         for load in self._loads:
             load.settle()

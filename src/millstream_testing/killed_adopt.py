@@ -20,7 +20,7 @@ from millstream.cli.main import run
 
 MODULE = "millstream_testing.killed_adopt"
 STEPS = ("mark", "catalog", "some states", "states", "owner", COORDINATION_NAME, CATALOG_NAME)
-"""In order; each attempt repeats those before it, as far as they are not done."""
+"""In order; each attempt repeats the earlier ones as far as they are not done."""
 
 
 def main() -> None:

@@ -28,19 +28,19 @@ def is_bad(offset: int) -> bool:
 
 
 def columns(schema: pa.Schema | None) -> pa.Schema:
-    """The columns that a table has, or gets."""
+    """Return the columns that a table has, or gets."""
     return pa.schema([*RAW, *(pa.field(name, pa.int64()) for name in NUMBERS)]) if schema is None else schema
 
 
 def good(offsets: Iterable[int], schema: pa.Schema) -> pa.RecordBatch:
-    """Messages that fit."""
+    """Return messages that fit."""
     span = list(offsets)
     halves = {name: 0.5 if pa.types.is_floating(schema.field(name).type) else 0 for name in NUMBERS}
     return rows(0, span, schema, **{name: [offset + more for offset in span] for name, more in halves.items()})
 
 
 def main(url: str, format: str, end: int) -> None:
-    """Land up to an offset."""
+    """Land messages up to an offset."""
     table = open_table(url, format=format)
     while (start := next_offset(table)) < end:
         schema = columns(table.schema())

@@ -1,4 +1,4 @@
-"""Rows for lake tables, and what of them a table has, for tests."""
+"""Rows for lake tables, and checks of what a table contains, for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LANDED: Final = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)
 
 
 def rows(partition: int, offsets: Iterable[int], schema: pa.Schema = RAW, **columns: Any) -> pa.RecordBatch:
-    """Messages of one partition, with more columns by name as lists."""
+    """Return messages of one partition, with additional columns by name as lists."""
     numbers = list(offsets)
     made: dict[str, Any] = {
         "partition": [partition] * len(numbers),
@@ -43,7 +43,7 @@ def rows(partition: int, offsets: Iterable[int], schema: pa.Schema = RAW, **colu
 
 
 def write(table: LakeTable, batches: Sequence[pa.RecordBatch], schema: pa.Schema = RAW, **how: Any) -> list[Written]:
-    """Files for a table, as a task writes them."""
+    """Write files for a table, as a task does."""
     writer = table.writer(schema, TOPIC, landed=how.get("landed", LANDED))
     for batch in batches:
         writer.write(batch)
@@ -51,7 +51,7 @@ def write(table: LakeTable, batches: Sequence[pa.RecordBatch], schema: pa.Schema
 
 
 def write_quarantine(table: LakeTable, partition: int, offsets: Iterable[int]) -> list[Written]:
-    """Files for the quarantine of a table."""
+    """Write files for the quarantine of a table."""
     writer = table.quarantine_writer(TOPIC, landed=LANDED)
     writer.write(rows(partition, offsets, QUARANTINE))
     return writer.close()
@@ -64,25 +64,25 @@ def land(table: LakeTable, partition: int, start: int, end: int) -> bool:
 
 
 def in_this_process(work: FileWork[ActiveFile], files: Sequence[ActiveFile]) -> dict[str, str]:
-    """Work with files as tasks do it."""
+    """Process files as tasks do."""
     return {file.path: pickle.loads(pickle.dumps(work))(file) for file in files}
 
 
 def next_offset(table: LakeTable, partition: int = 0) -> int:
-    """Where a partition goes on; 0 before it begins."""
+    """Return where a partition continues; 0 before it begins."""
     key: TopicPartition = (TOPIC, partition)
     return table.next_offsets([key]).get(key, 0)
 
 
 def delta_rows(storage: Storage) -> Counter[tuple[int, int]]:
-    """How often a Delta table has each partition and offset, as any reader of Delta sees it."""
+    """Count how often a Delta table has each partition and offset, as any reader of Delta sees it."""
     table = deltalake.DeltaTable(storage.url, storage_options=dict(storage.options))
     found = pa.table(table.scan(columns=["partition", "offset"]).read_all())
     return Counter(zip(found.column("partition").to_pylist(), found.column("offset").to_pylist(), strict=True))
 
 
 def files_rows(storage: Storage) -> Counter[tuple[int, int]]:
-    """How often the files of a folder have each partition and offset, as any reader of Parquet sees it."""
+    """Count how often the files of a folder have each partition and offset, as any reader of Parquet sees it."""
     files = storage.files()
     found: Counter[tuple[int, int]] = Counter()
     for path in storage.data_files():
@@ -92,5 +92,5 @@ def files_rows(storage: Storage) -> Counter[tuple[int, int]]:
 
 
 def once(partition: int, offsets: Iterable[int]) -> Counter[tuple[int, int]]:
-    """Each of these offsets once."""
+    """Return each of these offsets once."""
     return Counter((partition, offset) for offset in offsets)

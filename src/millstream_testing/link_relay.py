@@ -1,4 +1,4 @@
-"""Relays whose links are cut as a network cuts them: what was sent waits, no connection ends, no one is notified.
+"""Relays whose links are cut as a network cuts them: data waits, no connection ends, no one is notified.
 
 A relay knows who connects by the client id in the first Kafka request, so a link between two nodes is cut while clients
 of the same node, and the third node, go on. All relays of a trial run in one thread with its own loop, so that the
@@ -24,11 +24,11 @@ _CHUNK_BYTES = 64 * 1024
 _STOP_S_MAX = 10.0
 _RETRANSMISSION_S = 0.2
 _CLIENT_ID_AT = 12
-"""Where the client id of a Kafka request begins: behind its size, its key, its version and its number."""
+"""The position of the client id in a Kafka request: after size, key, version and correlation id."""
 
 
 class Way(Enum):
-    """In which direction something passes a relay."""
+    """The direction in which data passes a relay."""
 
     ASKING = "from the client"
     ANSWERING = "to the client"
@@ -50,7 +50,7 @@ class RelayThread:
         self._thread.join(_STOP_S_MAX)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have something done in the thread, and wait for it."""
+        """Run something in the thread, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_STOP_S_MAX)
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ async def _end_all() -> None:
 
 
 class LinkRelay:
-    """Listens on an address and passes on what it gets, unless the sender's link is cut."""
+    """Listens on an address and forwards data, unless the sender's link is cut."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class LinkRelay:
         self._host = host
         self._named = named
         self._delay_s = delay_s
-        """How long everything is on its way, in each direction; a line of any bandwidth."""
+        """The delay in each direction, with unlimited bandwidth."""
         self._stalls = stalls
-        """Which share of the pieces waits for a retransmission, as TCP does after a loss."""
+        """The share of the data that waits for a retransmission, as TCP does after a loss."""
         self._thread = thread
         self._open: defaultdict[tuple[str, Way], asyncio.Event] = defaultdict(_set_event)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,15 +94,15 @@ class LinkRelay:
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
-        """Hold everything that a client, or everybody, sends or is sent."""
+        """Hold everything that a client, or any client, sends or receives."""
         self._thread.run(self._set(name, ways, is_open=False))
 
     def heal(self, name: str = EVERYBODY, ways: Iterable[Way] = Way) -> None:
-        """Let pass what was held, and what comes."""
+        """Release what was held, and forward new data."""
         self._thread.run(self._set(name, ways, is_open=True))
 
     def close(self) -> None:
-        """Take no more connections, and end those that are there."""
+        """Accept no more connections, and close the open ones."""
         self._thread.run(self._close())
 
     async def _set(self, name: str, ways: Iterable[Way], *, is_open: bool) -> None:
@@ -125,7 +125,7 @@ class LinkRelay:
                 first = await reader.read(_CHUNK_BYTES)
                 await self._join(client_id_of(first) if self._named else EVERYBODY, first, reader, writer)
         except asyncio.CancelledError:
-            # Ends here: the server that made this task would report it.
+            # Caught here: otherwise the server that created this task would report it.
             return
         finally:
             writer.transport.abort()
@@ -183,7 +183,7 @@ def _set_event() -> asyncio.Event:
 
 
 def client_id_of(request: bytes) -> str:
-    """The client id in the head of a Kafka request; empty if there is none, or not all of it came."""
+    """Return the client id in the head of a Kafka request; empty if it is missing or incomplete."""
     begin = _CLIENT_ID_AT + 2
     size = int.from_bytes(request[_CLIENT_ID_AT:begin], "big", signed=True)
     return request[begin : begin + size].decode(errors="replace") if size > 0 else EVERYBODY

@@ -59,17 +59,17 @@ class MachineServer(TrialNode):
         self.share(1)
 
     def share(self, trials: int) -> None:
-        """Let so many trials, each in a thread of its own, use the machine; each calls `kill` and `start` in turn."""
+        """Let this many trials, each in its own thread, use the machine; each calls `kill` and `start` in turn."""
         self._killing = threading.Barrier(trials, self._kill, _TOGETHER_S_MAX)
         self._starting = threading.Barrier(trials, self._start, _TOGETHER_S_MAX)
 
     def abandon(self) -> None:
-        """End the waiting of other trials: one of them has failed."""
+        """Wake the other waiting trials, because one of them has failed."""
         self._killing.abort()
         self._starting.abort()
 
     def command(self) -> Sequence[str]:
-        """Return the command line of a machine, whose processes all have the system's clock."""
+        """Return the command line of a machine, whose processes all use the system's clock."""
         return Server.command(self)
 
     @property
@@ -83,7 +83,7 @@ class MachineServer(TrialNode):
         return int(str(self.settings["cores"]))
 
     def kill(self) -> None:
-        """Kill something, as kill -9 does; `start` follows."""
+        """Kill something with SIGKILL; `start` follows."""
         _together(self._killing)
 
     def start(self) -> Self:
@@ -99,12 +99,12 @@ class MachineServer(TrialNode):
         return code
 
     def end(self) -> None:
-        """Kill the supervisor, and thereby everything."""
+        """Kill the supervisor, and with it everything."""
         self._broker_is_back = True
         super().end()
 
     def dump_stacks(self) -> None:
-        """Do nothing: the processes of a machine do not write their stacks on a signal, which would end them."""
+        """Do nothing: the processes of a machine would end on the signal that dumps stacks."""
 
     def _kill(self) -> None:
         if not self.is_running():

@@ -59,7 +59,7 @@ class Died(BaseException):
 
 
 class DyingFiles(MemoryFiles):
-    """A disk whose process dies after so many changes. Directories can be moved; that is durable at once or not at all.
+    """A disk whose process dies after a number of changes. Directories can be moved, durably at once or not at all.
 
     A journaling file system writes a move in one step, whichever of the two directories is synced.
     """
@@ -88,12 +88,12 @@ class DyingFiles(MemoryFiles):
         super().sync(descriptor)
 
     def truncate(self, descriptor: int, size: int, /) -> None:
-        """Cut, unless the process dies."""
+        """Truncate, unless the process dies."""
         self._step()
         super().truncate(descriptor, size)
 
     def make_directory(self, path: str, /) -> None:
-        """Make a directory, unless the process dies."""
+        """Create a directory, unless the process dies."""
         self._step()
         super().make_directory(path)
 
@@ -108,7 +108,7 @@ class DyingFiles(MemoryFiles):
         super().remove_directory(path)
 
     def sync_directory(self, path: str, /) -> None:
-        """Make names durable, unless the process dies; moves into and out of the directory are so with them."""
+        """Make names durable, unless the process dies; this includes moves into and out of the directory."""
         self._step()
         super().sync_directory(path)
         synced = [self._find(path)]
@@ -146,7 +146,7 @@ class DyingFiles(MemoryFiles):
         for path in tuple(self.walk()):
             if not path.endswith(".log"):
                 continue
-            # What was written to a log survives or does not: how logs deal with torn writes is another trial's matter.
+            # What was written to a log survives or not as a whole: another trial covers torn writes.
             log = self._file(path)
             if self._chance.random() < 0.5:
                 log.sync()
@@ -211,7 +211,7 @@ class MachineWorld:
         self.files.left = self._chance.randint(0, OPERATIONS_MAX) if self._chance.random() < chance else None
 
     def _end(self) -> None:
-        """The process is gone, or the machine with it."""
+        """End the process, or the machine with it."""
         self.files.left = None
         if self._chance.random() < 0.5:
             self.trace.append("the machine loses power")
@@ -336,7 +336,7 @@ class MachineWorld:
     # -- rules ------------------------------------------------------------------------------------------------
 
     def _check_log(self, key: PartitionKey, log: Log) -> None:
-        """Compare a log with what was sent; what was not answered, and is there, is there to stay."""
+        """Compare a log with what was sent; messages that are stored without an answer must stay."""
         found = [
             record.value or b"" for record in decode_records(log.read(0, max_bytes=READ_BYTES, up_to=log.end_offset))
         ]
@@ -388,7 +388,7 @@ class MachineWorld:
     def _check_epoch(self, key: PartitionKey, node: NodeId, epoch: Epoch) -> None:
         last_node, last_epoch = self._last.get(key, (node, epoch))
         if self._is_lost:
-            # Epochs without records are forgotten with the file.
+            # Epochs without records are lost with the file.
             return
         if epoch < last_epoch or (node != last_node and epoch == last_epoch):
             raise Violation(

@@ -1,4 +1,4 @@
-"""Random messages of any of kio's classes, for tests that want every field of every version filled."""
+"""Random messages of any of kio's classes, for tests that fill every field of every version."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MAKERS: Final[dict[str, Callable[[random.Random], Any]]] = {
 
 
 def versions_of(api_key: int) -> list[int]:
-    """Every version of an API that kio knows, oldest first."""
+    """Return every version of an API that kio knows, oldest first."""
     return sorted(schema_name_map[api_key_map[api_key]])
 
 
 def api_keys() -> Iterator[int]:
-    """Every API that kio knows."""
+    """Return every API that kio knows."""
     yield from sorted(api_key_map)
 
 

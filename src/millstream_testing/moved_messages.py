@@ -1,8 +1,7 @@
-"""Messages that pipelines move from one topic to others: what was published where, and what came of it.
+"""Messages that pipelines move from one topic to others: what was published where, and what arrived.
 
-What is promised of a target is that it has each of its messages once, as it was, and that those of one partition of the
-source that have the same key are in their order. Of the order between keys, and between partitions of the source,
-nothing is promised.
+A target has each of its messages once, unchanged, and those with the same key from one partition of the source in
+their order. The order between keys, and between partitions of the source, is undefined.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ FAULTS_MAX = 20
 
 
 class Place(NamedTuple):
-    """Where a message is in the source."""
+    """The position of a message in the source."""
 
     partition: int
     offset: int
 
 
 class Source:
-    """A topic of JSON objects, which have a number of their own each, under `id`."""
+    """A topic of JSON objects, each with a unique number under `id`."""
 
     def __init__(self, brokers: str, topic: str, partitions: int) -> None:
         self.topic = topic
@@ -41,7 +40,7 @@ class Source:
         self.published: list[int] = []
         self.messages: dict[Place, Committed] = {}
         self._brokers = brokers
-        # Distinct from the time of writing, and new enough to be kept.
+        # Different from the time of writing, and recent enough to be kept.
         self._first_ms = int(time.time() * 1000) - HOUR_MS
         self._places: dict[int, Place] = {}
         make_topic(brokers, topic, partitions)
@@ -50,7 +49,7 @@ class Source:
         )
 
     def publish(self, documents: Iterable[Mapping[str, Any]], key: Callable[[int], bytes | None]) -> None:
-        """More of them, by turns to all partitions; wait until they are there."""
+        """Publish more of them to all partitions in turn; wait until they are stored."""
         for document in documents:
             number = document["id"]
             self._producer.produce(
@@ -69,7 +68,7 @@ class Source:
             raise TimeoutError(f"{left} messages were not taken within {WAIT_S:g} s")
 
     def read(self) -> list[str]:
-        """Look where all of them are; what is wrong with that already."""
+        """Look up the positions of all of them; return what is already wrong."""
         placed = [(Place(one.partition, one.offset), one) for one in committed_records(self._brokers, self.topic)]
         self.messages = dict(placed)
         self._places = {self.document(place)["id"]: place for place, _ in placed}
@@ -77,27 +76,27 @@ class Source:
         return [] if is_whole else [f"topic {self.topic} does not have what was published"]
 
     def document(self, place: Place) -> dict[str, Any]:
-        """What a message says."""
+        """Return the payload of a message."""
         return dict(json.loads(self.messages[place].value or b""))
 
     def where(self, keeps: Callable[[dict[str, Any]], bool]) -> set[Place]:
-        """The messages that a condition holds for."""
+        """Return the messages that match a condition."""
         return {place for place in self.messages if keeps(self.document(place))}
 
     def faults(self, found: Iterable[Committed], wanted: Collection[Place]) -> list[str]:
-        """What is wrong with a target that is to have these messages as they are."""
+        """Return what is wrong with a target that should have these messages unchanged."""
         placed = [(self.place_of(one), one) for one in found]
-        # Only where they are may differ.
+        # Only their positions may differ.
         changed = [f"{place} is not as it was: {one}" for place, one in placed if one[2:] != self.messages[place][2:]]
         return [*faults_of(placed, wanted), *changed[:FAULTS_MAX]]
 
     def place_of(self, found: Committed) -> Place:
-        """Where a message comes from that has its payload still."""
+        """Return the origin of a message whose payload is unchanged."""
         return self._places[json.loads(found.value or b"")["id"]]
 
 
 def faults_of(found: Iterable[tuple[Place, Committed]], wanted: Collection[Place]) -> list[str]:
-    """What is wrong with a target, in words: what is missing, what is there twice, and what is out of order."""
+    """Return what is wrong with a target, in words: what is missing, duplicated or out of order."""
     placed = list(found)
     times = Counter(place for place, _ in placed)
     faults = [f"{place} is missing" for place in sorted(set(wanted) - times.keys())][:FAULTS_MAX]
@@ -107,13 +106,13 @@ def faults_of(found: Iterable[tuple[Place, Committed]], wanted: Collection[Place
 
 
 def make_topic(brokers: str, topic: str, partitions: int) -> None:
-    """Make a topic, and wait until it is there."""
+    """Create a topic, and wait until it exists."""
     admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
     admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(WAIT_S)
 
 
 def _disorder(placed: Iterable[tuple[Place, Committed]]) -> list[str]:
-    """Keys that are in several partitions, and messages of a key that came before one that was published earlier."""
+    """Find keys in several partitions, and messages of a key before one that was published earlier."""
     faults = []
     homes: defaultdict[bytes, set[int]] = defaultdict(set)
     last: dict[tuple[int, bytes], Place] = {}

@@ -1,6 +1,6 @@
-"""Nodes of one cluster in one process, without their sockets: the real picture, controller, topics and logs.
+"""Nodes of one cluster in one process, without their sockets: the real view, controller, topics and logs.
 
-They agree through an embedded store and share a catalog. They do not replicate: no link to another node stands.
+They agree through an embedded store and share a catalog. They do not replicate: there are no links between nodes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GroupNode:
 
     @property
     def view(self) -> ClusterView:
-        """The node's picture of the cluster."""
+        """The node's view of the cluster."""
         return self.cluster.view
 
     async def start(self) -> Self:
@@ -108,7 +108,7 @@ class GroupNode:
         return self
 
     async def stop(self) -> None:
-        """Stop in order."""
+        """Stop cleanly."""
         await self.cluster.leave()
         await self.cluster.close()
         self.cluster.topics.close()
@@ -125,7 +125,7 @@ class GroupNode:
         self.files.kill()
 
     async def crash(self) -> None:
-        """Take the power from the machine."""
+        """Cut the power of the machine."""
         await self.kill()
         self.files.crash()
         self.boot_id += " again"
@@ -155,7 +155,7 @@ class NodeGroup:
 
     def __init__(self, folder: Path, nodes: int = 3, **settings: Any) -> None:
         self.starts = 0
-        """How often a node was started; no two starts are alike."""
+        """How often a node was started; each start gets different random numbers."""
         self.clock = SystemClock()
         self.service = EmbeddedService(self.clock)
         self._catalog = Catalog(f"sqlite:///{folder / 'catalog.sqlite'}")
@@ -178,13 +178,13 @@ class NodeGroup:
         self._catalog.close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is so; whatever changes here changes the store, so that is when to look."""
+        """Wait until a condition holds; it is checked after each change of the store, since every change is there."""
         changed = asyncio.Event()
         forget = self.service.watch(changed.set)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not condition():
-                    # What the store knows, nodes know a few turns of the loop later.
+                    # Nodes learn of a change of the store a few turns of the loop later.
                     for _ in range(20):
                         await asyncio.sleep(0)
                         if condition():

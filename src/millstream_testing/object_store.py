@@ -22,14 +22,14 @@ server.stop()
 
 
 class ObjectStore:
-    """Where the server is."""
+    """The address of the server."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
 
     @property
     def environment(self) -> dict[str, str]:
-        """What says to any program how it is reached."""
+        """Return the variables with which any program reaches it."""
         return {
             "AWS_ACCESS_KEY_ID": "someone",
             "AWS_SECRET_ACCESS_KEY": "something",
@@ -43,7 +43,7 @@ class ObjectStore:
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """Run a server; it ends with this process at the latest, since it reads from it."""
+    """Run a server; it reads from this process, so it ends with it at the latest."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

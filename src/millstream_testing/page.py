@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def file(self) -> str | None:
-        """The name of the file that it is saved as, if it is."""
+        """The name of the file that it is saved as, if any."""
         return self.use.removeprefix("file=") if self.use.startswith("file=") else None
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Sample:
 
 
 def samples_of(page: Path) -> Iterator[Sample]:
-    """The samples of a page in their order; raise for a fence that says something unknown of its block."""
+    """Return the samples of a page in order; raise for a fence with unknown words."""
     text = page.read_text(encoding="utf-8")
     for found in _BLOCK.finditer(text):
         use = _USE.fullmatch(found[2])

@@ -14,7 +14,7 @@ HANG_S = 60.0
 
 
 def landing(name: str = "landing", **overrides: str) -> Pipeline:
-    """A pipeline as it may be declared."""
+    """Return a declared pipeline."""
     return Pipeline(
         pipeline_id=uuid.uuid5(uuid.NAMESPACE_OID, name),
         name=name,
@@ -24,7 +24,7 @@ def landing(name: str = "landing", **overrides: str) -> Pipeline:
 
 
 class FreeClaim:
-    """Held as soon as it is taken; `busy` errors are raised first."""
+    """A claim that is held as soon as it is taken; `busy` errors are raised first."""
 
     def __init__(self, busy: Sequence[Exception] = ()) -> None:
         self.busy = list(busy)
@@ -33,15 +33,15 @@ class FreeClaim:
         self.left = 0
         self.is_held = False
         self.confirms = True
-        """Whether the broker is heard of while it is held."""
+        """Whether the broker answers while it is held."""
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it is held for sure."""
+        """Whether it is certainly held."""
         return self.is_held and self.confirms
 
     def member(self) -> GroupMember:
-        """A fixed member."""
+        """Return a fixed member."""
         return GroupMember("me", self.taken)
 
     def take(self) -> None:
@@ -52,7 +52,7 @@ class FreeClaim:
         self.is_held = True
 
     def leave(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self.left += 1
         self.is_held = False
 
@@ -63,7 +63,7 @@ class FreeClaim:
 
 
 class Script:
-    """Makes jobs that take one line of a script after the other; at its end they wait for what may come."""
+    """Makes jobs that execute one line of a script after the other; at its end they wait for more."""
 
     def __init__(self, *lines: Step | Exception) -> None:
         self._lines: Iterator[Step | Exception] = iter(lines)
@@ -83,14 +83,14 @@ class Script:
 
 
 class ScriptedJob:
-    """A job whose steps are written down."""
+    """A job with scripted steps."""
 
     def __init__(self, script: Script, context: JobContext) -> None:
         self._script = script
         self._context = context
 
     def step(self) -> Step:
-        """Do the next line."""
+        """Execute the next line."""
         line = self._script.next_line()
         if line is None:
             self._script.at_end.set()
@@ -103,5 +103,5 @@ class ScriptedJob:
         return line
 
     def close(self) -> None:
-        """Count it."""
+        """Count the step."""
         self._script.closed += 1

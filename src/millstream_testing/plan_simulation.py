@@ -49,7 +49,7 @@ class PlanWorld(World):
     _drained: set[NodeId]
 
     async def break_and_heal(self) -> None:
-        """Let faults happen while the operator works, and then let all of it come to its end."""
+        """Run faults while the operator works, then let everything complete."""
         self._drained = set()
         operating = asyncio.ensure_future(self._operate())
         await super().break_and_heal()
@@ -105,20 +105,20 @@ class PlanWorld(World):
             self._drained.discard(node)
 
     async def _ask(self, what: str, work: Callable[[Plans], Awaitable[PlanHeader | None]]) -> PlanHeader | None:
-        """Ask any node; None if it refused or there was no answer, and then it may have been done or not."""
+        """Ask any node; None if it refused or did not answer, in which case it may have been done."""
         node = self._steering.choice(self.nodes)
         try:
             answer = await self.network.call(node.name, lambda: node.plan(work), timeout_s=ASK_S)
         except (MillstreamError, LinkDown) as error:
             self.record("operator", f"{what}: {error}")
-            # What was drained and what not is what the store says.
+            # The store decides what is drained.
             self._drained = self._drained_by_store()
             return None
         self.record("operator", f"{what}: {'' if answer is None else answer.state}")
         return answer
 
     def _load(self) -> ClusterLoad:
-        """What an operator sees: it may be out of date when the plan is applied."""
+        """Return what an operator sees: it may be out of date when the plan is applied."""
         nodes = {
             one.node_id: NodeLoad(node_id=one.node_id, is_live=one.is_running, is_drained=one.node_id in self._drained)
             for one in self.nodes

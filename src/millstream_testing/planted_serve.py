@@ -1,4 +1,4 @@
-"""`millstream serve` that does something wrong with subscriptions, so that a trial can show that it would be found.
+"""`millstream serve` with a planted bug in subscriptions, so that a trial can show that it would be found.
 
     python -m millstream_testing.planted_serve BUG FILE serve --data DIR ...
 
@@ -29,18 +29,18 @@ _random = Random(1)
 
 
 def planted(bug: str) -> tuple[str, ...]:
-    """How to run a node with a bug, as `TrialCluster` takes it."""
+    """Return how to run a node with a bug, as `TrialCluster` takes it."""
     return "millstream_testing.planted_serve", bug
 
 
 def _answers_early() -> None:
-    """What is written to the store counts as durable before it is: it waits a little for more to write with it."""
+    """Writes to the store count as durable before they are: they wait a little for more writes."""
     write = RoutedStateStore.write
     last: dict[RoutedStateStore, float] = {}
 
     def hasty(self: RoutedStateStore, one: Any) -> PendingWrite:
         loop = asyncio.get_running_loop()
-        # In order, also when the clock of the loop gives two the same time.
+        # In order, even if the clock of the loop gives two the same time.
         last[self] = max(loop.time() + LATE_S, last.get(self, 0.0) + 1e-4)
         loop.call_at(last[self], write, self, one)
         done = PendingWrite()
@@ -51,7 +51,7 @@ def _answers_early() -> None:
 
 
 def _forgets_attempts() -> None:
-    """A queue that moves counts attempts from the beginning."""
+    """A queue that moves restarts its count of attempts."""
     restore = Queue._rebuild
 
     def forgetful(self: Queue) -> None:
@@ -63,7 +63,7 @@ def _forgets_attempts() -> None:
 
 
 def _writes_letters_again() -> None:
-    """A letter whose answer is late is written once more, without the number that identifies it."""
+    """A letter whose answer is late is written again, without the number that identifies it."""
     append = DeadLetterAppender.append
 
     async def again(self: DeadLetterAppender, topic: str, index: int, batch: bytearray) -> Offset:
@@ -76,7 +76,7 @@ def _writes_letters_again() -> None:
 
 
 def _ignores_delays() -> None:
-    """Messages are delivered when they come, whatever they say."""
+    """Messages are delivered when they arrive, without their delay."""
     look = Queue.add_scanned
 
     def hasty(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
@@ -86,7 +86,7 @@ def _ignores_delays() -> None:
 
 
 def _passes_over() -> None:
-    """Now and then, the last message that was looked at is taken for one that is not there."""
+    """From time to time, the last scanned message is treated as absent."""
     look = Queue.add_scanned
 
     def careless(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
@@ -98,12 +98,12 @@ def _passes_over() -> None:
 
 
 def _forgets_keys() -> None:
-    """A queue that moves does not know whose turn it was."""
+    """A queue that moves loses the order of its keys."""
     _with_settings(lambda settings, moved: replace(settings, ordered=settings.ordered and not moved))
 
 
 def _leases_at_most_once() -> None:
-    """A message that is to be delivered at most once is leased like any other."""
+    """A message of an at-most-once subscription is leased like any other."""
 
     def lenient(settings: Any, moved: bool) -> Any:
         return replace(settings, delivery=AT_LEAST_ONCE) if settings.delivery == AT_MOST_ONCE else settings

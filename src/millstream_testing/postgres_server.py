@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests, as `cluster up` starts it, with its data in a folder that goes with it."""
+"""A real PostgreSQL for tests, as `cluster up` starts it, with its data in a temporary folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PostgresServer(LocalPostgres):
         return f"{server}/{name}{query}"
 
     def worker_pids(self) -> list[int]:
-        """The server's process and those that serve connections and do its chores."""
+        """Return the server's process and its background processes."""
         if self.process is None:
             return []
         main = psutil.Process(self.process.pid)
@@ -48,9 +48,9 @@ class PostgresServer(LocalPostgres):
 
 
 class EncryptedPostgresServer(PostgresServer):
-    """A PostgreSQL behind TLS, for clients that show a certificate of its authority.
+    """A PostgreSQL behind TLS, for clients with a certificate of its authority.
 
-    The one that comes in a package is built without TLS, so what PostgreSQL does for `hostssl` is done before it.
+    The packaged server is built without TLS, so a proxy does what PostgreSQL does for `hostssl`.
     """
 
     def __init__(self, certificates: Certificates) -> None:
@@ -64,7 +64,7 @@ class EncryptedPostgresServer(PostgresServer):
 
     @property
     def url(self) -> str:
-        """The address for clients that show the node's certificate and check the server's."""
+        """The address for clients that present the node's certificate and verify the server's."""
         files, port = self._certificates, self._listening.getsockname()[1]
         query = f"sslmode=verify-full&sslrootcert={files.ca}&sslcert={files.node}&sslkey={files.node_key}"
         return f"{super().url.replace(f':{self.port}/', f':{port}/')}?{query}"

@@ -1,4 +1,4 @@
-"""A scripted broker that stores what idempotent producers send, and fails as a test asks it to."""
+"""A scripted broker that stores what idempotent producers send, and fails on request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ProducerLedger:
         self.broker = broker
         self.stored: dict[tuple[str, int], list[bytes]] = {}
         self.past: list[dict[tuple[str, int], list[bytes]]] = []
-        """What topics held that are deleted."""
+        """The contents of deleted topics."""
         self.faults: list[str] = []
         self.metadata_faults: dict[str, list[ErrorCode]] = {}
-        """What the next questions about a topic are answered with."""
+        """The answers to the next metadata requests about a topic."""
         self.init_faults: list[ErrorCode] = []
         self.held: asyncio.Event | None = None
         """While set, but not fired, produce requests wait for it before they are carried out."""
@@ -50,7 +50,7 @@ class ProducerLedger:
     @classmethod
     @asynccontextmanager
     async def started(cls) -> AsyncIterator[Self]:
-        """A broker that runs, and after which nothing is left over."""
+        """Run the broker, and check that nothing is left over."""
         broker = ScriptedBroker()
         await broker.start()
         try:
@@ -63,7 +63,7 @@ class ProducerLedger:
 
     @asynccontextmanager
     async def publishing(self, **options: Any) -> AsyncIterator[Publisher]:
-        """A publisher to this broker."""
+        """Return a publisher to this broker."""
         async with Client.connect(self.broker.address, timeout_s=60) as client:
             publisher = Publisher(client, **options)
             try:
@@ -73,7 +73,7 @@ class ProducerLedger:
 
     @staticmethod
     def give_time(publisher: Publisher, timeout_s: float) -> None:
-        """Change how long messages may take, while none is under way: time runs out only where a test wants it to."""
+        """Change the timeout of messages while none is in flight: time runs out only where a test wants it to."""
         publisher._timeout_s = timeout_s
         for route in publisher._topics.values():
             for queue in route.queues:
@@ -88,7 +88,7 @@ class ProducerLedger:
             publisher._expiry = None
 
     async def warm_up(self) -> None:
-        """Have everything imported that a publish needs, before a test with a short time limit."""
+        """Import everything that a publish needs, before a test with a short time limit."""
         async with self.publishing() as publisher:
             await publisher.send("orders", None, b"")
         self.stored.clear()
@@ -96,7 +96,7 @@ class ProducerLedger:
         self.requests = self.producers = 0
 
     def delete(self, topic: str) -> None:
-        """Delete a topic with what it holds."""
+        """Delete a topic with its contents."""
         if self.broker.topics.pop(topic, None) is None:
             return
         self.past.append({key: log for key, log in self.stored.items() if key[0] == topic})
@@ -104,7 +104,7 @@ class ProducerLedger:
         self._state = {key: state for key, state in self._state.items() if key[0] != topic}
 
     def create(self, topic: str, partitions: int = 2) -> None:
-        """Make a topic, which is another one than any that had the name before."""
+        """Create a topic, distinct from any earlier one of that name."""
         self.births[topic] = self.births.get(topic, 0) + 1
         self.broker.topics[topic] = partitions
 

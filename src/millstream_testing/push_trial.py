@@ -1,7 +1,7 @@
-"""Push under fire: nodes, push processes and the endpoint are killed while messages come, and every message is judged.
+"""Push under faults: nodes, push processes and the endpoint are killed under load, and every message is checked.
 
-The endpoint writes down what arrives, and misbehaves: it fails, is slow, hangs up, is away, and never takes poison. In
-the end all queues run empty, and what the endpoint saw is judged by the rules of `subscription_check`: nothing is lost,
+The endpoint records what arrives, and misbehaves: it fails, is slow, hangs up, is away, and never accepts poison. In
+the end all queues are drained, and what the endpoint received is checked by `subscription_check`: nothing is lost,
 nothing is delivered that was not published, attempts count. The queues' own counts have to say that each message was
 accepted once or stands in the dead letter topic, and every request is signed.
 """
@@ -74,7 +74,7 @@ PrintLine = Callable[[str], None]
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How large a trial is."""
+    """The size of the trial."""
 
     seed: int
     faults: int = 15
@@ -97,7 +97,7 @@ class Outcome(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What the endpoint saw of one request."""
+    """What the endpoint received in one request."""
 
     subscription: str
     place: Place
@@ -108,7 +108,7 @@ class _Arrival(NamedTuple):
 
 
 class PushTrial:
-    """One run on nodes that are there already."""
+    """One run on running nodes."""
 
     def __init__(self, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._cluster = cluster
@@ -135,7 +135,7 @@ class PushTrial:
         }
 
     async def run(self) -> Outcome:
-        """Load, strike, let all queues run empty, and judge."""
+        """Apply load and faults, drain all queues, and check."""
         async with self._hook:
             await self._declare()
             publishing = asyncio.ensure_future(self._publisher.run())
@@ -181,7 +181,7 @@ class PushTrial:
         return NewRecord(key, b'{"number": %d}' % number, (), now_ms())
 
     def _answer(self, request: Request) -> Reply:
-        """What the endpoint says; it also writes down what it saw."""
+        """Return the endpoint's answer, and record what it received."""
         reply = self._reply(request)
         headers = request.headers
         self._unsigned += not request.is_signed_by(SECRET.encode())
@@ -238,7 +238,7 @@ class PushTrial:
             await asyncio.sleep(lasts_s)
             node.resume()
         else:
-            # Only the main process is killed: the push process has to notice, and may not outlive it for long.
+            # Only the main process is killed: the push process has to notice, and must not outlive it for long.
             await asyncio.to_thread(node.kill_main if kind == "kill-node" else node.stop)
             await asyncio.sleep(lasts_s)
             node.kill()
@@ -254,7 +254,7 @@ class PushTrial:
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def _drain(self) -> list[str]:
-        """Wait until every queue is empty; what is left if that takes too long."""
+        """Wait until every queue is empty; return what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
         left = ["no node answers"]
         while left and time.monotonic() < deadline:
@@ -297,7 +297,7 @@ class PushTrial:
         return Outcome(findings, self._account(records, letters))
 
     def _history(self, name: str) -> History:
-        """What the endpoint saw as a worker's history. A request may come twice in one delivery."""
+        """Return what the endpoint received as a worker's history. A request may come twice in one delivery."""
         history = History()
         seen: set[tuple[Place, int]] = set()
         for one in self._arrivals:
@@ -310,7 +310,7 @@ class PushTrial:
                     Delivery(one.place, "endpoint", one.attempt, sent_ms, one.at_ms, 0, one.checksum)
                 )
             if one.taken:
-                # Whether the node has heard of it the endpoint cannot know.
+                # The endpoint cannot know whether the node has received it.
                 settled = Settlement(one.place, "endpoint", one.attempt, Verb.ACCEPT, one.at_ms, None, False)
                 history.settlements.append(settled)
         return history
@@ -326,7 +326,7 @@ class PushTrial:
 
 
 def push_processes(parent: int) -> list[int]:
-    """The push processes that a node has started."""
+    """Return the push processes that a node has started."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -344,7 +344,7 @@ def push_processes(parent: int) -> list[int]:
 def _miscounted(
     described: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]
 ) -> list[str]:
-    """Each message was accepted once, or is a dead letter; the queues count what has become of them."""
+    """Check that each message was accepted once, or is a dead letter, and that the counters agree."""
     counts = {
         kind: sum(queue[kind] for queue in described["queues"]) for kind in ("accepted", "dead_lettered", "dropped")
     }

@@ -27,10 +27,10 @@ SUBSCRIPTION_ID = UUID(int=9)
 
 
 class Workbench:
-    """A broker's parts that a queue stands on."""
+    """The parts of a broker that a queue needs."""
 
     def __init__(self) -> None:
-        """Everything new and empty."""
+        """Create everything new and empty."""
         self.clock = ManualClock()
         self.store = MemoryStateStore()
         self.files = MemoryFiles(open_files_max=64)
@@ -40,14 +40,14 @@ class Workbench:
         self.partition = self.make_partition(0)
 
     def make_partition(self, index: int, topic: Topic = TOPIC) -> Partition:
-        """A partition of the topic that this node alone carries."""
+        """Return a partition of the topic, without other replicas."""
         settings = TopicSettings(flush="os")
         place = TopicPartition(topic.name, PartitionIndex(index))
         log = self.logs.open_log(topic.topic_id, place, settings)
         return Partition(topic, PartitionIndex(index), log, self.logs)
 
     def publish(self, *values: str, key: bytes | None = None, headers: Headers = (), compression: int = 0) -> int:
-        """Append one batch; its first offset."""
+        """Append one batch; return its first offset."""
         records = [NewRecord(key, value.encode(), headers, self.clock.now_ms()) for value in values]
         appended = self.partition.write(encode_batch(records, compression=compression), acks=-1)
         return int(appended.base_offset)
@@ -75,7 +75,7 @@ class Workbench:
         opener: Callable[[ScannedRange], Awaitable[ScannedRange]] | None = None,
         **settings: object,
     ) -> Delivery:
-        """A queue as the engine opens it."""
+        """Return a queue as the engine opens it."""
         on = partition or self.partition
         key = QueueKey(SUBSCRIPTION_ID, on.topic.topic_id, on.index)
         stored = await self.store.load(key, Epoch(on.leader_epoch))
@@ -92,16 +92,16 @@ class Workbench:
 
 
 def wanted(count: int = 1, worker: str = "one") -> Demand:
-    """What a worker asks for."""
+    """Return the demand of a worker."""
     return Demand(worker, count, 1_000_000)
 
 
 def offsets(received: Received) -> list[int]:
-    """Which messages were given."""
+    """Return the offsets of the delivered messages."""
     return [offset for lease in received.leases for offset in range(lease.first, lease.last + 1)]
 
 
 async def turns(count: int = 20) -> None:
-    """Let the loop go round."""
+    """Run the loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

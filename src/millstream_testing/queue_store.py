@@ -26,7 +26,7 @@ class MemoryStateStore:
         """Whether writes wait for `let_go`."""
         self.room = True
         self.refusal: MillstreamError | None = None
-        """What loading and writing fail with."""
+        """The errors of loading and writing."""
         self.loading = asyncio.Event()
         self.loading.set()
         self.writes = 0
@@ -34,7 +34,7 @@ class MemoryStateStore:
         self._held: list[tuple[QueueWrite, PendingWrite]] = []
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
-        """Read a queue back."""
+        """Load a queue."""
         await self.loading.wait()
         if self.refusal is not None:
             raise self.refusal
@@ -45,7 +45,7 @@ class MemoryStateStore:
         return StoredQueue(None if kept.sequence < 0 else kept.image.snapshot(), kept.sequence)
 
     def write(self, write: QueueWrite) -> PendingWrite:
-        """Take a write, or keep it back."""
+        """Accept a write, or hold it back."""
         pending = PendingWrite()
         self.writes += 1
         self._held.append((write, pending))
@@ -54,11 +54,11 @@ class MemoryStateStore:
         return pending
 
     def has_room(self, _key: QueueKey) -> bool:
-        """What the test says."""
+        """Return what the test has set."""
         return self.room
 
     def let_go(self) -> None:
-        """Let everything that waits be durable."""
+        """Make every waiting write durable."""
         held, self._held = self._held, []
         for write, pending in held:
             pending.finish(self.refusal or self._take(write))

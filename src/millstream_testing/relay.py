@@ -1,4 +1,4 @@
-"""A relay in front of a server, in the test's own event loop: links that are cut, or that lose what comes back."""
+"""A relay in front of a server, in the test's event loop: links that are cut, or that lose responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         return f"127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
@@ -43,7 +43,7 @@ class Relay:
             await asyncio.wait(self._tasks)
 
     def cut(self) -> None:
-        """Break every connection; new ones are taken unless `refusing` is set."""
+        """Break every connection; new ones are accepted unless `refusing` is set."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -16,7 +16,7 @@ _SEGMENTS = "*.log"
 
 
 def differing_replicas(folders: Mapping[int, Path], topics: Iterable[UUID], partitions: int) -> list[str]:
-    """What is not the same in the data folders of some nodes, in words. A replica that is not there differs."""
+    """Return how the data folders of some nodes differ, in words. A missing replica counts as a difference."""
     return [
         found
         for topic in topics

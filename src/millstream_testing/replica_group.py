@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class UnsteadyStore(EmbeddedStore):
-    """A door to the store through which nothing may go, or no answer comes back."""
+    """Access to the store that can be blocked, or lose responses."""
 
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
         super().__init__(service, clock)
@@ -63,13 +63,13 @@ class UnsteadyStore(EmbeddedStore):
         self.hears.set()
 
     def shut(self, *, requests_pass: bool = False) -> None:
-        """Let nothing through, or only requests, whose answers are lost."""
+        """Block everything, or only the responses to requests."""
         self.is_reached = requests_pass
         self.answers = False
         self.hears.clear()
 
     def open(self) -> None:
-        """Let everything through again."""
+        """Stop blocking."""
         self.is_reached = self.answers = True
         self.hears.set()
 
@@ -96,7 +96,7 @@ class ReplicaNode:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Begin a process on the node's disk."""
+        """Start a process on the node's disk."""
         group = self._group
         self.logs = LogStore.open(
             Path("/data"), files=self.files, clock=group.clock, journal_bytes=1 << 20, producer_expiry_ms=10**9
@@ -123,13 +123,13 @@ class ReplicaNode:
         await self.replicas.start()
 
     async def stop(self) -> None:
-        """End the process as a clean stop does."""
+        """Stop the process cleanly."""
         await self._end()
         await self.logs.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def kill(self) -> None:
-        """End the process at once; the machine lives on."""
+        """Kill the process; the machine keeps running."""
         await self._end()
         for task in self._tasks:
             task.cancel()
@@ -145,7 +145,7 @@ class ReplicaNode:
         self.partitions.clear()
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
-        """One partition by the topic's id."""
+        """Return a partition by the topic's id."""
         partition = self.partitions.get((topic_id, PartitionIndex(index)))
         if partition is None:
             raise UnknownTopicId("not here")
@@ -201,7 +201,7 @@ class _Links:
 
 
 class ReplicaGroup:
-    """Nodes 1 to 3, one topic that all of them carry, and what they have agreed on."""
+    """Nodes 1 to 3, one topic with a replica on each, and the agreed states."""
 
     def __init__(self, *, settings: TopicSettings | None = None, topic: Topic = TOPIC) -> None:
         self.clock: Clock = SystemClock()
@@ -210,7 +210,7 @@ class ReplicaGroup:
         self.settings = settings or TopicSettings(flush="os", min_insync_replicas=2)
         self.service = EmbeddedService(self.clock)
         self.cut: set[tuple[NodeId, NodeId]] = set()
-        """Follower and leader between which nothing goes."""
+        """Pairs of follower and leader whose link is cut."""
         self.nodes = {NodeId(number): ReplicaNode(self, NodeId(number)) for number in (1, 2, 3)}
 
     async def __aenter__(self) -> ReplicaGroup:
@@ -224,7 +224,7 @@ class ReplicaGroup:
                 await node.stop()
 
     def agreed(self, index: int = 0) -> Versioned | None:
-        """What the store says of a partition."""
+        """Return the state of a partition in the store."""
         key = keys.partition_key(partition_key(index))
         entry = self.service.read(key).entries.get(key)
         return None if entry is None else Versioned(PartitionState.from_json(entry.value), entry.revision)
@@ -249,14 +249,14 @@ class ReplicaGroup:
             self.cut |= {(NodeId(node), other), (other, NodeId(node))}
 
     def heal(self) -> None:
-        """Take every cut back."""
+        """Heal every cut."""
         self.cut.clear()
         for node in self.nodes.values():
             node.store.open()
 
 
 def content(partition: Partition) -> bytes:
-    """Everything that a replica holds, as one piece."""
+    """Return everything that a replica holds, joined."""
     log, found = partition.log, bytearray()
     offset = log.start_offset
     while offset < log.end_offset:

@@ -19,7 +19,7 @@ Handler = Callable[[codec.RequestHeader, memoryview], Awaitable[Any]]
 
 
 class ScriptedBroker:
-    """Answers requests with messages; `handlers` says with which. A handler that raises `EOFError` hangs up."""
+    """Answers requests with messages, by `handlers`. A handler that raises `EOFError` closes the connection."""
 
     def __init__(self) -> None:
         self.served = {PRODUCE: (0, 13), FETCH: (4, 17), LIST_OFFSETS: (1, 11), METADATA: (0, 13)}
@@ -39,11 +39,11 @@ class ScriptedBroker:
         return f"127.0.0.1:{self.port}"
 
     def asked(self, api_key: int) -> int:
-        """How many requests of an API have come."""
+        """Return how many requests of an API have arrived."""
         return sum(header.api_key == api_key for header in self.headers)
 
     async def start(self) -> None:
-        """Listen, on the port of before if there was one."""
+        """Listen, on the previous port if there was one."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -64,7 +64,7 @@ class ScriptedBroker:
             writer.transport.abort()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to every client, beside what the handlers answer."""
+        """Send bytes to every client, in addition to what the handlers answer."""
         for writer in self._writers:
             writer.write(data)
 
@@ -92,7 +92,7 @@ class ScriptedBroker:
             writer.transport.abort()
 
     def framed(self, header: codec.RequestHeader, answer: Any) -> bytes:
-        """Put the head of a response before an answer; a message may be of any version."""
+        """Prepend the header of a response; a message may be of any version."""
         if isinstance(answer, bytes):
             return codec.response_head(header.api_key, header.version, header.correlation_id, len(answer)) + answer
         reshaped = reshape(answer, codec.load_response_class(header.api_key, header.version))
@@ -139,7 +139,7 @@ class ScriptedBroker:
 
 
 def produced(*codes: ErrorCode, base_offset: int = 42) -> Handler:
-    """Answer one produce request after the other with these codes, and with the last one from then on."""
+    """Answer produce requests with these codes in turn, and then always with the last one."""
     left = list(codes)
 
     async def handle(header: codec.RequestHeader, frame: memoryview) -> Any:

@@ -44,7 +44,7 @@ class OneWordJob:
         return Step(rows=1, wait_s=PAUSE_S, counts={"files": 1})
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: nothing has to be released."""
 
 
 def make(pipeline: Pipeline, context: JobContext) -> Job:
@@ -52,7 +52,7 @@ def make(pipeline: Pipeline, context: JobContext) -> Job:
 
 
 def main() -> None:
-    """Run until the broker hangs up."""
+    """Run until the broker closes the pipe."""
     options = Options.take()
     driver = Driver(
         options,

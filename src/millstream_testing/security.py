@@ -28,7 +28,7 @@ AUDIENCE: Final = "millstream"
 
 
 def owner_rules(user: str, prefix: str, *, transactions: str = "pipeline/") -> list[Acl]:
-    """What the owner of pipelines needs: its topics and groups, the transactions of what it runs, and to declare it."""
+    """What the owner of pipelines needs: its topics and groups, their transactions, and the right to declare them."""
     prefixed = (
         (ResourceType.TOPIC, prefix),
         (ResourceType.GROUP, f"pipeline-{prefix}"),
@@ -65,12 +65,12 @@ class Certificates:
         self.node_key = folder / "node.key"
 
     def client(self, name: str) -> tuple[Path, Path]:
-        """A client's certificate and its key."""
+        """Return a client's certificate and its key."""
         certs.client(name, self.folder, as_json=True)
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
     def renew_node(self, **more: Any) -> None:
-        """Replace the node's certificate by another one of the same authority, as those who renew them do."""
+        """Replace the node's certificate by another one of the same authority, as a renewal does."""
         certificate, key = self.sign("node 1", **{"hosts": ("localhost", "127.0.0.1"), **more})
         certificate.replace(self.node)
         key.replace(self.node_key)
@@ -78,7 +78,7 @@ class Certificates:
     def sign(
         self, name: str, *, hosts: Sequence[str] = (), uri: str = "", begins_days: float = -1, lasts_days: float = 2
     ) -> tuple[Path, Path]:
-        """A certificate with its key that is valid when it should be; it replaces an earlier one of that name."""
+        """Create a certificate with its key and validity; it replaces an earlier one of that name."""
         authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
         signing = serialization.load_pem_private_key((self.folder / "ca.key").read_bytes(), None)
         if not isinstance(signing, ec.EllipticCurvePrivateKey):
@@ -121,7 +121,7 @@ class Issuer:
         self.jwks.write_text(json.dumps(document), encoding="utf-8")
 
     def token(self, subject: str, *, lasts_s: float = 300.0, **claims: Any) -> str:
-        """A token as clients send it; claims that are None are left out."""
+        """Return a token as clients send it; claims that are None are left out."""
         now = int(time.time())
         all_claims: Mapping[str, Any] = {
             "iss": ISSUER,
@@ -136,7 +136,7 @@ class Issuer:
 
 
 def declare_security(data: Path, passwords: Mapping[str, str], acls: frozenset[Acl] = frozenset()) -> None:
-    """Put users and access rules into the catalog of a node that does not run."""
+    """Store users and access rules in the catalog of a stopped node."""
     data.mkdir(parents=True, exist_ok=True)
     catalog = Catalog.open_folder(data)
     try:
@@ -161,7 +161,7 @@ ADMIN, ALICE, MALLORY = ("admin", "admin-password"), ("alice", "alice-password")
 
 @contextmanager
 def locked_server(folder: Path, **settings: Any) -> Iterator[Locked]:
-    """Run a locked server; alice may use topics and groups whose names begin with her own, by any identity."""
+    """Run a locked server; alice may use topics and groups whose names begin with hers, by any identity."""
     certificates, issuer = Certificates(folder / "certs"), Issuer(folder / "jwks.json")
     rules = frozenset(
         Acl(

@@ -36,7 +36,7 @@ _WATCH = 'read -r _; kill -9 "-$1"'
 
 
 class ServerFailed(Exception):
-    """The process ended or did not get ready; the message has the end of its log."""
+    """The process ended or did not become ready; the message has the end of its log."""
 
 
 class Server:
@@ -58,8 +58,8 @@ class Server:
         self._reap: weakref.finalize[..., Server] | None = None
 
     def command(self) -> Sequence[str]:
-        """The command line; it has the same addresses at every start."""
-        # A second Spark would be started in the middle of most tests.
+        """Return the command line; it has the same addresses at every start."""
+        # Most tests would otherwise start a second Spark.
         settings = {"pipelines-spare": "off", **self.settings}
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
@@ -68,7 +68,7 @@ class Server:
     def environment(self) -> dict[str, str]:
         """Return the variables of the process: those of this one, without Millstream's settings."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MILLSTREAM_")}
-        # What a node keeps for its user is kept beside its data.
+        # Files for the node's user are stored next to its data.
         return inherited | {"XDG_STATE_HOME": str(self.data.with_name(self.data.name + ".state").absolute())}
 
     @property
@@ -77,11 +77,11 @@ class Server:
         return self._running().pid
 
     def is_running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start, wait for the line with the addresses, and keep them for the next start."""
+        """Start, wait for the line with the addresses, and reuse them at the next start."""
         if self._process is not None:
             raise RuntimeError("the server is started already")
         began = time.monotonic()
@@ -100,7 +100,7 @@ class Server:
         return self
 
     def stop(self) -> int:
-        """Ask for a clean stop, wait for it, and return the exit code."""
+        """Stop cleanly, and return the exit code."""
         process = self._running()
         process.send_signal(signal.SIGTERM)
         try:
@@ -111,7 +111,7 @@ class Server:
             self.end()
 
     def kill(self) -> None:
-        """Kill the process and all its children at once, as kill -9 does; does nothing when none is running."""
+        """Kill the process and all its children with SIGKILL; do nothing if none is running."""
         self.end()
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class Server:
         return wait_until(self._find_metrics)
 
     def log_tail(self) -> str:
-        """The end of what the process logged."""
+        """Return the end of the log."""
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
@@ -162,7 +162,7 @@ class Server:
             return ""
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Fork the process where that gives the same one; a loader's variables and other programs need a new start."""
+        """Fork the process if the result is the same; a loader's variables and other programs need a new start."""
         command, environment = self.command(), self.environment()
         if self.forked and list(command[:3]) == [sys.executable, "-m", "millstream.cli.main"]:
             return fork(command[3:], log=log, cwd=self._folder(), environment=environment)
@@ -182,13 +182,13 @@ class Server:
         return self._process
 
     def _await_free_ports(self) -> None:
-        """Wait for children in sessions of their own, which end by themselves and hold a port until then."""
+        """Wait for children in their own sessions, which end by themselves and hold a port until then."""
         deadline = time.monotonic() + STOP_S_MAX
         while not all(is_free("127.0.0.1", port.number) for port in self._held) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _folder(self) -> Path:
-        """Where the process runs: away from any `millstream.toml` of the person who runs the tests."""
+        """Return the working directory: away from any `millstream.toml` of the person who runs the tests."""
         return self.data.parent
 
     def _watch(self, process: subprocess.Popen[bytes] | ForkedProcess) -> None:

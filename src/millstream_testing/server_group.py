@@ -1,4 +1,4 @@
-"""Real `millstream serve` processes that form a cluster, on an etcd and a PostgreSQL that others run."""
+"""Real `millstream serve` processes that form a cluster, on an etcd and a PostgreSQL that are running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerGroup:
 
     @property
     def kafka(self) -> str:
-        """The addresses of all nodes, as clients take them."""
+        """The addresses of all nodes, for clients."""
         return ",".join(node.kafka for node in self.nodes.values())
 
     def __getitem__(self, number: int) -> Server:
@@ -35,7 +35,7 @@ class ServerGroup:
         return iter(self.nodes.values())
 
     def start(self) -> Self:
-        """Start every node that does not run, at the same time."""
+        """Start every node that is not running, at the same time."""
         down = [node for node in self if not node.is_running()]
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             list(pool.map(Server.start, down))

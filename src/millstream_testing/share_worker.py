@@ -1,4 +1,4 @@
-"""A worker of a trial with Kafka's share consumer, of implicit or explicit acknowledgement."""
+"""A worker of a trial with Kafka's share consumer, with implicit or explicit acknowledgement."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ShareWorker:
         self._empty_ms = 0
 
     def run(self) -> None:
-        """Work until asked to stop."""
+        """Work until stopped."""
         while not self._stopping.is_set():
             self._lives += 1
             self._journal = WorkerJournal(self._notebook, self._subscription, f"{self._task.producer}.{self._lives}")
@@ -80,7 +80,7 @@ class ShareWorker:
             "log_level": 0,
         }
         if self._task.nodes == 1:
-            # When no broker answers, the client would else forget the only one.
+            # Otherwise the client would forget the only broker when none answers.
             settings["metadata.recovery.strategy"] = "none"
         consumer = ShareConsumer(settings)
         consumer.set_acknowledgement_commit_callback(self._acknowledged)
@@ -91,7 +91,7 @@ class ShareWorker:
         held: list[Message] = []
         while not self._stopping.is_set():
             if not self._is_explicit and held:
-                # The next poll accepts what the one before has given.
+                # The next poll accepts what the one before has returned.
                 self._sent_settles(Verb.ACCEPT, held)
             held = self._poll(consumer)
             if not held:
@@ -108,7 +108,7 @@ class ShareWorker:
                 held = []
 
     def _poll(self, consumer: ShareConsumer) -> list[Message]:
-        # Every node may be asked for as many, and gives whole batches.
+        # Every node may be asked for as many, and returns whole batches.
         self._journal.receive_sent((self._wanted + BATCH_MAX) * self._task.nodes)
         messages = [message for message in consumer.poll(POLL_S) if message.error() is None]
         self._journal.receive_answered(self._empty_ms, [_leased(message) for message in messages])
@@ -128,7 +128,7 @@ class ShareWorker:
             self._sent_settles(verb, messages)
             for message in messages:
                 consumer.acknowledge(message, _TYPES[verb])
-        # Else they travel with the next poll.
+        # Otherwise they travel with the next poll.
         if self._random.random() < 0.5:
             consumer.commit_sync(COMMIT_S)
 
@@ -139,7 +139,7 @@ class ShareWorker:
             self._open[partition, offset] = None if (partition, offset) in self._open else number
 
     def _acknowledged(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
-        """What the client says became of acknowledgements."""
+        """Record what the client reports about acknowledgements."""
         refused = error is not None and error.args[0].code() == KafkaError.INVALID_RECORD_STATE
         by_number: dict[int, list[tuple[int, int]]] = {}
         for topic_partition, offsets in acknowledged.items():

@@ -1,4 +1,4 @@
-"""A single node without its sockets: the topics of a real data folder, for tests of what is built on them."""
+"""A single node without its sockets: the topics of a real data folder, for tests of what uses them."""
 
 from __future__ import annotations
 

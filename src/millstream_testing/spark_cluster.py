@@ -1,4 +1,4 @@
-"""A standalone cluster of Spark from the pip package, a master and workers on hosts of their own, for trials."""
+"""A standalone Spark cluster from the pip package, a master and workers on separate hosts, for trials."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Final
 from millstream.cli.local_process import ReservedPort
 from millstream.pipelines.source.session import use_fitting_java
 
-# Only there to end a hang: on a machine with much else to do a cluster takes minutes to start.
+# Only ends a hang: on a busy machine a cluster takes minutes to start.
 WAIT_S: Final = 1800.0
 _WORKERS: Final = ("127.0.0.2", "127.0.0.3")
 
 
 class ProcessFailed(Exception):
-    """A process ended before it had done what it was waited for; the message has the end of its log."""
+    """A process ended before it was ready; the message has the end of its log."""
 
 
 def environment() -> dict[str, str]:
-    """Where Spark and its Java are, for processes of a cluster."""
+    """Return where Spark and its Java are, for processes of a cluster."""
     import pyspark
 
     found = dict(os.environ)
@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with everything it starts, which is killed in the end."""
+    """A process with its children, which is killed in the end."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -53,7 +53,7 @@ def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill -9, the whole group."""
+    """Kill the whole process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(WAIT_S)
@@ -70,7 +70,7 @@ def wait_until(what: Callable[[], bool], process: subprocess.Popen[bytes], log: 
 
 @contextmanager
 def spark_cluster(folder: Path) -> Iterator[str]:
-    """A master and two workers with a core each; the address of the master."""
+    """Run a master and two workers with a core each; yield the address of the master."""
     found = environment()
     spark_class = str(Path(found["SPARK_HOME"], "bin", "spark-class"))
     held = ReservedPort()

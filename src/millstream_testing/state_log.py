@@ -1,5 +1,6 @@
-"""Partitions and topics in memory, for whatever keeps its state in an internal topic. The test decides when an append
-is acknowledged, when it fails, and what a crash leaves.
+"""Partitions and topics in memory, for anything that keeps its state in an internal topic.
+
+The test decides when an append is acknowledged, when it fails, and what a crash leaves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MemoryPartition:
         self.acknowledges = acknowledges
         """Whether appends are acknowledged at once; if not, `acknowledge` and `fail` decide."""
         self.refusal: MillstreamError | None = None
-        """What every append is refused with, if it is."""
+        """The error with which every append is refused, if any."""
         self.high_watermark = Offset(0)
         self.log_start = Offset(0)
         self.leader_epoch = Epoch(0)
@@ -42,7 +43,7 @@ class MemoryPartition:
 
     @property
     def log(self) -> MemoryPartition:
-        """The log below, which is the same object here."""
+        """The log of the partition, which is the same object here."""
         return self
 
     @property
@@ -64,7 +65,7 @@ class MemoryPartition:
         return AppendedRange(base_offset, next_offset, -1, self.log_start, False)
 
     def is_acknowledged(self, appended: AppendedRange) -> bool:
-        """Whether an append is acknowledged already."""
+        """Whether an append is already acknowledged."""
         return appended.next_offset <= self.high_watermark
 
     def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
@@ -72,7 +73,7 @@ class MemoryPartition:
         self._waiting.append((appended.next_offset, listener))
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
-        """Whole batches up to the high watermark, at least one if there is one."""
+        """Return whole batches up to the high watermark, at least one if there is one."""
         if not self.log_start <= offset <= self.end_offset:
             raise OffsetOutOfRange(f"offset {offset}", start=self.log_start, end=self.end_offset)
         chunk = bytearray()
@@ -93,7 +94,7 @@ class MemoryPartition:
         self.log_start = offset
 
     def acknowledge(self, batches: int | None = None) -> None:
-        """Acknowledge the next so many batches, or all."""
+        """Acknowledge the next batches, this many or all."""
         unread = [batch for batch in self._batches if batch.next_offset > self.high_watermark]
         for batch in unread[:batches]:
             self.high_watermark = batch.next_offset
@@ -108,7 +109,7 @@ class MemoryPartition:
             listener.acknowledged(error)
 
     def after_crash(self, *, kept: int = 0) -> MemoryPartition:
-        """The partition as a restart finds it: what was acknowledged, and of the rest the first `kept` batches."""
+        """Return the partition as a restart finds it: what was acknowledged, and the first `kept` other batches."""
         restarted = MemoryPartition(acknowledges=self.acknowledges)
         synced = [batch for batch in self._batches if batch.next_offset <= self.high_watermark]
         unsynced = self._batches[len(synced) :]
@@ -131,22 +132,22 @@ class MemoryTopics:
         self._listeners: dict[str, LeadershipListener] = {}
 
     def get(self, name: str) -> Topic | None:
-        """The topic of this name, if there is one."""
+        """Return the topic of this name, if it exists."""
         return self._topics.get(name)
 
     def by_id(self, topic_id: uuid.UUID) -> Topic | None:
-        """The topic with this id, if there is one."""
+        """Return the topic with this id, if it exists."""
         return next((topic for topic in self._topics.values() if topic.topic_id == topic_id), None)
 
     def all(self) -> list[Topic]:
         return list(self._topics.values())
 
     def partitions_of(self, topic: Topic) -> list[MemoryPartition]:
-        """The partitions of a topic, in order."""
+        """Return the partitions of a topic, in order."""
         return self._partitions[topic.name]
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Every partition is led by the one node that there is."""
+        """Return the only node: it leads every partition."""
         return sole(self.leader)
 
     def on_leadership_change(self, name: str, listener: LeadershipListener) -> None:
@@ -173,7 +174,7 @@ class MemoryTopics:
         return self.add(name, partitions=max(1, partitions), overrides=overrides or {})
 
     def add(self, name: str, *, partitions: int = 1, overrides: Mapping[str, str] | None = None) -> Topic:
-        """Make a topic at once."""
+        """Create a topic at once."""
         if name in self._topics:
             raise TopicExists(f"topic {name!r} already exists")
         topic = Topic(
@@ -191,7 +192,7 @@ class MemoryTopics:
         return topic
 
     def grow(self, name: str, partitions: int) -> Topic:
-        """Give a topic more partitions."""
+        """Add partitions to a topic."""
         topic = self._topics[name] = dataclasses.replace(self._topics[name], partitions=partitions)
         missing = partitions - len(self._partitions[name])
         self._partitions[name] += [MemoryPartition(acknowledges=self.acknowledges) for _ in range(missing)]
@@ -205,7 +206,7 @@ class MemoryTopics:
         del self._partitions[name]
 
     def after_crash(self) -> MemoryTopics:
-        """What a restart finds: the same topics, and in them what was acknowledged."""
+        """Return what a restart finds: the same topics, with what was acknowledged."""
         restarted = MemoryTopics(acknowledges=self.acknowledges)
         restarted._topics = dict(self._topics)
         restarted._partitions = {

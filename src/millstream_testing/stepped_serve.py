@@ -1,4 +1,4 @@
-"""`millstream serve` with a clock whose steps a trial makes.
+"""`millstream serve` with a clock that a trial can step.
 
     python -m millstream_testing.stepped_serve FILE serve --data DIR ...
 
@@ -21,13 +21,13 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 
 PROGRAM = ("millstream_testing.stepped_serve",)
-"""How to run it: a module with the arguments that come first."""
+"""Return how to run it: a module, with its arguments first."""
 
 _BYTES = 8
 
 
 class SteppedClock(SystemClock):
-    """The clock of the machine, off by what a file says at each moment."""
+    """The clock of the machine, offset by what a file contains at each moment."""
 
     def __init__(self, file: Path) -> None:
         with file.open("r+b") as opened:
@@ -39,18 +39,18 @@ class SteppedClock(SystemClock):
 
 
 def step(file: Path, off_ms: int) -> None:
-    """Set by how much a clock is off; the file is made if it is missing."""
+    """Set the offset of a clock; the file is created if it is missing."""
     content = off_ms.to_bytes(_BYTES, "little", signed=True)
     if not file.exists():
         file.write_bytes(content)
         return
-    # In place: a running node has this very file in its memory.
+    # In place: a running node has this file mapped.
     with file.open("r+b") as opened:
         opened.write(content)
 
 
 def main() -> None:
-    """Run the command with brokers that have such a clock."""
+    """Run the command with brokers that use such a clock."""
     faulthandler.register(signal.SIGUSR2)
     clock = SteppedClock(Path(sys.argv.pop(1)))
 

@@ -1,4 +1,4 @@
-"""Whether what workers of a subscription saw keeps to what the subscription promises.
+"""Checks that what workers of a subscription saw conforms to the promises of the subscription.
 
 What is allowed, and why (docs/subscriptions.md, "What is promised"):
 
@@ -39,9 +39,9 @@ from millstream_testing.subscription_history import (
 
 SHOWN_MAX: Final = 5
 REQUEST_MS: Final = 10_000
-"""A request whose sender is gone may be served so much later."""
+"""A request whose sender is gone may be served this much later."""
 GONE_MS: Final = 2_000
-"""A worker that was killed had written something down so shortly before."""
+"""A worker that was killed had recorded something at most this long before."""
 TOLERANCE_MS: Final = 10
 """Clocks of one machine are read in whole milliseconds."""
 
@@ -49,7 +49,7 @@ Finding = str
 
 
 def check(promise: Promise, history: History, truth: Truth) -> list[Finding]:
-    """Everything that breaks the promise; each kind with some examples."""
+    """Everything that breaks a promise; each kind with some examples."""
     found: list[Finding] = []
     case = _Case(promise, history, truth)
     for name, rule in _RULES.items():
@@ -81,7 +81,7 @@ class _Case:
             times.sort()
 
     def _timed(self, delivery: Delivery) -> Delivery:
-        """With the very moment of the lease, where it is known."""
+        """The exact time of the lease, where it is known."""
         if not delivery.deadline_ms and self.truth.disturbed.touch(delivery.from_ms, delivery.to_ms):
             return delivery._replace(from_ms=0)
         if not delivery.deadline_ms or self.is_stepped(delivery.from_ms, delivery.to_ms):
@@ -94,14 +94,14 @@ class _Case:
         return self.truth.stepped.touch(begin_ms, end_ms)
 
     def may_forget(self, lease: Delivery, then: Delivery) -> bool:
-        """Whether a lease may be forgotten at the time of a later one."""
+        """Whether a lease may be lost at the time of a later one."""
         if self.promise.delivery != AT_LEAST_ONCE:
             return False
         struck_ms = self.truth.disturbed.next_ms(lease.from_ms)
         return struck_ms <= then.to_ms and not self._was_kept(lease, struck_ms)
 
     def _was_kept(self, lease: Delivery, until_ms: float) -> bool:
-        """Whether something of the partition was settled after a lease, and answered in time."""
+        """Whether a message of the partition was settled after a lease, and answered in time."""
         times = self._settled[lease.place.partition]
         later = times[bisect_left(times, (lease.to_ms + 1, 0)) :]
         return any(answered_ms < until_ms for _, answered_ms in later)
@@ -112,12 +112,12 @@ class _Case:
         return any(one.is_sure if surely else one.is_possible for one in accepts)
 
     def attempt_of(self, settlement: Settlement) -> int:
-        """Which delivery a settlement was about: a worker that was given a message twice has settled the later one."""
+        """Return the delivery of a settlement: a worker that got a message twice has settled the later one."""
         receive_answered = [one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker]
         return max((one.attempt for one in receive_answered if one.from_ms <= (settlement.answered_ms or 0)), default=0)
 
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
-        """What the worker of a delivery said, in order."""
+        """Return the settlements of a delivery, in order."""
         return [
             one
             for one in self.settlements[delivery.place]
@@ -125,7 +125,7 @@ class _Case:
         ]
 
     def ends_ms(self, delivery: Delivery) -> float:
-        """Until when the worker surely had the message to itself."""
+        """Return until when the worker certainly held the message alone."""
         ends_ms: float = delivery.deadline_ms
         if not delivery.deadline_ms:
             gone_ms = self.history.last_ms.get(delivery.worker, 0)
@@ -140,7 +140,7 @@ class _Case:
 
 
 def _lost(case: _Case) -> Iterator[str]:
-    """A message that no worker accepted is in the dead letter topic."""
+    """Check that a message that no worker accepted is in the dead letter topic."""
     if case.promise.delivery == AT_MOST_ONCE:
         return
     for place in case.truth.expected:
@@ -149,7 +149,7 @@ def _lost(case: _Case) -> Iterator[str]:
 
 
 def _vanished(case: _Case) -> Iterator[str]:
-    """At most once, what did not arrive was under way when something was struck."""
+    """Check that messages that did not arrive at most once were in flight during a fault."""
     if case.promise.delivery != AT_MOST_ONCE:
         return
     missing = case.truth.expected.keys() - case.deliveries.keys()
@@ -167,7 +167,7 @@ def _vanished(case: _Case) -> Iterator[str]:
 
 
 def _leaking_calls(case: _Case) -> list[Call]:
-    """Requests whose answer, or part of it, may not have arrived."""
+    """Return requests whose response, or part of it, may not have arrived."""
     last: dict[str, Call] = {}
     for call in sorted(case.history.calls, key=lambda one: one.asked_ms):
         last[call.worker] = call
@@ -189,7 +189,7 @@ def _leaks(case: _Case) -> Spans:
 
 
 def _handed_out_ms(case: _Case) -> Callable[[Place], float]:
-    """Return until when a message was surely delivered: messages are in order, so before what comes after it was."""
+    """Return by when a message was certainly delivered: messages are in order, so before a later one was."""
     after: dict[tuple[int, bytes], list[tuple[int, int]]] = defaultdict(list)
     for place, ones in case.deliveries.items():
         published = case.truth.expected.get(place)
@@ -222,7 +222,7 @@ def _doubled(case: _Case) -> Iterator[str]:
 
 
 def _redelivered_after_accept(case: _Case) -> Iterator[str]:
-    """What was rejected for sure is in the dead letter topic; at most once, nothing is."""
+    """Check that what was certainly rejected is in the dead letter topic; at most once, nothing is."""
     if case.promise.delivery == AT_MOST_ONCE:
         yield from map(str, case.truth.letters)
         return
@@ -243,7 +243,7 @@ def _unwanted(case: _Case) -> Iterator[str]:
 
 
 def _other(case: _Case) -> Iterator[str]:
-    """What was given is what the topic has."""
+    """Check that what was delivered is what the topic contains."""
     for place, ones in case.deliveries.items():
         published = case.truth.expected.get(place)
         if published is not None and any(one.checksum != published.checksum for one in ones):
@@ -260,7 +260,7 @@ def _too_often(case: _Case) -> Iterator[str]:
 
 
 def _attempts(case: _Case) -> Iterator[str]:
-    """Each delivery counts one more, and no two are the same one."""
+    """Check that attempts increase by one, and that no two deliveries share one."""
     for place, ones in case.deliveries.items():
         for before, one in combinations(ones, 2):
             goes_back = one.attempt < before.attempt and one.from_ms > before.to_ms
@@ -281,7 +281,7 @@ def _leases(case: _Case) -> Iterator[str]:
 
 
 def _shared(case: _Case) -> Iterator[str]:
-    """While a lease lasts, and its worker has not released it, no other worker gets the message."""
+    """Check that no other worker gets a message while a lease lasts that its worker has not released."""
     if case.promise.delivery != EXACTLY_ONCE:
         return
     for place, ones in case.deliveries.items():
@@ -292,7 +292,7 @@ def _shared(case: _Case) -> Iterator[str]:
 
 
 def _returned(case: _Case) -> Iterator[str]:
-    """A message that was surely accepted is not delivered again. Durable attempts show what came later, too."""
+    """Check that a message that was certainly accepted is not delivered again; durable attempts show the order."""
     if case.promise.delivery == AT_MOST_ONCE:
         return
     for place, ones in case.deliveries.items():
@@ -312,7 +312,7 @@ def _returned(case: _Case) -> Iterator[str]:
 
 
 def _ignored_delays(case: _Case) -> Iterator[str]:
-    """A worker that holds a lease can settle it, once."""
+    """Check that a worker that holds a lease can settle it, once."""
     if case.promise.delivery != EXACTLY_ONCE:
         return
     for place, ones in case.deliveries.items():
@@ -320,14 +320,14 @@ def _ignored_delays(case: _Case) -> Iterator[str]:
             for first in case.settlements_of(one)[:1]:
                 if first.taken or first.answered_ms is None or first.answered_ms >= one.deadline_ms:
                     continue
-                # It may have settled it already, as what it was given before.
+                # It may have been settled already, in an earlier delivery.
                 settled = any(each.taken and each.worker == one.worker for each in case.settlements[place])
                 if not settled and not case.is_stepped(one.from_ms, first.answered_ms):
                     yield f"{place}: {first.verb.name} of {one.worker} was refused before its lease ended"
 
 
 def _disorder(case: _Case) -> Iterator[str]:
-    """Of one key, an earlier message never comes after a later one; delayed ones come when they are due."""
+    """Check that messages of a key are delivered in order, and delayed ones not before they are due."""
     if not case.promise.ordered:
         return
     by_key: dict[tuple[int, bytes], list[Delivery]] = defaultdict(list)
@@ -343,7 +343,7 @@ def _disorder(case: _Case) -> Iterator[str]:
                 if after.place > one.place and after.to_ms < one.from_ms and not case.may_forget(after, one):
                     yield f"{one.place} was given at {one.from_ms}, after {after.place} at {after.to_ms}"
                     break
-            # What lies behind all that came so far is what others must not come after.
+            # What follows everything so far must not be delivered before the others.
             if not latest or one.place >= max(each.place for each in latest):
                 latest = [*latest[-3:], one]
 
@@ -358,12 +358,12 @@ def _early(case: _Case) -> Iterator[str]:
 
 
 def _released_until_ms(case: _Case, delivery: Delivery) -> int:
-    """Until when the worker before, who gave the message back, has had it wait."""
+    """Return until when the previous worker, which released the message, delayed it."""
     delays = [
         one.sent_ms + one.delay_ms
         for one in case.settlements[delivery.place]
         if one.verb == Verb.RELEASE and one.is_sure and one.delay_ms and one.attempt == delivery.attempt - 1
-        # Attempts that were forgotten are counted again.
+        # Attempts that were lost are counted again.
         if one.sent_ms <= delivery.to_ms
     ]
     return min(delays, default=0)

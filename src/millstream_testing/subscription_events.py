@@ -1,6 +1,6 @@
-"""What workers of a trial of subscriptions write down, one line each, before they go on.
+"""The journal of the workers of a subscription trial, one line for each event, written before they continue.
 
-What a worker is about to do stands in its file before it does it, so the file is true whenever the worker is killed: a
+A worker records what it is about to do before it does it, so the file is true whenever the worker is killed: a
 receive or a settlement without an answer may have happened, or not.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
-    """A message as a worker was given it."""
+    """A message as a worker received it."""
 
     partition: int
     offset: int
@@ -34,30 +34,30 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=st
 
 
 class ReceiveSent(_Note, frozen=True, kw_only=True):
-    """A worker asks for messages."""
+    """A worker requests messages."""
 
     call: int
     wanted: int
-    """So many at most."""
+    """The requested number."""
 
 
 class ReceiveAnswered(_Note, frozen=True, kw_only=True):
-    """It got an answer."""
+    """The request was answered."""
 
     call: int
     from_ms: int
-    """The messages were not leased before this."""
+    """The messages were not leased before this time."""
     messages: list[Leased]
 
 
 class ReceiveFailed(_Note, frozen=True, kw_only=True):
-    """It got none, and waits for none any more."""
+    """The request failed, and the worker no longer waits for it."""
 
     call: int
 
 
 class SettleSent(_Note, frozen=True, kw_only=True):
-    """A worker says what is to become of messages."""
+    """A worker settles messages."""
 
     number: int
     verb: int
@@ -65,11 +65,11 @@ class SettleSent(_Note, frozen=True, kw_only=True):
     """Partition, offset and attempt of each."""
     delay_ms: int | None = None
     node: int = -1
-    """The node that was asked, where the client reports it."""
+    """The node that the request was sent to, where the client reports it."""
 
 
 class SettleAnswered(_Note, frozen=True, kw_only=True):
-    """What came of it, for some or all of the messages."""
+    """The outcome for some or all of the messages."""
 
     number: int
     places: list[tuple[int, int]]
@@ -77,7 +77,7 @@ class SettleAnswered(_Note, frozen=True, kw_only=True):
 
 
 class WorkerLeft(_Note, frozen=True, kw_only=True):
-    """A worker goes, and may leave behind what it has."""
+    """A worker leaves, and may leave messages behind."""
 
 
 Event = ReceiveSent | ReceiveAnswered | ReceiveFailed | SettleSent | SettleAnswered | WorkerLeft
@@ -91,7 +91,7 @@ def decode(line: bytes) -> Event:
 
 
 def now_ms() -> int:
-    """The time of day."""
+    """Return the wall-clock time."""
     return int(time.time() * 1000)
 
 
@@ -103,12 +103,12 @@ class Notebook:
         self._encoder = msgspec.json.Encoder()
 
     def note(self, event: Event) -> None:
-        """Write an event down; it is there when the process is killed."""
+        """Write an event; it survives a kill of the process."""
         os.write(self._file, self._encoder.encode(event) + b"\n")
 
 
 class WorkerJournal:
-    """What one worker of one subscription writes down."""
+    """The journal of one worker of one subscription."""
 
     def __init__(self, notebook: Notebook, subscription: str, worker: str) -> None:
         self.worker = worker
@@ -118,7 +118,7 @@ class WorkerJournal:
         self._number = 0
 
     def receive_sent(self, wanted: int) -> int:
-        """It is about to ask; when it began."""
+        """Record a request before it is sent; return when it began."""
         self._call += 1
         at_ms = now_ms()
         self._note(ReceiveSent, at_ms=at_ms, call=self._call, wanted=wanted)
@@ -133,7 +133,7 @@ class WorkerJournal:
     def settle_sent(
         self, verb: int, places: Sequence[tuple[int, int, int]], *, delay_ms: int | None = None, node: int = -1
     ) -> int:
-        """It is about to settle messages; the number of this."""
+        """Record a settlement before it is sent; return its number."""
         self._number += 1
         self._note(SettleSent, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms, node=node)
         return self._number
@@ -143,7 +143,7 @@ class WorkerJournal:
         self._note(SettleAnswered, number=number, places=list(places), taken=taken)
 
     def worker_left(self) -> None:
-        """It goes."""
+        """Record that the worker leaves."""
         self._note(WorkerLeft)
 
     def _note(self, kind: type[Event], **fields: object) -> None:

@@ -25,18 +25,18 @@ from millstream_testing.subscription_events import (
 
 
 class Place(NamedTuple):
-    """A message, by where it is in its topic."""
+    """A message, by its position in the topic."""
 
     partition: int
     offset: int
 
 
 class Published(NamedTuple):
-    """A message as the topic has it in the end."""
+    """A message as it is in the topic at the end."""
 
     key: bytes
     due_ms: int
-    """Before this it must not be delivered; 0 if it is not delayed."""
+    """It must not be delivered before this; 0 if it is not delayed."""
     checksum: int
     """Of its value."""
     sent_ms: int = 0
@@ -44,15 +44,15 @@ class Published(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A worker was given a message."""
+    """A worker received a message."""
 
     place: Place
     worker: str
     attempt: int
     from_ms: int
-    """It was leased then or later, ..."""
+    """The earliest time of the lease."""
     to_ms: int
-    """... and not after this."""
+    """The latest time of the lease."""
     deadline_ms: int
     """When the lease ends; 0 if unknown, as for Kafka's clients."""
     checksum: int
@@ -61,7 +61,7 @@ class Delivery(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """A worker said what is to become of a message."""
+    """A worker settled a message."""
 
     place: Place
     worker: str
@@ -69,15 +69,15 @@ class Settlement(NamedTuple):
     verb: Verb
     sent_ms: int
     answered_ms: int | None
-    """None when no answer came: it may have been taken, or not."""
+    """None if no answer arrived: it may have been carried out, or not."""
     taken: bool
     delay_ms: int | None = None
     node: int = -1
-    """The node that was asked."""
+    """The node that the request was sent to."""
 
     @property
     def is_sure(self) -> bool:
-        """Whether it surely counts."""
+        """Whether it certainly counts."""
         return self.taken and self.answered_ms is not None
 
     @property
@@ -87,12 +87,12 @@ class Settlement(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A worker asked for messages."""
+    """A worker requested messages."""
 
     worker: str
     asked_ms: int
     ended_ms: int | None
-    """None when it was killed before an answer came."""
+    """None if it was killed before an answer arrived."""
     wanted: int
     receive_answered: int
     answered: bool
@@ -106,7 +106,7 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Periods of time, some of which may overlap."""
+    """Periods of time, which may overlap."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self._spans: list[Span] = []
@@ -122,18 +122,18 @@ class Spans:
         return iter(self._spans)
 
     def touch(self, begin_ms: int, end_ms: int) -> bool:
-        """Whether one of them has a moment in common with another period."""
+        """Whether one of them overlaps another period."""
         return self.next_ms(begin_ms) <= end_ms
 
     def next_ms(self, at_ms: int) -> float:
-        """When the first begins that is not over at a time; it may have begun before."""
+        """Return the first period that has not ended at a time; it may have begun before."""
         place = bisect_left(self._ends, at_ms)
         return self._spans[place].begin_ms if place < len(self._spans) else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a subscription declares."""
+    """The declaration of a subscription."""
 
     delivery: str
     ordered: bool
@@ -149,18 +149,18 @@ class History:
     settlements: list[Settlement] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     last_ms: dict[str, int] = field(default_factory=dict)
-    """When each worker last wrote something down before it left."""
+    """When each worker last recorded something before it left."""
 
 
 class Truth(NamedTuple):
-    """What is there in the end, and what was done to the nodes meanwhile."""
+    """The final contents, and the faults of the nodes meanwhile."""
 
     expected: Mapping[Place, Published]
     """The messages of the topic that match the filter."""
     letters: Counter[Place]
-    """How often each stands in the dead letter topic."""
+    """How often each is in the dead letter topic."""
     disturbed: Spans
-    """When nodes were struck and had not recovered, or the leader of a partition has changed."""
+    """When nodes had faults and had not recovered, or the leader of a partition changed."""
     stepped: Spans
     """When the clock of a node was wrong."""
     is_alone: bool = False
@@ -168,7 +168,7 @@ class Truth(NamedTuple):
 
 
 def histories(events: Iterable[Event]) -> dict[str, History]:
-    """Put together what workers wrote down, by subscription; the events of each worker are in order."""
+    """Merge the journals of workers, by subscription; the events of each worker are in order."""
     found: dict[str, History] = defaultdict(History)
     asked: dict[tuple[str, str], ReceiveSent] = {}
     settle_answered: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
@@ -244,7 +244,7 @@ def _settlements(
 
 
 def account(checked: Collection[History], truths: Collection[Truth]) -> str:
-    """What was tried, in numbers."""
+    """Summarize what was tried, in numbers."""
     verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
     unknown = sum(one.answered_ms is None for history in checked for one in history.settlements)
     refused = sum(one.answered_ms is not None and not one.taken for history in checked for one in history.settlements)

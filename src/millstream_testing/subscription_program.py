@@ -41,7 +41,7 @@ async def _work(task: Task, notebook: Notebook) -> None:
 
 
 def _share(task: Task, notebook: Notebook) -> None:
-    # This client is imported by those only who use it: a new life should begin at once.
+    # Imported only where it is used: a new life should start quickly.
     from millstream_testing.share_worker import ShareWorker
 
     stopping = threading.Event()
@@ -59,6 +59,6 @@ def _share(task: Task, notebook: Notebook) -> None:
 
 if __name__ == "__main__":
     main()
-    # Threads of clients that do not end must not keep the process.
+    # Threads of clients that do not end must not keep the process running.
     sys.stderr.flush()
     os._exit(0)

@@ -82,7 +82,7 @@ NODE_KINDS: Final = {
     "kill-all": 1,
 }
 ALONE: Final = ("kill", "pause", "stop", "clock")
-"""What can happen to a node that has no others."""
+"""The faults of a node that is alone."""
 SETTINGS: Final[dict[str, object]] = {
     "subscriptions-partitions": 3,
     "leader-balance-ms": 1000,
@@ -92,33 +92,33 @@ _PROBE_S: Final = 0.5
 _TEND_S: Final = 0.1
 _ASK_S: Final = 15.0
 _AFTER_MS: Final = 1_000
-"""What a fault has done shows at most so long after everything is whole again."""
+"""The effects of a fault show at most this long after everything is healthy again."""
 
 PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How large a trial is."""
+    """The size of the trial."""
 
     seed: int
     faults: int = 30
-    """So many times nodes are struck."""
+    """The number of faults of nodes."""
     minutes_max: float = 20.0
-    """No further faults after so long."""
+    """No further faults after this long."""
     node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
-    """What happens to nodes, and how often beside the others."""
+    """The weight of each kind of fault."""
     worker_kinds: Mapping[str, int] = field(
         default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items() if kind != "worker-double"}
     )
     worker_faults: tuple[int, int] = (0, 2)
-    """To how many processes of workers something happens in a round."""
+    """How many processes of workers have a fault in a round."""
     load_s: tuple[float, float] = (0.5, 3.0)
     messages_per_s: float = 40.0
     partitions: int = 3
     keys: int = 20
     crew: Mapping[str, int] = field(default_factory=lambda: dict(CREW))
-    """How many processes of workers there are for each door."""
+    """How many processes of workers there are for each client."""
     attempts: int = 5
     lease_ms: int = 2000
     delayed_share: float = 0.05
@@ -139,12 +139,12 @@ class Outcome(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether nothing was found."""
         return not self.findings
 
 
 class SubscriptionTrial:
-    """One run on nodes that are there already."""
+    """One run on running nodes."""
 
     def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._folder = folder
@@ -177,7 +177,7 @@ class SubscriptionTrial:
         ]
 
     async def run(self) -> Outcome:
-        """Load, strike, let all queues run empty, and judge."""
+        """Apply load and faults, drain all queues, and check."""
         await self._whole("the start")
         await self._declare()
         publishing = asyncio.ensure_future(self._publisher.run())
@@ -265,7 +265,7 @@ class SubscriptionTrial:
             await self._strike(number + 1)
 
     async def _strike(self, number: int) -> None:
-        """Have things happen to nodes and workers at about the same time, and wait until the nodes are whole."""
+        """Run faults of nodes and workers at about the same time, and wait until the nodes are healthy."""
         kinds = self._plan.node_kinds
         (kind,) = self._random.choices(list(kinds), list(kinds.values()))
         scene = Scene(cluster=self._cluster, random=self._random, lease_s=self._plan.node_lease_s)
@@ -306,7 +306,7 @@ class SubscriptionTrial:
             await self._sleep(_TEND_S)
 
     async def _sleep(self, seconds: float) -> None:
-        """Let time pass, and look after the workers meanwhile."""
+        """Wait, and restart workers meanwhile."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _TEND_S))
@@ -315,7 +315,7 @@ class SubscriptionTrial:
                     worker.tend()
 
     async def _drain(self) -> list[Finding]:
-        """Wait until every queue is empty; what is left if that takes too long."""
+        """Wait until every queue is empty; return what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
         left = ["no node answers"]
         while left and time.monotonic() < deadline:
@@ -387,7 +387,7 @@ class SubscriptionTrial:
 
 
 def _bugs(node: Server) -> list[Finding]:
-    """What a node logged unexpectedly."""
+    """Return unexpected lines in a node's log."""
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]

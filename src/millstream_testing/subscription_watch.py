@@ -18,11 +18,11 @@ ASK_S: Final = 0.25
 ANSWER_S: Final = 2.0
 SILENT_S: Final = 5.0
 SEEN_LATE_MS: Final = 2_000
-"""A change of leader is seen at most so much later, and what follows from it happens at most so much later again."""
+"""A change of leader is noticed at most this much later, and its effects take at most as long again."""
 
 
 class Watch:
-    """Asks until it is cancelled."""
+    """Polls until it is cancelled."""
 
     def __init__(self, cluster: TrialCluster, topics: Sequence[str], print_line: Callable[[str], None]) -> None:
         self._cluster = cluster
@@ -30,9 +30,9 @@ class Watch:
         self._print_line = print_line
         self._epochs: dict[tuple[str, int], int] = {}
         self.moves: list[Span] = []
-        """When leaders have changed."""
+        """When leaders changed."""
         self.silences: list[str] = []
-        """Nodes that ran and did not answer for long."""
+        """Running nodes that did not answer for long."""
 
     async def run(self) -> None:
         """Watch all nodes."""

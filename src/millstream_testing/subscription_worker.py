@@ -1,4 +1,4 @@
-"""A worker of a trial with Millstream's own client: takes messages, does odd things, and notes what it saw."""
+"""A worker of a trial with Millstream's own client: takes messages, misbehaves, and records what it saw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAUSE_S: Final = 0.2
 POISON: Final = b"poison"
 """The key of messages that every worker rejects."""
 BATCH_MAX: Final = 20
-"""How many messages a batch has at most."""
+"""The maximum number of messages in a batch."""
 
 Habit = str
 """What a worker does with a message."""
@@ -40,7 +40,7 @@ SOBER: Final[dict[Habit, int]] = {"accept": 1}
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is to do: a worker for each of the subscriptions."""
+    """The task of one process: a worker for each of the subscriptions."""
 
     producer: str
     """Its name: one for each life."""
@@ -93,7 +93,7 @@ class Worker:
             )
             try:
                 if self._draw("leave"):
-                    # Its connection is gone while it waits, or just when it is served.
+                    # Its connection is closed while it waits, or just when it is served.
                     await asyncio.wait([receive_sent], timeout=self._random.uniform(0.0, 0.3))
                     return
                 messages = await receive_sent
@@ -108,7 +108,7 @@ class Worker:
                 return
 
     async def _treat(self, client: Client, messages: list[LeasedMessage]) -> bool:
-        """Do something with each message; False when the worker dies over it."""
+        """Process each message in some way; return False if the worker dies."""
         for message in messages:
             (habit,) = self._random.choices(list(self._habits), list(self._habits.values()))
             if message.record.key == POISON:
@@ -131,14 +131,14 @@ class Worker:
         elif habit == "reject":
             await self._settle_once(client, message, Verb.REJECT)
         elif self._random.random() < 0.5:
-            # It comes back to it when it may be another's.
+            # It returns to the message when another worker may have it.
             await asyncio.sleep(self._task.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
             await self._settle_once(client, message, Verb.ACCEPT)
 
     async def _settle_once(
         self, client: Client, message: LeasedMessage, verb: Verb, *, delay_ms: int | None = None
     ) -> None:
-        """Settle a message, again at the new leader when it has moved."""
+        """Settle a message; retry at the new leader if it has moved."""
         place = message.partition, message.record.offset
         for _ in range(3):
             node = -1 if message.node is None else int(message.node)

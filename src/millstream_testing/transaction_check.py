@@ -1,6 +1,6 @@
-"""The check of transactions: from what programs did and readers saw, it finds what the broker did wrong.
+"""The checker of transactions: finds what the broker did wrong, from what programs did and readers saw.
 
-What is found, beside what the clients did (`transaction_history.py`):
+What is found, in addition to what the clients did (`transaction_history.py`):
 
     aborted read        a reader of what is committed was given a message of an aborted transaction
     read before commit  ... or of one that no client had asked to commit at that time
@@ -44,7 +44,7 @@ Source = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Report:
-    """All that was found. `findings` holds the first few of each kind, `counts` how many there are."""
+    """All findings. `findings` holds the first few of each kind, `counts` how many there are."""
 
     committed: int = 0
     aborted: int = 0
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing was found."""
         return not self.counts
 
     def add(self, kind: Kind, place: Place, detail: str) -> None:
@@ -92,11 +92,11 @@ class _Check:
         self._complete = frozenset(complete)
         self._report = Report()
         self._at: dict[Place, int] = {}
-        """The message at each place, as the first reader saw it."""
+        """The message at each position, as the first reader saw it."""
         self._first: dict[int, Place] = {}
-        """The first known place of each message."""
+        """The first known position of each message."""
         self._visible: dict[int, Place] = {}
-        """What a reader of what is committed was given, and should have been given at some time."""
+        """What readers of committed data were given, and should have been given at some time."""
         self._reported_places: set[tuple[Kind, Place]] = set()
         self._torn: set[Key] = set()
         self._explained: set[Source] = set()
@@ -126,7 +126,7 @@ class _Check:
             self._report.unknown += one.committed is None and not one.is_aborted
 
     def _polls(self, *, committed: bool = False) -> Iterator[tuple[str, Place, int, int]]:
-        """Every poll of a message: reader, place, message and time."""
+        """Yield every poll of a message: reader, position, message and time."""
         for (consumer, topic, partition), polls in self._history.polls.items():
             if self._history.readers[consumer] or not committed:
                 for offset, message, at in polls:
@@ -148,7 +148,7 @@ class _Check:
     # -- places and reads --------------------------------------------------------------------------------------
 
     def _find_places(self) -> None:
-        """Where each message is; what was never written, is at the wrong place, or there twice."""
+        """Find the position of each message; report those never written, misplaced or stored twice."""
         for consumer, place, message, _ in self._polls():
             self._report.polled += 1
             known = self._at.setdefault(place, message)
@@ -168,13 +168,13 @@ class _Check:
                 self._report.add(Kind.INCONSISTENT, place, f"{self._call(message)} was sent to another partition")
 
     def _add_once(self, kind: Kind, place: Place, detail: str) -> None:
-        """Several readers see the same."""
+        """Check that all readers see the same."""
         if (kind, place) not in self._reported_places:
             self._reported_places.add((kind, place))
             self._report.add(kind, place, detail)
 
     def _find_wrong_reads(self) -> None:
-        """What readers of what is committed should never have been given, or not yet."""
+        """Find what readers of committed data should never have been given, or not yet."""
         for consumer, place, message, at in self._polls(committed=True):
             one = self._transaction(message)
             if one is None:
@@ -218,7 +218,7 @@ class _Check:
                 self._find_skipped(consumer, place, there[place], 0, None)
 
     def _certain(self) -> dict[int, Place]:
-        """What a reader of what is committed must have been given when it is past it."""
+        """Find what readers of committed data have passed without being given it."""
         certain = dict(self._visible)
         for message, place in self._first.items():
             one = self._transaction(message)
@@ -233,7 +233,7 @@ class _Check:
         return offsets
 
     def _follow(self, consumer: str, where: tuple[str, int], polls: Polls, there: Sequence[int]) -> None:
-        """Go along with one reader of one partition."""
+        """Follow one reader of one partition."""
         next_offset = -1
         for offset, message, _ in polls:
             if message == NOT_A_MESSAGE:
@@ -258,7 +258,7 @@ class _Check:
             self._report.add(Kind.SKIPPED, (*where, there[first]), f"{consumer} {on}; {last - first} not read")
 
     def _find_wrong_inputs(self) -> None:
-        """Offsets of the source that a program did not get, although it got some before and after."""
+        """Find offsets of the source that a program skipped."""
         for (producer, number), one in self._history.transactions.items():
             got = {(output.source_partition, output.source_offset) for output in one.begun.outputs}
             for each in one.begun.inputs:
@@ -324,7 +324,7 @@ class _Check:
         self._report.add(Kind.TORN if torn else Kind.LOST, (outputs[0].topic, outputs[0].partition, -1), detail)
 
     def _find_doubled_effects(self) -> dict[tuple[Source, str], int]:
-        """What was made from each message of the source in each topic; twice is once too often."""
+        """Find what was made from each message of the source in each topic; twice is a fault."""
         effects: dict[tuple[Source, str], int] = {}
         for message, place in self._visible.items():
             one, output = self._transaction(message), self._output(message)
@@ -338,7 +338,7 @@ class _Check:
         return effects
 
     def _find_wrong_effects(self, effects: Mapping[tuple[Source, str], int]) -> None:
-        """Each message of the source that a group is past has its outputs; none has them that it is not past."""
+        """Check that each source message has its outputs if and only if the group is past it."""
         ends = {
             (observed_offsets.group, observed_offsets.partition): observed_offsets
             for observed_offsets in self._history.observed_offsets

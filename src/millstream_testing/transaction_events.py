@@ -1,4 +1,4 @@
-"""The events of a history of transactions, as programs and readers write them down: one JSON object a line.
+"""The events of a history of transactions, as programs and readers record them: one JSON object per line.
 
 A transaction is its producer (one life of a program) and a number that the producer counts up; a message is its
 transaction and its index among the outputs. All that a transaction will write is noted before it begins. Times are
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
-    """What a transaction consumed of a partition of its source: the offsets from `first` up to before `next`."""
+    """What a transaction consumed of a partition of its source: the offsets from `first` to `next`, exclusive."""
 
     partition: int
     first: int
@@ -21,7 +21,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """A message of a transaction: where it goes, and from which message of the source it was made."""
+    """A message of a transaction: its target, and the message of the source that it was made from."""
 
     topic: str
     partition: int
@@ -51,7 +51,7 @@ class EndRequested(msgspec.Struct, frozen=True, tag="end_requested", tag_field="
 
 
 class TransactionEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
-    """The client has said that the transaction is committed or aborted."""
+    """The client has reported that the transaction is committed or aborted."""
 
     producer: str
     number: int
@@ -60,14 +60,14 @@ class TransactionEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="even
 
 
 class ConsumerStarted(msgspec.Struct, frozen=True, tag="consumer_started", tag_field="event"):
-    """There is a reader, of what is committed or of everything."""
+    """A reader starts, of committed data or of everything."""
 
     consumer: str
     committed: bool
 
 
 class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event"):
-    """A reader goes on from here; offset -1 means from wherever its next poll is."""
+    """A reader continues from here; offset -1 means from its next poll."""
 
     consumer: str
     topic: str
@@ -76,7 +76,7 @@ class Positioned(msgspec.Struct, frozen=True, tag="positioned", tag_field="event
 
 
 class Polled(msgspec.Struct, frozen=True, tag="polled", tag_field="event"):
-    """A reader was given a message."""
+    """A reader received a message."""
 
     consumer: str
     topic: str

@@ -1,4 +1,4 @@
-"""What programs did in transactions and what readers saw of it; `transaction_check.py` judges it.
+"""What programs did in transactions and what readers saw of it; `transaction_check.py` checks it.
 
 history = TransactionHistory()
 history.note(TransactionBegun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40)], at=...))
@@ -45,13 +45,13 @@ NOT_A_MESSAGE = -1
 
 @dataclass(slots=True)
 class Transaction:
-    """What a program did about one transaction, as far as it got."""
+    """What a program did in one transaction, as far as it got."""
 
     begun: TransactionBegun
     end_requested: list[tuple[bool, int]] = field(default_factory=list)
     """Whether to commit, and when, each time."""
     committed: bool | None = None
-    """How it ended, as the client said; None if it did not say."""
+    """How it ended according to the client; None if unknown."""
 
     @property
     def commit_requested_at(self) -> int | None:
@@ -60,27 +60,27 @@ class Transaction:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it cannot have committed: the client reported it, or was only ever asked to abort."""
+        """Whether it cannot have committed: the client reported it, or was only asked to abort."""
         return self.committed is False or (bool(self.end_requested) and self.commit_requested_at is None)
 
     @property
     def may_be_committed(self) -> bool:
-        """Whether it has, or may have committed."""
+        """Whether it has committed, or may have."""
         return not self.is_aborted and self.commit_requested_at is not None
 
     def output(self, index: int) -> Output | None:
-        """One of its messages, if it has so many."""
+        """Return one of its messages, if it has that many."""
         return self.begun.outputs[index] if 0 <= index < len(self.begun.outputs) else None
 
 
 class Polls:
-    """What a reader was given of one partition, in that order, in columns."""
+    """What a reader received of one partition, in order, in columns."""
 
     def __init__(self) -> None:
         self._offsets, self._messages, self._times = array("q"), array("q"), array("q")
 
     def add(self, offset: int, message: int, at: int) -> None:
-        """Take one poll, or a position."""
+        """Add one poll, or a position."""
         self._offsets.append(offset)
         self._messages.append(message)
         self._times.append(at)
@@ -101,7 +101,7 @@ class TransactionHistory:
     _numbers: dict[Message, int] = field(default_factory=dict)
 
     def note(self, event: Event) -> None:
-        """Take one event; raise `ValueError` for one of an unknown transaction or reader."""
+        """Add one event; raise `ValueError` for one of an unknown transaction or reader."""
         match event:
             case TransactionBegun():
                 self.transactions[event.producer, event.number] = Transaction(event)
@@ -120,7 +120,7 @@ class TransactionHistory:
                 self.observed_offsets.append(event)
 
     def events(self) -> Iterator[Event]:
-        """Everything noted, as events of a file."""
+        """Return everything recorded, as events of a file."""
         for (producer, number), one in self.transactions.items():
             yield one.begun
             for commit, at in one.end_requested:
@@ -135,7 +135,7 @@ class TransactionHistory:
         yield from self.observed_offsets
 
     def save(self, path: Path) -> None:
-        """Write one JSON object a line."""
+        """Write one JSON object per line."""
         encoder = msgspec.json.Encoder()
         with path.open("wb") as file:
             for event in self.events():

@@ -1,6 +1,4 @@
-"""A transaction coordinator whose log is a list, and partitions that know just enough to recognize a torn
-transaction.
-"""
+"""A transaction coordinator whose log is a list, and partitions that can recognize a torn transaction."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ TIMERS_MAX = 1000
 
 
 class FoldedCoordinator:
-    """A shard that is read back from its compacted log after every single step, and has to be the same then."""
+    """A shard that is reloaded from its compacted log after each step, and must be equal then."""
 
     def __init__(self, limits: TransactionLimits | None = None) -> None:
         self.clock = ManualClock()
@@ -32,20 +30,20 @@ class FoldedCoordinator:
         self.shard = self._load()
 
     def run(self, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
-        """Carry an operation out; its error is raised after its records are in the log, as a client would see it."""
+        """Carry out an operation; its error is raised after its records are in the log, as a client would see it."""
         records, response = operation(self.shard)
         self._append(records)
         return response.result() if isinstance(response, Deferred) else response
 
     def pass_time(self, milliseconds: int) -> None:
-        """Let time pass and timers fire."""
+        """Advance the time and run timers."""
         self.clock.advance_ms(milliseconds)
         for timer in self._timers.take_due(TIMERS_MAX):
             self._append(timer.action())
 
     @property
     def transactions(self) -> dict[str, Transaction]:
-        """Everything that the coordinator knows."""
+        """Return everything that the coordinator knows."""
         return {one.transactional_id: one for one in self.shard}
 
     def _append(self, records: object) -> None:
@@ -80,7 +78,7 @@ class _Open(NamedTuple):
 
 
 class ModelPartition:
-    """Knows which transaction of a producer is open, and how each one ended. Transactions have numbers."""
+    """A partition that knows which transaction of a producer is open, and how each one ended."""
 
     def __init__(self) -> None:
         self.outcomes: dict[int, bool] = {}
@@ -90,11 +88,11 @@ class ModelPartition:
 
     @property
     def undecided(self) -> set[int]:
-        """The transactions that are open here."""
+        """Return the open transactions."""
         return {one.transaction for one in self._open.values()}
 
     def append(self, producer_id: ProducerId, epoch: int, transaction: int) -> None:
-        """A record of a transaction; `FencedProducer` when a later epoch has been here."""
+        """Append a record of a transaction; raise `FencedProducer` if a later epoch has written."""
         if epoch < self._epochs.get(producer_id, -1):
             raise FencedProducer(f"epoch {epoch} of producer {producer_id}")
         before = self._open.get(producer_id)
@@ -104,7 +102,7 @@ class ModelPartition:
         self._open[producer_id] = _Open(epoch, transaction)
 
     def end(self, ending: Ending) -> None:
-        """A marker."""
+        """Append a marker."""
         producer_id = ending.producer_id
         if ending.epoch < self._epochs.get(producer_id, -1):
             return

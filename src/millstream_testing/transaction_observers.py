@@ -23,7 +23,7 @@ _ASK_EVERY_S = 0.4
 
 
 class TransactionNotes:
-    """The history, written to by several threads, and the first thing that went wrong in one of them."""
+    """The history, written by several threads, and the first error of one of them."""
 
     def __init__(self) -> None:
         self.history = TransactionHistory()
@@ -32,18 +32,18 @@ class TransactionNotes:
         self.failure: str | None = None
 
     def note(self, events: Iterable[Event]) -> None:
-        """Write events down."""
+        """Record events."""
         with self.lock:
             for event in events:
                 self.history.note(event)
 
     def fail(self, reason: str) -> None:
-        """Say that an observer failed; the first reason counts."""
+        """Report that an observer failed; the first reason counts."""
         if self.failure is None:
             self.failure = reason
 
     def check(self, written: Iterable[Event], *, complete: Sequence[str] = ()) -> Report:
-        """Judge the history with what programs wrote down meanwhile, which is ahead of whatever was read by now."""
+        """Check the history with what programs have recorded meanwhile, which is ahead of what was read."""
         with self.lock:
             for event in written:
                 self.history.note(event)
@@ -51,7 +51,7 @@ class TransactionNotes:
 
 
 class Observer(threading.Thread):
-    """Reads all partitions from their start for as long as the trial runs, and knows how far it got."""
+    """Reads all partitions from their start while the trial runs, and tracks its position."""
 
     def __init__(self, name: str, notes: TransactionNotes, address: str, topics: Topics, *, committed: bool) -> None:
         super().__init__(name=name, daemon=True)
@@ -64,13 +64,13 @@ class Observer(threading.Thread):
                 "isolation.level": "read_committed" if committed else "read_uncommitted",
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
-                # Nothing is ever deleted here, so an offset that is not there is a fault.
+                # Nothing is ever deleted here, so a missing offset is a fault.
                 "auto.offset.reset": "error",
                 **QUIET_RECONNECT,
             }
         )
         self.reached: dict[Place, int] = {}
-        """By partition, the end that it came to last."""
+        """By partition, the last end that it reached."""
         notes.note([ConsumerStarted(name, committed), *(Positioned(name, *place, 0) for place in self._places)])
 
     def run(self) -> None:
@@ -98,7 +98,7 @@ class Observer(threading.Thread):
 
 
 class OffsetObserver(threading.Thread):
-    """Asks again and again for the committed offsets of groups, and only takes what is stable."""
+    """Polls the committed offsets of groups, and takes only stable ones."""
 
     def __init__(self, notes: TransactionNotes, address: str, groups: Sequence[str], source: Place) -> None:
         super().__init__(name="offsets", daemon=True)
@@ -109,10 +109,10 @@ class OffsetObserver(threading.Thread):
         self.observed_offsets: dict[tuple[str, int], int] = {}
         """By group and partition, the last answer."""
         self.end_requested = 0
-        """How many rounds of questions were answered; one that started after some moment covers that moment."""
+        """The number of answered rounds; one that started after some moment covers that moment."""
 
     def run(self) -> None:
-        """Ask until the trial ends."""
+        """Poll until the trial ends."""
         clients: dict[str, Consumer] = {}
         while not self._notes.stopping.wait(_ASK_EVERY_S):
             answered = [self._ask(clients, group) for group in self._groups]
@@ -126,7 +126,7 @@ class OffsetObserver(threading.Thread):
         try:
             found = client.committed([TopicPartition(self._topic, at) for at in range(self._partitions)], _ASK_S)
         except KafkaException:
-            # A client that only asks does not look for a coordinator that has moved; a new one does.
+            # A client that only polls does not look for a coordinator that has moved; a new one does.
             clients.pop(group).close()
             return False
         at = time.monotonic_ns()
@@ -137,7 +137,7 @@ class OffsetObserver(threading.Thread):
 
 
 async def read_with_aiokafka(name: str, notes: TransactionNotes, address: str, topics: Topics) -> None:
-    """Read everything that is committed from the start to the end, with a client that sorts it out by its own code."""
+    """Read everything that is committed from start to end, with a client that filters it itself."""
     partitions = {AioPartition(*place): place for place in storage_of(topics)}
     consumer = AIOKafkaConsumer(
         bootstrap_servers=address, isolation_level="read_committed", auto_offset_reset="earliest", group_id=None
@@ -155,24 +155,24 @@ async def read_with_aiokafka(name: str, notes: TransactionNotes, address: str, t
 
 
 def polled_of(reader: str, place: Place, offset: int, value: bytes, at: int) -> Polled:
-    """What a reader was given, from what the value says about itself; raise `ValueError` if it says nothing."""
+    """Return what a reader received, decoded from the value; raise `ValueError` if it cannot be decoded."""
     producer, number, index, _ = value.split(b" ", 3)
     return Polled(reader, *place, offset, producer.decode(), int(number), int(index), at)
 
 
 def storage_of(topics: Topics) -> list[Place]:
-    """Every partition of some topics."""
+    """Return every partition of some topics."""
     return [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
 
 
 def ends_of(address: str, topics: Topics, *, committed: bool) -> dict[Place, int]:
-    """The ends of all partitions: the high watermarks, or the last stable offsets."""
+    """Return the ends of all partitions: the high watermarks, or the last stable offsets."""
     deadline = time.monotonic() + READ_S_MAX
     while True:
         try:
             return _ask_ends(address, storage_of(topics), "read_committed" if committed else "read_uncommitted")
         except KafkaException as error:
-            # Leaders may still be changing; the client gives some of that up at once.
+            # Leaders may still be changing; the client gives up at once on some of that.
             if time.monotonic() > deadline:
                 raise TrialFailed(f"the ends of the partitions are unknown: {error}") from error
         time.sleep(_ASK_EVERY_S)

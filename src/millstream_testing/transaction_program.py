@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _arguments(task: Task) -> list[str]:
-    """A task as a program in another language gets it."""
+    """Return a task as the arguments of a program in another language."""
     plain = {
         "producer": task.producer,
         "brokers": task.brokers,
@@ -62,7 +62,7 @@ def _arguments(task: Task) -> list[str]:
 
 
 def _worker(task: Task) -> Worker:
-    # Each client is imported by those only who use it: a new life should begin at once.
+    # Imported only where it is used: a new life should start quickly.
     if task.client == "aiokafka":
         from millstream_testing.aiokafka_worker import AiokafkaWorker
 
@@ -73,13 +73,13 @@ def _worker(task: Task) -> Worker:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the trial is gone, also while it is stopped."""
+    """Let the kernel kill this process when the trial ends, even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
     code = main()
-    # Threads of clients that do not end must not keep the process.
+    # Threads of clients that do not end must not keep the process running.
     sys.stderr.flush()
     os._exit(code)

@@ -74,23 +74,23 @@ _COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """How hard the trial is."""
+    """The size of the trial."""
 
     kills: int = 100
     """Go on until so many processes were killed."""
     rounds: int | None = None
-    """Stop after so many rounds, however many processes were killed."""
+    """Stop after this many rounds, however many processes were killed."""
     minutes_max: float = 30.0
-    """Stop after so long in any case."""
+    """Stop after this long in any case."""
     node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
-    """What happens to nodes, and how often beside the others."""
+    """The weight of each kind of fault."""
     worker_kinds: Mapping[str, int] = field(
         default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items()}
     )
     node_share: float = 0.7
-    """In how many rounds something happens to a node."""
+    """In how many rounds a node has a fault."""
     worker_faults: tuple[int, int] = (1, 4)
-    """To how many programs something happens in a round."""
+    """How many programs have a fault in a round."""
     groups: tuple[str, ...] = GROUPS
     java: tuple[str, ...] = ()
     """The command of a program with Apache Kafka's own client, which speaks the newer protocol of transactions."""
@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What happened at about the same time, and how it went on."""
+    """The faults of one round, and the recovery."""
 
     kinds: tuple[str, ...]
     what: str
@@ -131,16 +131,16 @@ class Outcome:
     rounds: list[Round]
     source: SourceReport | None = None
     more: list[str] = field(default_factory=list)
-    """Open transactions, differing replicas and kills that are missing."""
+    """Open transactions, differing replicas and missing kills."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing was found."""
         return self.report.ok and (self.source is None or self.source.ok) and not self.more
 
     @property
     def kills(self) -> int:
-        """How many processes were killed."""
+        """The number of killed processes."""
         return sum(one.kills for one in self.rounds)
 
     def findings(self) -> str:
@@ -184,7 +184,7 @@ class TransactionTrial:
         self._stack.close()
 
     def prepare(self) -> None:
-        """Create the topics and start the clients, on nodes that run already."""
+        """Create the topics and start the clients, on running nodes."""
         self._wait(self.cluster.lacks, "the start")
         self._create_topics()
         self._wait(self.cluster.lacks, "the start with topics")
@@ -199,7 +199,7 @@ class TransactionTrial:
             worker.end()
 
     def run(self) -> Outcome:
-        """Kill as often as planned, then look at everything once more; stops early when something is found."""
+        """Kill as often as planned, then check everything a last time; stop early when something is found."""
         deadline = time.monotonic() + self._plan.minutes_max * 60
         while not self._is_enough and time.monotonic() < deadline:
             self._strike()
@@ -211,7 +211,7 @@ class TransactionTrial:
         return self._check_everything()
 
     def save_history(self, path: Path) -> None:
-        """Keep the history for a closer look."""
+        """Save the history for inspection."""
         with self._notes.lock:
             self._notes.history.save(path)
 
@@ -232,7 +232,7 @@ class TransactionTrial:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _strike(self) -> None:
-        """Have things happen to nodes and programs at about the same time, and wait until all have resumed."""
+        """Run faults of nodes and programs at about the same time, and wait until all have resumed."""
         self._sleep(self._random.uniform(*self._plan.load_s))
         drawn = self._draw_node_fault()
         drawn += self._draw_worker_faults(at_least=0 if drawn else 1)
@@ -277,7 +277,7 @@ class TransactionTrial:
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def _sleep(self, seconds: float) -> None:
-        """Let time pass, and look after the programs meanwhile."""
+        """Wait, and restart programs meanwhile."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _PROBE_S))
@@ -291,7 +291,7 @@ class TransactionTrial:
                 raise TrialFailed(failure)
 
     def _wait(self, lacks: Callable[[], str], after: str) -> None:
-        """Wait until nothing is lacking; raise `TrialFailed` with what waits if that takes too long."""
+        """Wait until nothing is missing; raise `TrialFailed` if that takes too long."""
         deadline = time.monotonic() + self._plan.heal_s_max
         while lacking := lacks():
             if time.monotonic() > deadline:
@@ -299,7 +299,7 @@ class TransactionTrial:
             self._sleep(_PROBE_S)
 
     def _lacks_after(self, fed: Mapping[tuple[str, int], int]) -> Callable[[], str]:
-        """What is lacking until the nodes are whole and every group is past what was written to the source."""
+        """Return what is missing until the nodes are healthy and every group has processed the source."""
 
         def lacks() -> str:
             behind = [
@@ -398,11 +398,11 @@ class TransactionTrial:
     # -- what is found -----------------------------------------------------------------------------------------
 
     def _check(self, complete: tuple[str, ...] = ()) -> Report:
-        """Take what the programs noted, and judge everything so far."""
+        """Read the journals of the programs, and check everything so far."""
         return self._notes.check((event for worker in self._workers for event in worker.events()), complete=complete)
 
     def _check_everything(self) -> Outcome:
-        """The last check: programs ended, nothing open, everything read to the end by old and new readers."""
+        """Run the last check: programs ended, nothing open, everything read to the end by old and new readers."""
         self._fed.loading.clear()
         self._feeder.settle()
         fed = ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)
@@ -423,7 +423,7 @@ class TransactionTrial:
         return Outcome(report, self._rounds, self._fed.check(complete=[source.name]), self._more())
 
     def _lacks_to_be_closed(self) -> str:
-        """What is still open, as partitions and coordinators see it."""
+        """Return what is still open, according to partitions and coordinators."""
         stable = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
         behind = [
             f"{topic}-{index} is stable up to {stable[topic, index]} of {end}"
@@ -444,7 +444,7 @@ class TransactionTrial:
         )
 
     def _await_offsets(self) -> None:
-        """Wait for an answer to questions that were asked after everything ended."""
+        """Wait for an answer to a request that was sent after everything ended."""
         wanted = self._offsets.end_requested + 2
         self._wait(
             lambda: "" if self._offsets.end_requested >= wanted else "no node answers with the offsets of the groups",
@@ -482,7 +482,7 @@ class TransactionTrial:
         return found
 
     def waiting(self) -> str:
-        """What waits for what, for a trial that failed: transactions, open ones on partitions, programs, nodes."""
+        """Describe what waits for what, for a failed trial: transactions, partitions, programs, nodes."""
         command = CommandLine(self.cluster.kafka)
         end_requested = [
             command("transaction", "list", "--json"),
@@ -503,14 +503,14 @@ _CLOSED = {"Empty", "CompleteCommit", "CompleteAbort", "Dead"}
 
 
 def _kills_of(fault: Fault) -> int:
-    """How many processes a fault of nodes kills."""
+    """Return how many processes a fault of nodes kills."""
     if isinstance(fault, GracefulStop) or not isinstance(fault, Kill | KillAll):
         return 0
     return len(fault.nodes)
 
 
 def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, dict[str, Any]]:
-    """How the clients of one program differ from those of others."""
+    """Return how the clients of one program differ from those of others."""
     if group == "aiokafka":
         compression = None if number == 0 else "lz4"
         return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
@@ -528,6 +528,6 @@ def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, d
         consumer |= {"session.timeout.ms": 5_000, "heartbeat.interval.ms": 500}
         consumer["partition.assignment.strategy"] = strategy
         if number == 0:
-            # In the newer protocol a name is only free again when its member is given up, which shows nothing new.
+            # In the new protocol a name is free again only when its member has expired, which shows nothing new.
             consumer["group.instance.id"] = f"{group}-{number}"
     return {"consumer": consumer, "producer": {**client, "compression.type": compression}}

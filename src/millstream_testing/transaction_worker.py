@@ -25,7 +25,7 @@ BATCH_S = 0.3
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What one life of a program is to do."""
+    """The task of one life of a program."""
 
     producer: str
     """Its name in the history: one for each life."""
@@ -41,11 +41,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     abort_share: float
     timeout_ms: int
     stuck_s: float
-    """How long to try in vain: longer than any fault, with the time that clients need to find the way again."""
+    """How long to retry: longer than any fault, plus the time that clients need to reconnect."""
     idle_s_max: float | None = None
-    """Begin a new life after so long without a message, for a client that does not find its brokers again."""
+    """Begin a new life after this long without a message, for a client that does not find its brokers again."""
     partitions: list[int] = []
-    """The partitions of the source that it owns, if its client does not share them out by the group."""
+    """The partitions of the source that it owns, if its client does not use a group."""
     command: list[str] = []
     """A program in another language that does this; it gets the task as arguments NAME=VALUE."""
     settings: dict[str, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renew(Exception):
-    """A life is over; another one can go on."""
+    """A life has ended; another one can continue."""
 
 
 class Stuck(Exception):
@@ -61,7 +61,7 @@ class Stuck(Exception):
 
 
 class Worker(ABC):
-    """What programs of every client share: what they write, and what they note."""
+    """What programs of every client share: what they write, and what they record."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -76,7 +76,7 @@ class Worker(ABC):
         """Work until `stopping` is set."""
 
     def begin(self, consumed: Iterable[tuple[int, int]]) -> TransactionBegun:
-        """Note the next transaction, which takes these offsets (partition, offset) of the source, in order."""
+        """Record the next transaction, which takes these offsets (partition, offset) of the source, in order."""
         self._number += 1
         offsets: dict[int, list[int]] = {}
         for partition, offset in consumed:
@@ -96,7 +96,7 @@ class Worker(ABC):
         return begun
 
     def values(self, begun: TransactionBegun) -> Iterable[tuple[Output, bytes]]:
-        """What to write: each value says which message of which transaction it is."""
+        """Return what to write: each value names its message and transaction."""
         for index, output in enumerate(begun.outputs):
             padding = b"." * self._random.randrange(200)
             yield output, f"{begun.producer} {begun.number} {index} ".encode() + padding
@@ -109,7 +109,7 @@ class Worker(ABC):
         self._note(EndRequested(self.task.producer, self._number, commit, time.monotonic_ns()))
 
     def ended(self, *, committed: bool) -> None:
-        """Note what the client said."""
+        """Record what the client reported."""
         self._note(TransactionEnded(self.task.producer, self._number, committed, time.monotonic_ns()))
 
     def _note(self, event: Event) -> None:
@@ -117,5 +117,5 @@ class Worker(ABC):
 
 
 def _place(topic: str, partition: int, offset: int) -> int:
-    """The same message of the source always goes to the same partition, and its neighbours to others."""
+    """Return a partition: the same message always goes to the same one, and its neighbours to others."""
     return len(topic) + partition + offset

@@ -28,7 +28,7 @@ Topics = Mapping[str, int]
 
 
 class TrialFailed(Exception):
-    """The trial could not go on; a finding of the history checker is a report, not this."""
+    """The trial could not continue; a finding of the history checker is not this error, but a report."""
 
 
 class Recovery:
@@ -41,7 +41,7 @@ class Recovery:
         """The longest that any message, sent before or after, waited for its acknowledgement."""
 
     def acknowledged(self, place: Place, sent_at: float) -> None:
-        """Take note of an acknowledgement that has just come."""
+        """Record an acknowledgement that has just arrived."""
         now = time.monotonic()
         self.longest_s = max(self.longest_s, now - sent_at)
         if sent_at >= self.since:
@@ -49,12 +49,12 @@ class Recovery:
 
     @property
     def slowest_s(self) -> float:
-        """How long the slowest of the partitions took."""
+        """Return how long the slowest of the partitions took."""
         return max(self.first.values(), default=self.since) - self.since
 
 
 class Notes:
-    """The history, written to by several threads, and the first thing that went wrong in one of them."""
+    """The history, written by several threads, and the first error of one of them."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -67,29 +67,29 @@ class Notes:
         """By group and partition, the largest offset whose commit was acknowledged."""
 
     def fail(self, reason: str) -> None:
-        """Say that a client failed; the first reason counts."""
+        """Report that a client failed; the first reason counts."""
         if self.failure is None:
             self.failure = reason
 
     def check(self, *, complete: list[str]) -> Report:
-        """Judge the history."""
+        """Check the history."""
         with self.lock:
             return self.history.check(complete=complete)
 
     @property
     def acknowledgements(self) -> int:
-        """How many messages were acknowledged."""
+        """The number of acknowledged messages."""
         with self.lock:
             return self.history.acknowledgements
 
     def recovers(self, *, longest_s: float = 0.0) -> Recovery:
-        """Begin to look for the next acknowledgement of each partition; something has waited `longest_s` already."""
+        """Start to measure the next acknowledgement of each partition; something has waited `longest_s` already."""
         with self.lock:
             self.recovery = Recovery(longest_s)
             return self.recovery
 
     def wait(self, condition: Callable[[], bool], otherwise: str, within_s: float = SETTLE_S_MAX) -> None:
-        """Wait until something holds; a client that failed meanwhile ends the trial."""
+        """Wait until a condition holds; a client that failed meanwhile ends the trial."""
         deadline = time.monotonic() + within_s
         while not condition():
             if self.failure is not None:
@@ -100,7 +100,7 @@ class Notes:
 
 
 class Load(threading.Thread):
-    """One producer that sends as long as there is load."""
+    """One producer that sends while there is load."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Load(threading.Thread):
         self._sequence = 0
 
     def run(self) -> None:
-        """Send while there is load, and take answers until the trial ends."""
+        """Send while there is load, and process answers until the trial ends."""
         try:
             while not self._notes.stopping.is_set():
                 if self._notes.loading.is_set():
@@ -137,7 +137,7 @@ class Load(threading.Thread):
             self._notes.stopping.set()
 
     def settle(self) -> None:
-        """Wait until all that was sent is answered; the thread of this producer takes the answers."""
+        """Wait until everything is answered; the thread of this producer processes the answers."""
         deadline = time.monotonic() + SETTLE_S_MAX
         while len(self._client) and self._notes.failure is None:
             if time.monotonic() > deadline:
@@ -160,7 +160,7 @@ class Load(threading.Thread):
         try:
             self._client.produce(topic, value, partition=partition, on_delivery=self._answered(sequence, place))
         except (BufferError, KafkaException):
-            # Nothing was queued, so the sequence is free again; sent twice counts as sent once.
+            # Nothing was queued, so the sequence is free again; a repetition counts as one message.
             return
         self._sequence += 1
 
@@ -220,7 +220,7 @@ class Reader(threading.Thread):
 
 
 class Auditor:
-    """Reads every partition of the topics up to its end, and goes on from there the next time."""
+    """Reads every partition of the topics up to its end, and continues from there the next time."""
 
     def __init__(self, name: str, notes: Notes, address: str, topics: Topics) -> None:
         self.name = name
@@ -259,7 +259,7 @@ class Auditor:
 
 
 def note_reads(notes: Notes, reader: str, messages: list[Message]) -> dict[Place, int]:
-    """Write down what a reader saw; returns the next offset by partition."""
+    """Record what a reader received; return the next offset by partition."""
     position = {}
     with notes.lock:
         for message in messages:
@@ -276,7 +276,7 @@ def note_reads(notes: Notes, reader: str, messages: list[Message]) -> dict[Place
 
 
 def place_of(message: Message) -> tuple[str, int, int]:
-    """Where a message lies. Of one that the broker had already, the client may not know the offset."""
+    """Return the position of a message. If the broker had it already, the client may not know the offset."""
     topic, index, offset = message.topic(), message.partition(), message.offset()
     if topic is None or index is None:
         raise TrialFailed("the client gave a message without a place")

@@ -63,7 +63,7 @@ class TrialNode(Server):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether it has started, and is neither on its way out nor paused."""
+        """Whether it has started, and is neither stopping nor paused."""
         return self._is_ready and self.is_running() and not self.is_paused
 
     def start(self) -> Self:
@@ -83,7 +83,7 @@ class TrialNode(Server):
         super().end()
 
     def pause(self) -> None:
-        """Stop the process without its knowing. Only the main one: the watcher must see this process end."""
+        """Pause the process. Only the main one: the watcher must see this process end."""
         self.is_paused = True
         os.kill(self.pid, signal.SIGSTOP)
 
@@ -92,16 +92,16 @@ class TrialNode(Server):
         self.is_paused = False
 
     def dump_stacks(self) -> None:
-        """Have it write to its log what each of its threads is doing."""
+        """Let it write the stacks of its threads to its log."""
         os.kill(self.pid, signal.SIGUSR2)
 
     def step_clock(self, off_ms: int) -> None:
-        """Set by how much its wall clock is off."""
+        """Set the offset of its wall clock."""
         step(self._clock, off_ms)
 
 
 class Disk:
-    """Its own file system for one node, which can be made full. Needs root."""
+    """A file system for one node, which can be filled. Needs root."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -120,7 +120,7 @@ class Disk:
         self._mount(f"remount,size={used + _LEFT_BYTES}")
 
     def free(self) -> None:
-        """Give the room back."""
+        """Restore the size."""
         self._mount(f"remount,size={DISK_BYTES}")
 
     def _mount(self, options: str, *more: str) -> None:
@@ -134,7 +134,7 @@ def may_mount() -> bool:
 
 
 class TrialCluster:
-    """Everything that runs. Leaving it ends all processes and removes what was mounted or laid out for them."""
+    """All processes. Leaving it ends them and removes what was mounted or set up for them."""
 
     def __init__(
         self,
@@ -171,21 +171,21 @@ class TrialCluster:
 
     @property
     def kafka(self) -> str:
-        """Where clients find the nodes."""
+        """The addresses of the nodes for clients."""
         return self.network.bootstrap()
 
     @property
     def brokers_max(self) -> int:
-        """From how many brokers clients may fetch."""
+        """The number of brokers from which clients may fetch."""
         return len(self.nodes)
 
     @property
     def running(self) -> list[TrialNode]:
-        """The nodes whose process is there and not paused."""
+        """The nodes whose process is running and not paused."""
         return [node for node in self.nodes.values() if node.is_running() and not node.is_paused]
 
     def start(self, nodes: Iterable[int] | None = None) -> None:
-        """Start nodes that do not run, at the same time."""
+        """Start nodes that are not running, at the same time."""
         down = [self.nodes[number] for number in nodes or self.nodes if not self.nodes[number].is_running()]
         if down:
             with ThreadPoolExecutor(len(down)) as pool:
@@ -202,7 +202,7 @@ class TrialCluster:
             os.kill(self.etcd.process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]], address: str = "") -> T:
-        """Ask the cluster something through Millstream's own client; of one node, if its address is given."""
+        """Run a request through Millstream's own client; at one node, if its address is given."""
 
         async def ask() -> T:
             async with Client.connect(address or self.kafka, client_id="trial", timeout_s=_ASK_S_MAX) as client:
@@ -211,7 +211,7 @@ class TrialCluster:
         return asyncio.run(ask())
 
     def lacks(self) -> str:
-        """What the cluster lacks to be whole, as any of its nodes sees it; empty if it lacks nothing."""
+        """Return what the cluster lacks to be healthy, as any of its nodes sees it; empty if nothing."""
         for address in self.kafka.split(","):
             try:
                 status = self.ask(cluster_status, address)
@@ -231,7 +231,7 @@ class TrialCluster:
         return "; ".join([*away, *short])
 
     def logs(self) -> str:
-        """The end of every node's log."""
+        """Return the end of every node's log."""
         return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self.nodes.items())
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""The topic of a trial: who publishes to it through all faults, and what it and its dead letter topics hold at last."""
+"""The topic of a trial: its publisher through all faults, and the final contents of it and its dead letter topics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from millstream_testing.subscription_worker import BATCH_MAX
 
 RETRY_S: Final = 0.5
 COUNTS: Final = (1, 2, 5, BATCH_MAX)
-"""How many messages go together."""
+"""The number of messages in a batch."""
 
 
 class TrialPublisher:
-    """Publishes messages to a random partition each time, and notes which of them were acknowledged."""
+    """Publishes messages to a random partition each time, and records which of them were acknowledged."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class TrialPublisher:
         self._is_stopped = False
         self.acknowledged: set[Place] = set()
         self.failed = 0
-        """How often something went wrong."""
+        """The number of failures."""
 
     async def run(self) -> None:
-        """Publish until `stop`, whatever happens to the nodes."""
+        """Publish until `stop`, through all faults."""
         while not self._is_stopped:
             try:
                 async with self._connect() as client:
@@ -60,7 +60,7 @@ class TrialPublisher:
                 await asyncio.sleep(RETRY_S)
 
     def stop(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         self._is_stopped = True
 
     async def _publish(self, client: Client, count: int) -> None:
@@ -73,7 +73,7 @@ class TrialPublisher:
 
 
 async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
-    """Everything that a topic has."""
+    """Return all messages of a topic."""
     metadata = await client.metadata([topic])
     if topic not in metadata.topics:
         raise UnknownTopic(f"there is no topic {topic!r}")
@@ -91,7 +91,7 @@ async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
 
 
 async def letters_of(client: Client, topic: str) -> list[tuple[Place, Record]]:
-    """Every letter of a dead letter topic, and which message it is of; none if there is no such topic yet."""
+    """Return every letter of a dead letter topic, and its original; none if the topic does not exist yet."""
     try:
         letters = await messages_of(client, topic)
     except UnknownTopic:
@@ -101,6 +101,6 @@ async def letters_of(client: Client, topic: str) -> list[tuple[Place, Record]]:
 
 
 def published(record: Record) -> Published:
-    """A message as those who judge know it."""
+    """Return a message as the checkers know it."""
     due = next((value for name, value in record.headers if name == "deliver-at"), None)
     return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""), record.timestamp_ms)

@@ -1,4 +1,4 @@
-"""The programs of a trial: processes that are killed, paused and doubled, and go on in a new life."""
+"""The programs of a trial: processes that are killed, paused and duplicated, and continue in a new life."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LOG_TAIL_BYTES = 1500
 
 
 class Task(Protocol):
-    """What one life of a program is to do."""
+    """The task of one life of a program."""
 
     @property
     def producer(self) -> str:
-        """Its name: one for each life."""
+        """Its name, unique to each life."""
 
     @property
     def file(self) -> str:
-        """Where it writes what it does."""
+        """The file of its journal."""
 
 
 class Life:
-    """One process, and the file that it writes."""
+    """One process, and its journal."""
 
     def __init__(self, task: Task, folder: Path, program: str = TRANSACTIONS) -> None:
         self.task = task
@@ -53,7 +53,7 @@ class Life:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
     def kill(self) -> None:
@@ -61,7 +61,7 @@ class Life:
         self.process.wait(STOP_S_MAX)
 
     def pause(self) -> None:
-        """Have it stand still without its knowing."""
+        """Pause it without its knowledge."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -69,7 +69,7 @@ class Life:
         self.process.send_signal(signal.SIGCONT)
 
     def lines(self) -> Iterator[bytes]:
-        """What it noted since the last time; a line that it had not finished when it was killed says nothing."""
+        """Return what it recorded since the last time, without a line that was unfinished when it was killed."""
         with self._file.open("rb") as file:
             file.seek(self._read)
             for line in file:
@@ -79,12 +79,12 @@ class Life:
                 yield line
 
     def log_tail(self) -> str:
-        """The end of what it said."""
+        """Return the end of its output."""
         return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
 
 class TrialWorker:
-    """One place for a program, which one life after the other takes."""
+    """The place of a program, with one life after the other."""
 
     def __init__(self, name: str, folder: Path, new_task: Callable[[str], Task], program: str = TRANSACTIONS) -> None:
         self.name = name
@@ -94,33 +94,33 @@ class TrialWorker:
         self.lives: list[Life] = []
         self._replaced: list[Life] = []
         self.renewed = 0
-        """How often a worker ended on its own: another one with its name had started, or after an error."""
+        """How often a worker ended on its own: replaced by another one with its name, or after an error."""
 
     @property
     def life(self) -> Life:
-        """The newest one."""
+        """The newest life."""
         return self.lives[-1]
 
     def start(self) -> None:
-        """Begin a life; one that still runs is then to notice that it was replaced."""
+        """Start a life; one that still runs has to notice that it was replaced."""
         if self.lives and self.life.is_running:
             self._replaced.append(self.life)
         self.lives.append(Life(self._new_task(f"{self.name}.{len(self.lives)}"), self._folder, self._program))
 
     def kill(self) -> None:
-        """Kill the newest one."""
+        """Kill the newest life."""
         self.life.kill()
 
     def pause(self) -> None:
-        """Have the newest one stand still."""
+        """Pause the newest life."""
         self.life.pause()
 
     def resume(self) -> None:
-        """Resume the newest one."""
+        """Resume the newest life."""
         self.life.resume()
 
     def stop(self) -> None:
-        """Have the newest one end between two transactions."""
+        """Let the newest life end between two transactions."""
         self.life.process.terminate()
 
     def tend(self) -> None:
@@ -148,7 +148,7 @@ class TrialWorker:
 
     def _ended(self, life: Life) -> int | None:
         code = life.process.poll()
-        # One that has just begun does not know yet how to end when it is asked to.
+        # One that has just started does not handle the signal yet.
         if code not in {None, 0, RENEW, -signal.SIGKILL, -signal.SIGTERM}:
             how = "is stuck" if code == STUCK else f"exited with code {code}"
             raise TrialFailed(f"{life.task.producer} {how}:\n{life.log_tail()}")
@@ -156,20 +156,20 @@ class TrialWorker:
 
     @property
     def replaced(self) -> list[str]:
-        """Lives that were replaced and have not noticed it."""
+        """Return lives that were replaced and have not noticed it."""
         return [life.task.producer for life in self._replaced]
 
     def end(self) -> None:
-        """Kill whatever runs."""
+        """Kill all lives."""
         for life in self.lives:
             if life.is_running:
                 life.kill()
 
     def lines(self) -> Iterator[bytes]:
-        """What all lives noted since the last time."""
+        """Return what all lives recorded since the last time."""
         for life in self.lives:
             yield from life.lines()
 
     def events(self) -> Iterator[Event]:
-        """The same, as programs with transactions note it."""
+        """The same, for programs with transactions."""
         yield from map(decode, self.lines())

@@ -1,4 +1,4 @@
-"""Wait for what another process, thread or task does, patiently enough for a busy machine."""
+"""Wait for other processes, threads and tasks, patiently enough for a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An endpoint that messages are pushed to: it records what it was sent, and answers as scripted."""
+"""An endpoint that messages are pushed to: it records requests, and answers as scripted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What came."""
+    """A request."""
 
     path: str
     headers: dict[str, str]
     body: bytes
 
     def is_signed_by(self, key: bytes) -> bool:
-        """Whether one of its signatures is by this key."""
+        """Whether one of its signatures was made with this key."""
         signed = f"{self.headers['webhook-id']}.{self.headers['webhook-timestamp']}.".encode() + self.body
         wanted = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
         return wanted in self.headers.get("webhook-signature", "").split()
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What goes back; without a status, the connection is closed instead."""
+    """A response; without a status, the connection is closed instead."""
 
     status: int | None = 204
     headers: dict[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Webhook:
 
     @property
     def url(self) -> str:
-        """Where to push to."""
+        """The URL to push to."""
         return f"http://127.0.0.1:{self._port}/hook"
 
     @property
@@ -63,12 +63,12 @@ class Webhook:
         return [request.body for request in self.requests]
 
     async def start(self) -> None:
-        """Take connections, on the same port as before if there was one."""
+        """Accept connections, on the previous port if there was one."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, ssl=self._tls)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Be away at once, as if killed."""
+        """Close everything at once, as if killed."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -79,7 +79,7 @@ class Webhook:
             await asyncio.wait(serving)
 
     async def until(self, is_enough: Callable[[], bool], *, wait_s: float = 200.0) -> None:
-        """Wait until something holds, looking after each request."""
+        """Wait until a condition holds; it is checked after each request."""
         async with asyncio.timeout(wait_s):
             while not is_enough():
                 self._came.clear()

@@ -1,4 +1,4 @@
-"""What happens to the programs of a trial: each kind is drawn from a seed as steps at some moments."""
+"""The faults of the programs of a trial: each kind is drawn from a seed as timed steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream_testing.trial_worker import TrialWorker
 
 
 class Step(NamedTuple):
-    """Something that happens at a moment, in seconds from the beginning of the fault."""
+    """A step at a moment, in seconds from the beginning of the fault."""
 
     at_s: float
     do: Callable[[], object]
@@ -46,7 +46,7 @@ def pause(worker: TrialWorker, random: Random) -> WorkerFault:
 
 
 def double(worker: TrialWorker, random: Random) -> WorkerFault:
-    """Another one with its name begins while it runs, after a pause or without one."""
+    """Another one with its name starts while it runs, after a pause or without one."""
     if random.random() < _HALF:
         return WorkerFault(f"{worker.name} doubled", 0, [Step(0.0, worker.start)])
     away_s = random.uniform(1.0, 6.0)
@@ -56,7 +56,7 @@ def double(worker: TrialWorker, random: Random) -> WorkerFault:
 
 
 def stop(worker: TrialWorker, random: Random) -> WorkerFault:
-    """Ask a worker to end, and restart it."""
+    """Stop a worker cleanly, and restart it."""
     return WorkerFault(f"{worker.name} stopped", 0, [Step(0.0, worker.stop)])
 
 
@@ -69,6 +69,6 @@ WORKER_KINDS: Mapping[str, tuple[Draw, int]] = {
     "worker-double": (double, 2),
     "worker-stop": (stop, 1),
 }
-"""Every kind, and how often it is drawn beside the others."""
+"""Every kind, with its weight."""
 
 _HALF = 0.5

@@ -22,7 +22,7 @@ LEADER_CHANCE = 0.4
 STARTS_MAX = 3
 DIES_AGAIN_CHANCE = 0.25
 DIES_AFTER_S = 0.03
-"""About how long a node needs to register and be let in."""
+"""About how long a node needs to register and be admitted."""
 
 Fault = Callable[[float], Awaitable[None]]
 
@@ -34,19 +34,19 @@ class Machine(Protocol):
     is_running: bool
 
     def kill(self) -> None:
-        """End its process at once."""
+        """Kill its process."""
 
     def crash(self) -> None:
-        """Take the power from its machine."""
+        """Cut the power of its machine."""
 
     async def stop(self) -> None:
-        """Stop it in an orderly way."""
+        """Stop it cleanly."""
 
     def start(self) -> None:
-        """Start its process again, unless it runs."""
+        """Start its process again, unless it is running."""
 
     def pause(self) -> None:
-        """Stop its process for a while."""
+        """Pause its process."""
 
     def resume(self) -> None:
         """Resume its process."""
@@ -59,7 +59,7 @@ class Machine(Protocol):
 
 
 class Scene(Protocol):
-    """What the faults happen to."""
+    """What the faults are applied to."""
 
     network: Network
     machines: Sequence[Machine]
@@ -68,23 +68,23 @@ class Scene(Protocol):
         """Add a line to the trace."""
 
     def may_crash(self, machine: Machine) -> bool:
-        """Whether a machine may lose its memory now, without everybody having lost what was acknowledged."""
+        """Whether a machine may lose its memory now without a loss of acknowledged data on all nodes."""
 
     def leading(self) -> Machine | None:
-        """A node that leads something, if any does."""
+        """Return a node that leads something, if any does."""
 
     async def change_min_in_sync(self, minimum: int) -> None:
-        """Have a topic ask for another number of replicas in sync."""
+        """Set the number of replicas of a topic that must be in sync."""
 
     def pause_store(self) -> None:
         """Stop the coordination store from answering."""
 
     def resume_store(self) -> None:
-        """Let it go on, with the requests that have come meanwhile."""
+        """Let it continue, with the requests that have arrived meanwhile."""
 
 
 class Faults:
-    """Draws faults and lets them happen."""
+    """Draws faults and applies them."""
 
     def __init__(self, scene: Scene, chance: Random, kinds: Sequence[str]) -> None:
         self._scene = scene
@@ -109,7 +109,7 @@ class Faults:
         self._kinds = kinds
 
     async def run(self) -> None:
-        """Let faults happen, some at the same time, and wait until all are over."""
+        """Apply faults, some at the same time, and wait until all are over."""
         self._scene.record("faults", "kinds: " + ", ".join(self._kinds))
         async with asyncio.TaskGroup() as happening:
             for _ in range(self._chance.randint(FAULTS_MIN, FAULTS_MAX)):
@@ -123,7 +123,7 @@ class Faults:
         self._scene.record("faults", event)
 
     def _machine(self) -> Machine:
-        """Any node, but more often one that leads: most of what can go wrong goes wrong with these."""
+        """Return any node, but more often one that leads: most faults matter there."""
         drawn = self._chance.choice(self._scene.machines)
         return (self._scene.leading() or drawn) if self._chance.random() < LEADER_CHANCE else drawn
 

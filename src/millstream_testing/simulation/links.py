@@ -24,11 +24,11 @@ _SIZE_BYTES = 4
 _HEADER = RequestHeader(FETCH_KEY, VERSION, 0, "replica", 0, True)
 
 FindServer = Callable[[NodeId], FollowerFetch]
-"""What answers the fetches of followers on a node; raises `BrokerUnreachable` when it does not run yet."""
+"""Returns what answers the fetches of followers on a node; raises `BrokerUnreachable` if it does not run yet."""
 
 
 class SimulatedLink:
-    """A follower's way to one leader."""
+    """A follower's link to one leader."""
 
     def __init__(self, name: str, node: NodeId, find: FindServer, network: Network) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class SimulatedLink:
         self._network = network
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
-        """Ask the leader."""
+        """Send a fetch to the leader."""
         frame = bytes(write_replica_fetch(fetch))
 
         async def serve() -> bytes:
@@ -53,7 +53,7 @@ class SimulatedLink:
         return read_replica_answers(memoryview(answered)[_SIZE_BYTES:])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class SimulatedLinks:
@@ -68,5 +68,5 @@ class SimulatedLinks:
 
 
 def node_name(node: NodeId) -> str:
-    """What a node is called on the network."""
+    """Return the name of a node on the network."""
     return f"node-{node}"

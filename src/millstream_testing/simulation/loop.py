@@ -32,7 +32,7 @@ _DISMANTLE_STEPS_MAX = 20_000
 
 
 class Deadlock(Exception):
-    """Nothing can run, no timer is set, and what is waited for has not happened."""
+    """Nothing can run, no timer is set, and the awaited result has not happened."""
 
 
 class Runaway(Exception):
@@ -66,13 +66,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # -- what asyncio asks for --------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self._now
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call after everything that the process has asked for before."""
+        """Call after everything that the process has scheduled before."""
         if context is None:
             context = copy_context()
         handle = asyncio.Handle(callback, args, self, context)
@@ -82,7 +82,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call when the loop has noticed what a thread has done, which is a little later."""
+        """Call when the loop has noticed the result of a thread, which is a little later."""
         return self.call_at(self._now + self._thread_delay_s(), callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
@@ -110,7 +110,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[T]:
-        """Start a task in the process that is running, or in the one whose context is given."""
+        """Start a task in the running process, or in the one whose context is given."""
         if context is None:
             context = copy_context()
         self._task_number += 1
@@ -123,7 +123,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Do the work inline, but later, and let the outcome be known later still."""
+        """Do the work inline, but later, and report the outcome later still."""
         future: asyncio.Future[T] = self.create_future()
         begin = self._now + self._thread_delay_s()
         if executor is not None:
@@ -155,7 +155,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # -- processes --------------------------------------------------------------------------------------------
 
     def start_process(self, name: str) -> Process:
-        """A new process, in which nothing runs yet."""
+        """Create a process, in which nothing runs yet."""
         process = Process(name, len(self._processes))
         self._processes.append(process)
         return process
@@ -165,23 +165,23 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self.create_task(coro, name=name, context=process.context.copy())
 
     def kill(self, process: Process) -> None:
-        """End a process here and now: no more of it runs, no `finally` either."""
+        """End a process immediately: none of its code runs any more, not even `finally`."""
         process.alive = False
         self._leave(process)
 
     def pause(self, process: Process) -> None:
-        """Stop a process; time goes on without it."""
+        """Pause a process; time continues without it."""
         process.paused = True
         self._leave(process)
 
     def resume(self, process: Process) -> None:
-        """Resume a process where it was stopped."""
+        """Resume a paused process."""
         process.paused = False
         if process.alive and process.ready:
             self._join(process)
 
     def _join(self, process: Process) -> None:
-        # By number, so that the order in which they became ready decides nothing that the seed should decide.
+        # By number, so that the order in which they became ready does not decide what the seed should decide.
         if process not in self._runnable:
             insort(self._runnable, process, key=_number_of)
 
@@ -190,7 +190,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._runnable.remove(process)
 
     def _enqueue(self, process: Process, handle: asyncio.Handle) -> None:
-        # What a dead process would have done is kept until the end: only so can its tasks be cancelled then.
+        # Callbacks of a dead process are kept until the end, so that its tasks can be cancelled then.
         ready = process.ready
         if not ready and process.alive and not process.paused:
             self._join(process)
@@ -199,7 +199,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # -- running ----------------------------------------------------------------------------------------------
 
     def run_until_complete(self, future: Any) -> Any:
-        """Run until the future or coroutine is done; raise `Deadlock` or `Runaway` when that cannot be."""
+        """Run until the future or coroutine is done; raise `Deadlock` or `Runaway` if that is impossible."""
         with _Running(self):
             main = future if isinstance(future, asyncio.Future) else self.spawn(self.world, future)
             while not main.done():
@@ -209,7 +209,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             return main.result()
 
     def _step(self) -> Process:
-        """Call one callback; returns the process it belongs to."""
+        """Call one callback; return its process."""
         runnable = self._runnable
         while not runnable:
             self._jump()
@@ -227,7 +227,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return process
 
     def _jump(self) -> None:
-        """Let the next timers fire."""
+        """Run the next timers."""
         timers = self._timers
         while timers and (timers[0][3].cancelled() or not timers[0][4].alive):
             heapq.heappop(timers)
@@ -244,7 +244,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self._enqueue(process, handle)
 
     def dismantle(self) -> None:
-        """Cancel whatever is left in any process, dead ones included, and close the loop."""
+        """Cancel what is left in any process, dead ones included, and close the loop."""
         self.after_step = None
         self._steps_max = self.steps + _DISMANTLE_STEPS_MAX * 2
         with _Running(self):
@@ -254,7 +254,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                     self._join(process)
                 for task in process.pending_tasks():
                     task.cancel()
-            # What is cancelled may start something new, which must not stay behind.
+            # Cancelled tasks may start new ones, which must not be left behind.
             self._dismantling = True
             self._drain()
             self._dismantling = False
@@ -266,7 +266,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.close()
 
     def _drain(self) -> None:
-        """Run what is ready, without letting time go on."""
+        """Run what is ready, without advancing the time."""
         for _ in range(_DISMANTLE_STEPS_MAX):
             if not self._runnable:
                 return
@@ -275,7 +275,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """A task whose place in a set does not depend on where it lies in memory: asyncio keeps tasks in sets."""
+    """A task whose place in a set does not depend on its address in memory: asyncio keeps tasks in sets."""
 
     def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
         self._number = number
@@ -286,7 +286,7 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class _Running:
-    """The loop is the running one, and the async generators of its processes are held on to."""
+    """Make this the running loop, and keep references to the async generators of its processes."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop

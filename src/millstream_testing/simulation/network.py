@@ -26,15 +26,15 @@ class LinkDown(Exception):
 
 
 class NotListening(LinkDown):
-    """The call surely was not carried out: nothing listens there."""
+    """The call was certainly not carried out: nothing listens there."""
 
 
 class Network:
-    """Every link of a simulation, by the names of what is at its ends."""
+    """Every link of a simulation, by the names of its ends."""
 
     def __init__(self, loop: SimulatedLoop, chance: Random) -> None:
         self.endpoints: dict[str, Process] = {}
-        """Who listens under a name now."""
+        """The process that listens under each name now."""
         self.loss_chance = 0.0
         self.late_chance = 0.0
         self.late_max_s = 4.0
@@ -45,26 +45,26 @@ class Network:
         self._hearing: list[asyncio.Future[None]] = []
 
     def cut(self, source: str, target: str) -> None:
-        """Let nothing more arrive that one end sends to the other."""
+        """Drop everything that one end sends to the other."""
         self._cut.add((source, target))
 
     def heal(self, source: str, target: str) -> None:
-        """Let what is sent from now on arrive again."""
+        """Deliver what is sent from now on again."""
         self._cut.discard((source, target))
         self._wake_listeners()
 
     def heal_all(self) -> None:
-        """Take every cut and every chance of loss back."""
+        """Heal every cut, and reset every chance of loss."""
         self._cut.clear()
         self.loss_chance = self.late_chance = 0.0
         self._wake_listeners()
 
     def is_cut(self, source: str, target: str) -> bool:
-        """Whether nothing arrives that one end sends to the other."""
+        """Whether what one end sends to the other is dropped."""
         return (source, target) in self._cut
 
     def cuts(self) -> Iterable[tuple[str, str]]:
-        """Every cut, in order."""
+        """Return every cut, in order."""
         return sorted(self._cut)
 
     def disconnect(self, process: Process) -> None:
@@ -73,7 +73,7 @@ class Network:
             self._loop.call_later(self.delay_s(), _fail, answer, LinkDown(f"{process.name} hung up"))
 
     def delay_s(self) -> float:
-        """How long one way takes."""
+        """Return the delay in one direction."""
         draw = self._chance.random
         if self.late_chance and draw() < self.late_chance:
             return draw() * self.late_max_s
@@ -97,7 +97,7 @@ class Network:
             timer.cancel()
 
     async def changes_from(self, source: str) -> None:
-        """Wait until what another end sends now arrives here; a cut only holds it up, since it is sent again."""
+        """Wait until what another end sends now arrives here; a cut only delays it, since it is sent again."""
         here = current_process().name
         await asyncio.sleep(self.delay_s())
         while (source, here) in self._cut or (here, source) in self._cut:
@@ -112,7 +112,7 @@ class Network:
             _settle(healed, None)
 
     def _carry(self, arrive: Callable[..., None], *arguments: Any) -> None:
-        # What is on its way belongs to no process, so that it arrives whatever happens to its sender.
+        # What is in flight belongs to no process, so it arrives even if its sender dies.
         self._loop.call_later(self.delay_s(), arrive, *arguments, context=self._loop.world.context)
 
     def _is_lost(self, source: str, target: str) -> bool:

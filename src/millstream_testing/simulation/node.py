@@ -57,16 +57,16 @@ class Around(Protocol):
     declarations: SimulatedDeclarations
 
     def node(self, node_id: NodeId) -> SimulatedNode:
-        """Another node."""
+        """Return another node."""
 
     def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
 
     def runs_now(self, node: SimulatedNode, process: Process) -> None:
-        """A node runs in a new process."""
+        """Called when a node runs in a new process."""
 
     def fail(self, error: BaseException) -> None:
-        """Something happened that must not."""
+        """Called when something happened that must not."""
 
 
 class Run:
@@ -109,7 +109,7 @@ class Run:
         )
 
     async def start(self) -> None:
-        """Bring the parts up as the broker does."""
+        """Start the parts as the broker does."""
         self._supervise("log store", self.log_store.run())
         await self.cluster.open()
         await self.serve()
@@ -118,7 +118,7 @@ class Run:
         )
 
     async def stop(self) -> None:
-        """Take the parts down as the broker does."""
+        """Stop the parts as the broker does."""
         await self.cluster.leave()
         self.follower_fetch.stop()
         await self.close_served()
@@ -127,7 +127,7 @@ class Run:
         await self.log_store.close()
 
     async def serve(self) -> None:
-        """Start what clients ask beyond producing and fetching: nothing here."""
+        """Start what clients need beyond producing and fetching: nothing here."""
 
     async def close_served(self) -> None:
         """Stop what `serve` has started."""
@@ -164,7 +164,7 @@ class SimulatedNode:
     # -- what happens to it -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process, unless one runs."""
+        """Start a process, unless one is running."""
         if self.is_running:
             return
         self.starts += 1
@@ -187,29 +187,29 @@ class SimulatedNode:
             self.part_failed("start", error)
 
     def part_failed(self, name: str, error: BaseException) -> None:
-        """A part that should run for ever ended."""
+        """Report that a part that should run forever has ended."""
         self.around.record(self.name, f"{name} failed: {error!r}")
         if isinstance(error, NodeIdTaken):
-            # What was left of the process before is there for longer than a node waits; its supervisor starts it again.
+            # What was left of the previous process lasts longer than a node waits; its supervisor starts it again.
             self.kill()
             self.around.loop.call_later(1.0, self.start, context=self.around.loop.world.context)
         else:
             self.around.fail(error)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         if self._end():
             self.files.kill()
 
     def crash(self) -> None:
-        """Take the power from the machine."""
+        """Cut the power of the machine."""
         if self._end():
             self.files.crash()
             self.boots += 1
             self.suspect = True
 
     async def stop(self) -> None:
-        """Stop in an orderly way; what takes too long is killed."""
+        """Stop cleanly; kill it if that takes too long."""
         run, process = self._run, self._process
         if run is None or process is None or not self.is_running or process.paused:
             self.kill()
@@ -224,7 +224,7 @@ class SimulatedNode:
         self.kill()
 
     def pause(self) -> None:
-        """Stop the process where it is."""
+        """Pause the process."""
         if self._process is not None:
             self.around.loop.pause(self._process)
 
@@ -237,7 +237,7 @@ class SimulatedNode:
         self.clock.jump_ms(milliseconds)
 
     def fail_disk(self) -> None:
-        """Let the next sync of a segment fail; one that fails while the log is opened would keep it closed."""
+        """Fail the next sync of a segment; a failure while the log is opened would keep it closed."""
         if self.is_running:
             self.files.fail_next_syncs(".log")
 
@@ -254,7 +254,7 @@ class SimulatedNode:
     # -- what is asked of it ----------------------------------------------------------------------------------
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """The partitions it carries; while it does not run, those that it had last. Another mapping for others."""
+        """Return its partitions; while it does not run, the last ones. The mapping is replaced when they change."""
         if self._run is not None and self.is_running:
             hosted = list(self._run.cluster.topics.hosted())
             if hosted != self._carried:
@@ -264,7 +264,7 @@ class SimulatedNode:
         return self._replicas
 
     def look_if_admitted(self, entries: Mapping[str, Entry]) -> None:
-        """A machine that crashed counts again once the controller has let it in."""
+        """Whether a machine that crashed was admitted again by the controller."""
         if not self.suspect or not self.is_running:
             return
         admitted, registered = entries.get(keys.admitted_key(self.node_id)), entries.get(keys.node_key(self.node_id))
@@ -275,13 +275,13 @@ class SimulatedNode:
             self.suspect = False
 
     def server(self) -> FollowerFetch:
-        """What answers followers."""
+        """Return what answers followers."""
         if self._run is None:
             raise BrokerUnreachable(f"{self.name} starts")
         return self._run.follower_fetch
 
     async def produce(self, key: PartitionKey, batch: bytes, acks: int) -> AppendedRange:
-        """Append a batch, as a producer asks."""
+        """Append a batch, as a producer does."""
         partition = self._partition(key)
         try:
             async with asyncio.timeout(PRODUCE_TIMEOUT_S):
@@ -290,11 +290,11 @@ class SimulatedNode:
             raise RequestTimedOut("not acknowledged in time") from None
 
     async def fetch(self, key: PartitionKey, offset: int, max_bytes: int) -> bytes:
-        """Read committed batches, as a consumer asks."""
+        """Read committed batches, as a consumer does."""
         return bytes(self._partition(key).read(Offset(offset), max_bytes=max_bytes))
 
     async def change_setting(self, topic_id: UUID, name: str, value: str) -> None:
-        """Change a setting of a topic, as an administrator asks."""
+        """Change a setting of a topic, as an administrator does."""
         if self._run is None:
             raise UnknownTopic(f"{self.name} starts")
         topics = self._run.cluster.topics
@@ -303,13 +303,13 @@ class SimulatedNode:
             await topics.alter(topic.name, {name: value}, timeout_s=PRODUCE_TIMEOUT_S)
 
     async def plan(self, work: Callable[[Plans], Awaitable[T]]) -> T:
-        """Do something with the plans of the cluster, as an operator asks."""
+        """Work on the plans of the cluster, as an operator does."""
         if self._run is None:
             raise BrokerUnreachable(f"{self.name} starts")
         return await work(self._run.cluster.plans)
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
-        """Who leads a partition, as far as this node knows."""
+        """Return who leads a partition, as far as this node knows."""
         run = self._run
         versioned = None if run is None else run.cluster.view.states.get(key)
         return versioned.state.leader if versioned is not None and versioned.state.has_leader else None

@@ -29,7 +29,7 @@ KINDS = (
     "disk",
     "settings",
 )
-"""Of faults; a run has some of them only, since bugs hide behind other faults as often as in them."""
+"""Of faults; a run has only some of them, since bugs hide behind other faults as often as in them."""
 
 KINDS_MIN, KINDS_MAX = 2, 6
 LEASE_MS = 3_000
@@ -54,7 +54,7 @@ class Plan:
 
     @classmethod
     def draw(cls, seed: int, faults: Sequence[str] = ()) -> Plan:
-        """Draw everything from the seed, but for the kinds of faults if they are named."""
+        """Draw everything from the seed, except the kinds of faults if they are named."""
         chance = Random(f"{seed} plan")
         drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
         faults = tuple(faults or drawn)
@@ -69,7 +69,7 @@ class Plan:
         )
 
     def config(self, node_id: NodeId) -> Config:
-        """The settings of a node."""
+        """Return the settings of a node."""
         return Config(
             node_id=node_id,
             etcd="simulated",
@@ -80,7 +80,7 @@ class Plan:
         )
 
     def chance(self, purpose: str) -> Random:
-        """Random numbers of their own for each part, so that one that draws more does not change the others."""
+        """Return separate random numbers for each part, so that one that draws more does not change the others."""
         return Random(f"{self.seed} {purpose}")
 
 
@@ -94,7 +94,7 @@ def _draw_topic(chance: Random, number: int, faults: Sequence[str]) -> Topic:
         overrides={
             "flush": chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
             "message.timestamp.after.max.ms": str(10**12),
-            # One memory may be lost by a crash, so nothing is promised then of what one node alone has.
+            # A crash may lose the memory of one node, so nothing is promised for what only that node has.
             "min.insync.replicas": str(max(2, minimum) if CRASH in faults else minimum),
         },
         created_ms=0,

@@ -1,4 +1,4 @@
-"""What can be stopped, continued and killed at once in a simulation: a node, a client, the coordination store.
+"""A process of a simulation, which can be paused, resumed and killed: a node, a client, the coordination store.
 
 Everything that runs in a simulation belongs to a process. It is found by its context: tasks, timers and callbacks
 inherit the context in which they were made, so that nothing in the code under test has to know of it.
@@ -16,7 +16,7 @@ _TASKS_MIN = 32
 
 
 class Process:
-    """One process. Its callbacks run in the order in which they were asked for; between processes there is no order."""
+    """One process. Its callbacks run in the order of scheduling; between processes there is no order."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Process:
         return self.alive and not self.paused
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold a reference to a task: one without any would run its `finally` after the process died."""
+        """Hold a reference to a task: without one, its `finally` would run after the process died."""
         tasks = self._tasks
         tasks.append(task)
         if len(tasks) > self._tasks_max:
@@ -47,7 +47,7 @@ class Process:
             self._tasks_max = max(_TASKS_MIN, 2 * len(self._tasks))
 
     def pending_tasks(self) -> list[asyncio.Task[Any]]:
-        """The tasks that have not ended."""
+        """Return the tasks that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
 
@@ -55,5 +55,5 @@ PROCESS: ContextVar[Process] = ContextVar("PROCESS")
 
 
 def current_process() -> Process:
-    """The process that is running."""
+    """Return the running process."""
     return PROCESS.get()

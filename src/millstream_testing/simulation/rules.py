@@ -28,34 +28,34 @@ _READ_BYTES = 1024 * 1024
 
 
 class Holder(Protocol):
-    """What the rules have to know of a node."""
+    """What the rules need to know about a node."""
 
     node_id: NodeId
     suspect: bool
-    """Its machine crashed, and it has not been let in again."""
+    """Whether its machine crashed, and it has not been admitted again."""
     is_running: bool
 
     def replicas(self) -> Mapping[PartitionKey, Partition]:
-        """Its partitions; of a node that is down, those it had last. Another mapping whenever they change."""
+        """Its partitions; of a node that is down, the last ones. The mapping is replaced when they change."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was last seen of one replica."""
+    """The last known state of one replica."""
 
     partition: Partition
     high_watermark: int = -1
     epoch: int = -1
     is_leader: bool = False
     verified: int = 0
-    """Below this offset it has what is committed."""
+    """Below this offset, its committed data was verified."""
     generation: int = -1
     is_down: bool = False
-    """The node was killed, so that nothing can be read any more; what it had written is still there."""
+    """The node was killed, so that nothing can be read any more; what it had written still exists."""
 
 
 class Rules:
-    """What has to hold for every partition."""
+    """The rules for every partition."""
 
     def __init__(self, record: Callable[[str, str], None]) -> None:
         self.committed: dict[PartitionKey, Committed] = {}
@@ -74,7 +74,7 @@ class Rules:
     # -- what nodes do ----------------------------------------------------------------------------------------
 
     def stepped(self, node: Holder) -> None:
-        """Something ran on a node: look at what changed."""
+        """Check what changed on a node that ran."""
         for key, seen in self._watched(node):
             partition = seen.partition
             if (
@@ -128,12 +128,12 @@ class Rules:
             raise Violation(f"{committed.name}: nodes {leader} and {node.node_id} both lead in epoch {epoch}")
         if node.suspect:
             raise Violation(f"{committed.name}: node {node.node_id} leads before it was let in after a crash")
-        # Who hears late of an election that is over may lack what was committed since; it can commit nothing.
+        # A node that learns late of an election may lack newer committed data; it cannot commit anything.
         if epoch == self.states[key].leader_epoch:
             self._require(seen, committed, f"node {node.node_id}, leader of epoch {epoch},")
 
     def _require(self, seen: _Seen, committed: Committed, whose: str) -> None:
-        """Raise unless a replica has everything that is committed, as durable as the topic asks for."""
+        """Raise unless a replica has everything that is committed, as durable as the topic requires."""
         promised = seen.partition.promised_offset
         if promised < committed.end:
             raise Violation(
@@ -155,7 +155,7 @@ class Rules:
             seen.verified = committed.check(records, whose, may_extend=up_to == seen.partition.high_watermark)
 
     def stopping(self, node: Holder) -> None:
-        """A node is about to be killed: from here on nothing of it can be read."""
+        """Record the state of a node before it is killed, since nothing can be read afterwards."""
         for key in node.replicas():
             seen, state = self._seen.get((node.node_id, key)), self.states.get(key)
             if seen is None:
@@ -167,7 +167,7 @@ class Rules:
     # -- what the store says ----------------------------------------------------------------------------------
 
     def store_changed(self, entries: Iterable[Entry]) -> None:
-        """The store changed: look at the states of partitions that are new."""
+        """Check the states of partitions that have changed in the store."""
         for entry in entries:
             if not entry.key.startswith(keys.PARTITIONS) or self._revisions.get(entry.key) == entry.revision:
                 continue
@@ -220,13 +220,13 @@ class Rules:
         self.of(key).check_acknowledged(sent, base_offset, next_offset, whose)
 
     def consumed(self, key: PartitionKey, records: bytes, whose: str) -> int:
-        """A consumer was given batches; returns where it reads next."""
+        """Check batches that a consumer received; return where it reads next."""
         return self.of(key).check(records, whose, may_extend=False)
 
     # -- in the end -------------------------------------------------------------------------------------------
 
     def check_settled(self, nodes: Iterable[Holder]) -> str | None:
-        """After all faults: None when all replicas are in sync and the same, or what is not so yet."""
+        """Return what differs between the replicas after all faults; None if all are in sync and equal."""
         for key, state in self.states.items():
             committed = self.of(key)
             if not state.has_leader or set(state.in_sync) != set(state.replicas):
@@ -244,7 +244,7 @@ class Rules:
         return None
 
     def of(self, key: PartitionKey) -> Committed:
-        """What is committed of a partition."""
+        """Return what is committed of a partition."""
         committed = self.committed.get(key)
         if committed is None:
             committed = self.committed[key] = Committed(f"{str(key[0])[:4]}-{key[1]}")

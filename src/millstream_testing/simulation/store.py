@@ -36,7 +36,7 @@ class ObservedService(EmbeddedService):
 
 
 class SimulatedStore(EmbeddedStore):
-    """One node's door to the service."""
+    """The access of one node to the service."""
 
     def __init__(self, service: EmbeddedService, clock: Clock, network: Network) -> None:
         super().__init__(service, clock)

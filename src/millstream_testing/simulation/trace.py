@@ -22,19 +22,19 @@ class Trace:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the simulation has run, in its own time."""
+        """Return how long the simulation has run, in virtual time."""
         return self._loop.time() - self._began
 
     def note(self, source: str, event: str) -> None:
-        """Add a line that is printed on request only and does not enter the digest."""
+        """Add a line that is printed only on request and is not part of the digest."""
         self._notes.append((len(self._lines), self.elapsed_s, source, event))
 
     def lines(self) -> list[str]:
-        """Every line as text, notes among them."""
+        """Return every line as text, including notes."""
         numbered = [(number, 1, *line) for number, line in enumerate(self._lines)]
         every = sorted([*numbered, *((number, 0, *rest) for number, *rest in self._notes)], key=lambda line: line[:2])
         return [f"{when:10.4f}  {source:<10}  {event}" for _, _, when, source, event in every]
 
     def digest(self) -> int:
-        """A number that differs, very likely, when anything went another way."""
+        """Return a number that, very likely, differs if anything happened differently."""
         return crc32(repr((self._lines, self._loop.steps)).encode())

@@ -25,7 +25,7 @@ FETCH_BYTES = 2000
 
 
 class Server(Protocol):
-    """What clients ask of a node. Each call runs in the node's process."""
+    """What clients request of a node. Each call runs in the node's process."""
 
     name: str
     node_id: NodeId
@@ -37,11 +37,11 @@ class Server(Protocol):
         """Read committed batches."""
 
     async def leader_of(self, key: PartitionKey) -> NodeId | None:
-        """Who leads a partition, as far as this node knows."""
+        """Return who leads a partition, as far as this node knows."""
 
 
 class Client:
-    """Finds the leader of a partition by asking around, and asks it again and again."""
+    """Finds the leader of a partition, and retries there."""
 
     def __init__(
         self, name: str, key: PartitionKey, servers: Sequence[Server], network: Network, chance: Random
@@ -162,7 +162,7 @@ class Consumer(Client):
         self._record = record
 
     async def run(self, pause_s: float) -> None:
-        """Read for ever."""
+        """Read forever."""
         while True:
             leader = await self._find_leader()
             try:

@@ -1,4 +1,4 @@
-"""A whole cluster in one seed: nodes, store, clients and faults; afterwards everything has to be well again.
+"""A whole cluster in one seed: nodes, store, clients and faults; in the end everything has to be healthy again.
 
 `simulate(seed)` runs one and returns the outcome. The same seed always goes the same way, so that a failure found among
 thousands can be looked at step by step.
@@ -39,12 +39,12 @@ LOOK_S = 0.25
 
 
 class NotWell(Exception):
-    """After all faults were over, the cluster did not become well again in time."""
+    """The cluster did not recover in time after all faults were over."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a seed ended."""
+    """The outcome of a seed."""
 
     seed: int
     failure: str | None = None
@@ -132,7 +132,7 @@ class World:
             self._failure = error if isinstance(error, Exception) else Violation(repr(error))
 
     def may_crash(self, machine: Machine) -> bool:
-        """Whether what was acknowledged has to outlive a crash: if it is synced, or no other memory was lost before."""
+        """Whether acknowledged data must survive a crash: it is synced, or no other memory was lost before."""
         others = [node for node in self.nodes if node is not machine]
         if all(topic.overrides["flush"] == FLUSH_ALWAYS for topic in self.plan.topics):
             return True
@@ -141,12 +141,12 @@ class World:
         )
 
     def leading(self) -> Machine | None:
-        """A node that leads something, if any does."""
+        """Return a node that leads something, if any does."""
         leaders = sorted({state.leader for state in self.rules.states.values() if state.has_leader})
         return self.node(self._steering.choice(leaders)) if leaders else None
 
     async def change_min_in_sync(self, minimum: int) -> None:
-        """Have a topic ask for another number of replicas in sync, by way of any node."""
+        """Set the number of replicas of a topic that must be in sync, through any node."""
         node = self._steering.choice(self.nodes)
         topic_id = self._steering.choice(self.plan.topics).topic_id
         minimum = max(2, minimum) if CRASH in self.plan.faults else minimum
@@ -164,7 +164,7 @@ class World:
         self.loop.resume(self.network.endpoints[STORE])
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run something in a process; when it fails, the run has failed."""
+        """Run something in a process; if it fails, the run has failed."""
         self.loop.spawn(process, work, name=name).add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -182,7 +182,7 @@ class World:
             self.fail(violation)
 
     def stepped(self, node: SimulatedNode) -> None:
-        """Something ran on a node: check the rules."""
+        """Check the rules after something ran on a node."""
         self.rules.stepped(node)
 
     def _stepped(self, process: Process) -> None:
@@ -198,7 +198,7 @@ class World:
     # -- the run ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Start, work under faults, heal, and check that all is well."""
+        """Start, work under faults, heal, and check everything."""
         await self.start()
         producers, consumers = self._start_clients()
         await self.break_and_heal()
@@ -219,7 +219,7 @@ class World:
         await self.until("the topics are there", self.unsettled, START_S)
 
     async def break_and_heal(self) -> None:
-        """Let all faults happen, and then be over."""
+        """Run all faults to their end."""
         await Faults(self, self.plan.chance("faults"), self.plan.faults).run()
         self._heal()
 
@@ -271,7 +271,7 @@ class World:
             node.start()
 
     async def until(self, condition: str, pending: Callable[[], str | None], timeout_s: float) -> None:
-        """Wait until nothing is left; fail when that takes too long."""
+        """Wait until nothing is left; fail if that takes too long."""
         deadline = self.loop.time() + timeout_s
         while (left := pending()) is not None:
             if self.loop.time() > deadline:
@@ -279,7 +279,7 @@ class World:
             await asyncio.sleep(LOOK_S)
 
     def unsettled(self) -> str | None:
-        """What keeps the replicas from being the same, if anything does."""
+        """Return how the replicas differ, if they do."""
         expected = sum(topic.partitions for topic in self.plan.topics)
         if len(self.rules.states) < expected:
             return f"{len(self.rules.states)} of {expected} partitions"
@@ -298,7 +298,7 @@ def _pending(producers: list[tuple[Producer, asyncio.Task[None]]]) -> str | None
 
 
 class _LogHandler(logging.Handler):
-    """Puts what nodes log into the trace; what they caught although it should never happen ends the run."""
+    """Adds what nodes log to the trace; errors that should never happen end the run."""
 
     def __init__(self, *, tracing: bool) -> None:
         super().__init__(logging.INFO if tracing else logging.ERROR)

@@ -39,7 +39,7 @@ class Attempt(Writer):
 
     @property
     def member(self) -> Member:
-        """As CompleteBatch names it."""
+        """Return the member as CompleteBatch names it."""
         return Member(*self.who)
 
     async def run(self) -> None:
@@ -79,16 +79,16 @@ class BatchDriver(Caller):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no attempt is at work."""
+        """Whether no attempt is active."""
         return all(task.done() or not process.alive for _, process, task in self._attempts)
 
     def failure(self) -> BaseException | None:
-        """What an attempt failed with."""
+        """Return the error of an attempt."""
         done = (task for _, process, task in self._attempts if task.done() and process.alive)
         return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def run(self) -> None:
-        """Commit one batch after the other; what is left at the end is aborted."""
+        """Commit one batch after the other; abort what is left at the end."""
         number = 0
         while not self._stopping:
             number = await self._last_batch() + 1
@@ -104,7 +104,7 @@ class BatchDriver(Caller):
         return last
 
     async def _run_batch(self, batch: Batch) -> None:
-        """Try to commit a batch once; what fails is found by the next look at the last batch."""
+        """Try to commit a batch once; the next lookup of the last batch shows what failed."""
         self.stage.record(self.name, f"batch {batch[1]}")
         attempts = [self._start(batch, part) for part in range(PARTS)]
         if self.chance.random() < SPECULATION_CHANCE:
@@ -117,7 +117,7 @@ class BatchDriver(Caller):
             await self._abort_batch(batch)
             return
         if self.chance.random() < WAIT_CHANCE:
-            # Longer than any transaction may take that is not prepared.
+            # Longer than any transaction that is not prepared may take.
             await asyncio.sleep(self.stage.plan.timeout_ms / 1000 * 1.5)
         await self._complete(batch, chosen)
 
@@ -133,7 +133,7 @@ class BatchDriver(Caller):
         return attempt
 
     async def _wait_for(self, batch: Batch, attempts: list[Attempt]) -> list[Attempt] | None:
-        """Wait until every part is there; start another attempt for one whose attempts are over."""
+        """Wait until every part is prepared; start another attempt for a part whose attempts have ended."""
         hasty = self.chance.random() < HASTE_CHANCE
         for _ in range(LOOKS_MAX):
             chosen = [_first(attempts, part, hasty=hasty) for part in range(PARTS)]
@@ -177,7 +177,7 @@ class BatchDriver(Caller):
 
 
 def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:
-    """An attempt that is prepared, or, in haste, one that has written everything."""
+    """Return an attempt that is prepared, or, in haste, one that has written everything."""
     mine = [attempt for attempt in attempts if attempt.part == part]
     ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.transaction is not None)]
     return ready[0] if ready else None

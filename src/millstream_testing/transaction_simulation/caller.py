@@ -1,4 +1,4 @@
-"""How clients of the simulation ask nodes: they find out whom to ask, and ask again when it did not work."""
+"""How clients of the simulation send requests to nodes: they find the right node, and retry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Operation = Callable[[TransactionNode], Awaitable[T]]
 
 TIMEOUT_S = 3.0
 PATIENT_TIMEOUT_S = 15.0
-"""A client that must not send a request twice waits longer than anything takes."""
+"""A client that must not send a request twice waits longer than any request takes."""
 PAUSE_S = 0.25
 
 AGAIN = (
@@ -54,12 +54,12 @@ AGAIN = (
 
 
 class GaveUp(Exception):
-    """It was tried often enough; whether it was carried out is not known."""
+    """It was retried often enough; whether it was carried out is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What every client finds around it."""
+    """What every client needs."""
 
     plan: TransactionPlan
     loop: SimulatedLoop
@@ -71,20 +71,20 @@ class Stage:
 
 
 class Caller:
-    """One client. `may_be_late` is whether its requests may be carried out after it has given them up, and twice."""
+    """One client. `may_be_late` says whether its requests may be carried out after it has given up, and twice."""
 
     def __init__(self, name: str, stage: Stage, *, may_be_late: bool = True) -> None:
         self.name = name
         self.stage = stage
         self.chance: Random = stage.plan.chance(name)
         self.sends = 0
-        """How often anything was sent, which counts what the network has sent twice."""
+        """The number of sent requests, including those that the network has duplicated."""
         self._may_be_late = may_be_late
         self._known: dict[Where, TransactionNode] = {}
         self._again: set[asyncio.Task[None]] = set()
 
     async def ask(self, where: Where, operation: Operation[T], *, tries: int | None = None) -> T:
-        """Ask until there is an answer that says more than to try again."""
+        """Retry until the answer is final."""
         tried = 0
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Consumers of the simulation that read what is committed, at any moment: records, and offsets of groups."""
+"""Consumers of committed data in the simulation: records, and offsets of groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream_testing.transaction_simulation.visible import Visible
 
 
 class CommittedConsumer(Caller):
-    """Reads one partition from its beginning, and leaves out what the broker says is aborted, as clients do."""
+    """Reads one partition from its beginning, and skips aborted records, as clients do."""
 
     def __init__(self, stage: Stage, visible: Visible) -> None:
         partition = visible.partition
@@ -26,7 +26,7 @@ class CommittedConsumer(Caller):
         self._where = Where(LEADER, partition.topic, partition.partition)
 
     async def run(self) -> None:
-        """Read for ever."""
+        """Read forever."""
         while True:
             read = await self.ask(self._where, self._read)
             if read.records:
@@ -43,7 +43,7 @@ class CommittedConsumer(Caller):
 
 
 def delivered(read: CommittedRead, position: int) -> tuple[dict[int, str], int]:
-    """What a client hands out of an answer, by offset, and where it reads next."""
+    """Return what a client delivers of a response, by offset, and where it reads next."""
     waiting = sorted(read.aborted, key=lambda one: one[1])
     aborted: set[int] = set()
     values: dict[int, str] = {}
@@ -73,7 +73,7 @@ class OffsetReader(Caller):
         self._partition: TopicPartition = stage.plan.data[0]
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Check forever."""
         while True:
             await self.look()
             await asyncio.sleep(self.chance.expovariate(1 / (2 * self.stage.plan.fetch_pause_s)))

@@ -1,4 +1,4 @@
-"""What coordinators have decided durably, from the committed batches of `__transaction_state` alone."""
+"""The durable decisions of coordinators, derived from the committed batches of `__transaction_state` alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Decisions:
         return decision in self._made
 
     def take(self, batch: bytes) -> None:
-        """Take in the next batch that was committed."""
+        """Add the next committed batch."""
         for record in decode_batch(batch, read_header(batch)):
             key = read_key(record.key or b"")
             if not isinstance(key, TransactionKey) or record.value is None:

@@ -1,4 +1,4 @@
-"""What clients did and got acknowledged, and what follows for every transaction. The model trusts no broker.
+"""What clients did and had acknowledged, and what follows for every transaction. The model trusts no broker.
 
 A transaction is identified by the number in its records. Nothing becomes visible whose commit was never sent; what was
 acknowledged as committed is visible as a whole, what was acknowledged as aborted not at all, and everything else is
@@ -26,16 +26,16 @@ class ModelTransaction:
     instance: int
     batch: Batch | None = None
     written: dict[str, TopicPartition] = field(default_factory=dict)
-    """What was acknowledged: values and where they are."""
+    """What was acknowledged: values and their positions."""
     offsets_acknowledged: bool = False
     """Whether it committed an offset of its group, which is its number."""
     commit_sent: bool = False
     committed: bool = False
-    """Whether its client got that acknowledged."""
+    """Whether that was acknowledged to its client."""
     doomed: str | None = None
     """Why it must never become visible."""
     outcomes: dict[TopicPartition, bool] = field(default_factory=dict)
-    """By partition: what its marker there says."""
+    """By partition: the outcome according to its marker."""
     visible: dict[str, int] = field(default_factory=dict)
     """How often each of its records became visible."""
 
@@ -70,7 +70,7 @@ class Model:
         return transaction
 
     def begun_so_far(self) -> int:
-        """How many transactions have begun."""
+        """The number of transactions that have begun."""
         return len(self.transactions)
 
     def initialized(self, transactional_id: str, instance: int, begun_before: int) -> None:
@@ -90,7 +90,7 @@ class Model:
         transaction.committed = True
 
     def doom(self, transaction: ModelTransaction, reason: str) -> None:
-        """From now on it is certain that a transaction never becomes visible."""
+        """Record that a transaction can never become visible."""
         transaction.doomed = transaction.doomed or reason
         if transaction.committed or True in transaction.outcomes.values():
             raise Violation(f"transaction {transaction.number} is committed, although {reason}")
@@ -98,7 +98,7 @@ class Model:
     # -- batches ----------------------------------------------------------------------------------------------
 
     def complete_sent(self, batch: Batch, members: Iterable[ModelTransaction]) -> None:
-        """A driver asks for a batch to be committed."""
+        """Record that a driver requests the commit of a batch."""
         members = list(members)
         for transaction in members:
             transaction.commit_sent = True
@@ -125,7 +125,7 @@ class Model:
             raise Violation(f"batch {batch} is reported as committed, but no driver asked for that")
 
     def abort_sent(self, batch: Batch) -> None:
-        """A driver asks for all attempts at a batch to be aborted."""
+        """Record that a driver requests to abort all attempts at a batch."""
         self._of(batch).abort_sent = True
 
     def abort_acknowledged(self, batch: Batch, begun_before: int) -> None:
@@ -148,7 +148,7 @@ class Model:
     # -- what is seen in the logs -----------------------------------------------------------------------------
 
     def decided(self, partition: TopicPartition, numbers: Collection[int], values: list[str], *, commit: bool) -> None:
-        """A marker was committed that ends a transaction with these records on one partition."""
+        """Record a committed marker that ends a transaction with these records on one partition."""
         if len(numbers) > 1:
             raise Violation(f"{partition}: one marker ends several transactions: {sorted(numbers)}")
         for number in numbers:
@@ -175,7 +175,7 @@ class Model:
             )
 
     def offset_seen(self, transactional_id: str, before: int, offset: int) -> None:
-        """The offset that counts of the group of a transactional id was read, and what it was when read before."""
+        """Check the offset of the group of a transactional id against the one that was read before."""
         if offset < before:
             raise Violation(f"the offset of {transactional_id} went back from {before} to {offset}")
         if offset < 0:
@@ -191,7 +191,7 @@ class Model:
     # -- in the end -------------------------------------------------------------------------------------------
 
     def check_all(self) -> None:
-        """After everything is healed and read."""
+        """Check the final state, after everything is healed and read."""
         for transaction in self.transactions:
             is_visible = bool(transaction.visible)
             if transaction.committed or is_visible:
@@ -211,7 +211,7 @@ class Model:
             raise Violation(f"batch {batch}: visible is {sorted(visible)}, asked for was {of_batch.completes}")
 
     def offset_of(self, transactional_id: str) -> int:
-        """The offset that has to count in the end."""
+        """Return the offset that must be committed in the end."""
         transaction = [
             transaction.number
             for transaction in self._of_id.get(transactional_id, ())

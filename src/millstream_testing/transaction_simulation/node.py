@@ -50,7 +50,7 @@ LEADER, COORDINATOR, GROUP = "leader", "coordinator", "group"
 
 
 class Where(NamedTuple):
-    """Whom a request is for: the leader of a partition, or the coordinator of a transaction or of a group."""
+    """The receiver of a request: the leader of a partition, or the coordinator of a transaction or of a group."""
 
     kind: str
     name: str
@@ -59,7 +59,7 @@ class Where(NamedTuple):
 
 
 class TransactionRun(Run):
-    """One process of a node with transactions, put together as `TransactionService` does it."""
+    """One process of a node with transactions, assembled as in `TransactionService`."""
 
     def __init__(self, node: TransactionNode, process: Process) -> None:
         super().__init__(node, process)
@@ -83,12 +83,12 @@ class TransactionRun(Run):
         self._add_partitions = AddPartitionsToTxn(self.coordinator, topics)
 
     async def serve(self) -> None:
-        """Begin to load what the coordinators keep in the log."""
+        """Start to load what the coordinators keep in the log."""
         await self.groups.start()
         await self.coordinator.start()
 
     async def close_served(self) -> None:
-        """Let what was appended be acknowledged."""
+        """Acknowledge what was appended."""
         await self.sender.close()
         await self._routes.close()
         await self.coordinator.close()
@@ -108,7 +108,7 @@ class TransactionNode(SimulatedNode):
         return TransactionRun(self, process)
 
     async def have_answered(self, node_id: NodeId, request: Any) -> Any:
-        """Have another node answer a message."""
+        """Let another node answer a message."""
         return await cast("TransactionNode", self.around.node(node_id)).serving().answer(request)
 
     def serving(self) -> TransactionRun:
@@ -117,7 +117,7 @@ class TransactionNode(SimulatedNode):
         return cast("TransactionRun", self._run)
 
     async def find(self, where: Where) -> NodeId | None:
-        """Who answers requests of a kind, as far as this node knows."""
+        """Return who answers requests of a kind, as far as this node knows."""
         run = self.serving()
         if where.kind == COORDINATOR:
             return run.coordinator.leader_of(where.name)
@@ -130,15 +130,15 @@ class TransactionNode(SimulatedNode):
     # -- producers --------------------------------------------------------------------------------------------
 
     async def init(self, request: InitRequest) -> Initialized:
-        """A producer begins."""
+        """Initialize a producer."""
         return await self.serving().coordinator.init(request)
 
     async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition]) -> None:
-        """Partitions become part of a transaction of the first version."""
+        """Add partitions to a transaction of the first version."""
         await self.serving().coordinator.add_partitions(who, partitions, version=0)
 
     async def add_offsets(self, who: ProducerRef, group: str) -> None:
-        """The offsets of a group become part of a transaction of the first version."""
+        """Add the offsets of a group to a transaction of the first version."""
         run = self.serving()
         partition = TopicPartition(CONSUMER_OFFSETS, run.groups.partition_of(group))
         await run.coordinator.add_partitions(who, (partition,), version=0)
@@ -203,7 +203,7 @@ class TransactionNode(SimulatedNode):
         return await self.serving().coordinator.last_batch(query)
 
     async def prepare(self, who: ProducerRef) -> None:
-        """A writer has written all of its part."""
+        """Prepare a part of a batch."""
         await self.serving().coordinator.prepare(who)
 
     async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
@@ -217,13 +217,13 @@ class TransactionNode(SimulatedNode):
     # -- consumers --------------------------------------------------------------------------------------------
 
     async def read_committed(self, where: Where, offset: int) -> CommittedRead:
-        """Read as a consumer does that wants what is committed."""
+        """Read as a consumer of committed data does."""
         partition = self.serving().cluster.topics.partition(where.name, where.number)
         records, aborted = partition.read_committed(Offset(offset), max_bytes=READ_BYTES)
         return CommittedRead(bytes(records), aborted)
 
     async def committed_offset(self, group: str, partition: TopicPartition) -> int:
-        """The offset of a group that counts; -1 when there is none."""
+        """Return the committed offset of a group; -1 if there is none."""
         wanted = {partition.topic: (partition.partition,)}
         fetched = await self.serving().groups.fetch(group, wanted)
         return fetched[partition.topic][partition.partition].offset
@@ -231,7 +231,7 @@ class TransactionNode(SimulatedNode):
     # -- for the checks ---------------------------------------------------------------------------------------
 
     def unfinished(self) -> str | None:
-        """What this node still has to do, if anything."""
+        """Return what this node still has to do, if anything."""
         if self._run is None:
             return f"{self.name} starts"
         run = self.serving()

@@ -1,4 +1,4 @@
-"""What the nodes of a simulation ask each other about transactions: real messages over simulated links."""
+"""Requests about transactions between the nodes of a simulation: real messages over simulated links."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from millstream_testing.simulation.links import node_name
 from millstream_testing.simulation.network import LinkDown, Network
 
 Answer = Callable[[NodeId, Any], Awaitable[Any]]
-"""Has a node answer a message."""
+"""Lets a node answer a message."""
 
 
 class SimulatedPeers:
-    """Asks other nodes; some questions arrive twice."""
+    """Sends requests to other nodes; some arrive twice."""
 
     def __init__(self, network: Network, answer: Answer, chance: Random, *, duplicate_chance: float) -> None:
         self._network = network
@@ -66,7 +66,7 @@ def _may_come_twice(request: Any) -> bool:
 
 
 class OrderedRoutes:
-    """The routes of markers, asked in an order that does not depend on how a set lies in memory."""
+    """The routes of markers, in an order that does not depend on memory addresses."""
 
     def __init__(self, routes: MarkerRoutes) -> None:
         self._routes = routes

@@ -33,7 +33,7 @@ KINDS = (
 
 DUPLICATE_CHANCE = 0.1
 FEW_EPOCHS = 6
-"""A producer id has so few epochs in some runs, so that it is replaced all the time."""
+"""The few epochs of a producer id in some runs, so that it is replaced often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class TransactionPlan(Plan):
     """The shape of one run."""
 
     producers: tuple[int, ...]
-    """One transactional id for each: the version of the protocol that its producers speak."""
+    """The protocol version of the producers of each transactional id."""
     queries: int
-    """How many queries commit batches."""
+    """The number of queries that commit batches."""
     timeout_ms: int
     """Of every transaction."""
     epoch_max: int
@@ -51,7 +51,7 @@ class TransactionPlan(Plan):
 
     @classmethod
     def draw(cls, seed: int, faults: Sequence[str] = ()) -> TransactionPlan:
-        """Draw everything from the seed, but for the kinds of faults if they are named."""
+        """Draw everything from the seed, except the kinds of faults if they are named."""
         chance = Random(f"{seed} transaction plan")
         drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
         kinds = tuple(faults or drawn)
@@ -77,7 +77,7 @@ class TransactionPlan(Plan):
 
     @property
     def data(self) -> list[TopicPartition]:
-        """The partitions that producers write to."""
+        """Return the partitions that producers write to."""
         topic = self.topics[0]
         return [TopicPartition(topic.name, PartitionIndex(index)) for index in range(topic.partitions)]
 

@@ -42,7 +42,7 @@ ABORTABLE = (GaveUp, InvalidTransactionState, OutOfOrderSequence, TransactionAbo
 
 
 class Over(Exception):
-    """A producer can do nothing any more."""
+    """A producer cannot continue."""
 
 
 class Writer(Caller):
@@ -58,7 +58,7 @@ class Writer(Caller):
 
     @property
     def coordinator(self) -> Where:
-        """Whom to ask about transactions."""
+        """Return whom to send requests about transactions to."""
         return Where(COORDINATOR, self.transactional_id)
 
     async def initialize(self, *, expected: bool = False) -> None:
@@ -76,7 +76,7 @@ class Writer(Caller):
         model.initialized(self.transactional_id, self.instance, begun_before)
 
     def begin_with(self, transaction: Initialized) -> None:
-        """Go on with this id and epoch; a new one begins to count at 0 on every partition."""
+        """Continue with this id and epoch; sequences of a new one start at 0 on every partition."""
         if transaction != self.who[1:]:
             self._sequences.clear()
             self.who = ProducerRef(self.transactional_id, *transaction)
@@ -119,7 +119,7 @@ class Writer(Caller):
 
 
 async def all_of(work: list[Awaitable[None]]) -> None:
-    """Do everything, and raise what failed first; fenced before anything else."""
+    """Run everything, and raise the first error; being fenced takes precedence."""
     outcomes = await asyncio.gather(*work, return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     for error in errors:
@@ -130,7 +130,7 @@ async def all_of(work: list[Awaitable[None]]) -> None:
 
 
 class TransactionalProducer(Writer):
-    """One transaction after the other."""
+    """Runs one transaction after the other."""
 
     def __init__(self, stage: Stage, transactional_id: str, *, instance: int, version: int) -> None:
         super().__init__(f"{transactional_id}/{instance}", stage, transactional_id, instance=instance, version=version)
@@ -200,7 +200,7 @@ class TransactionalProducer(Writer):
         try:
             ended = await self._end(commit=False)
         except InvalidTransactionState:
-            # Under the first version there may be nothing to abort yet.
+            # In the first version there may be nothing to abort yet.
             if self.version == SECOND:
                 raise Over(f"transaction {transaction.number} cannot be aborted") from None
             is_clear = False
@@ -211,7 +211,7 @@ class TransactionalProducer(Writer):
             self._go_on(ended)
         self.stage.record(self.name, f"transaction {transaction.number} is aborted")
         if self.version == FIRST and not is_clear:
-            # Something may still be on its way, so the next transaction needs another epoch.
+            # Something may still be in flight, so the next transaction needs another epoch.
             await self.initialize(expected=True)
 
     async def _end(self, *, commit: bool) -> Initialized:

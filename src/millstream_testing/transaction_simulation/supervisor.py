@@ -1,4 +1,4 @@
-"""Starts producers under one transactional id, one after the other, while those before may still be at work."""
+"""Starts producers under one transactional id, one after the other, while earlier ones may still be active."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Supervisor:
 
     @property
     def is_done(self) -> bool:
-        """Whether no producer is at work."""
+        """Whether no producer is active."""
         return self._stopping.is_set() and all(task.done() or not process.alive for _, process, task in self._running)
 
     def failure(self) -> BaseException | None:
-        """What a producer failed with."""
+        """Return the error of a producer."""
         done = (task for _, process, task in self._running if task.done() and process.alive)
         return next((error for task in done if (error := task.exception()) is not None), None)
 
@@ -63,7 +63,7 @@ class Supervisor:
         return task
 
     async def _leave_behind(self, producer: TransactionalProducer, process: Process, task: asyncio.Task[None]) -> None:
-        """Kill a producer, stop it for a while, or let it go on: the next one starts in any case."""
+        """Kill a producer, pause it, or let it continue: the next one starts in any case."""
         drawn = self._chance.random()
         if task.done():
             await asyncio.sleep(LOOK_S)

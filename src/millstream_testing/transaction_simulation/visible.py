@@ -1,4 +1,4 @@
-"""What `read_committed` consumers see of a partition, computed from its batches alone."""
+"""What `read_committed` consumers see of a partition, derived from its batches alone."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Visible:
         """Every visible record by its offset."""
         self.end = 0
         self.batches = 0
-        """How many were taken in."""
+        """The number of processed batches."""
         self._model = model
         self._decisions = decisions
         self._open: dict[int, Open] = {}
 
     @property
     def first_open(self) -> int | None:
-        """Where the oldest open transaction begins."""
+        """Return where the oldest open transaction begins."""
         return min((one.first_offset for one in self._open.values()), default=None)
 
     def take(self, batch: bytes) -> None:
-        """Take in the next batch that was committed."""
+        """Add the next committed batch."""
         header = read_header(batch)
         self.end = header.next_offset
         self.batches += 1
@@ -72,12 +72,12 @@ class Visible:
             self.values.update(opened.values)
 
     def check_read(self, read: dict[int, str], first: int, next_offset: int) -> None:
-        """Compare what a consumer made of an answer with what is visible there."""
+        """Compare what a consumer received with what is visible."""
         expected = {offset: value for offset, value in self.values.items() if first <= offset < next_offset}
         if read != expected:
             raise Violation(f"{self.partition}: read {read} from {first} to {next_offset}, visible is {expected}")
 
 
 def number_of(value: str) -> int:
-    """The number of the transaction that a record belongs to."""
+    """Return the number of the transaction of a record."""
     return int(value.partition(".")[0])

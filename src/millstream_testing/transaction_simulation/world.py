@@ -43,7 +43,7 @@ def simulate_transactions(seed: int, *, tracing: bool = False, faults: Sequence[
 
 @dataclass(slots=True)
 class _Stable:
-    """What was last seen of a replica's last stable offset, while it leads."""
+    """The last known last stable offset of a replica, while it leads."""
 
     partition: Partition
     visible: Visible
@@ -78,7 +78,7 @@ class TransactionWorld(World):
     # -- after every step -------------------------------------------------------------------------------------
 
     def stepped(self, node: SimulatedNode) -> None:
-        """Something ran on a node: check what is committed, and how far it lets consumers read."""
+        """Check what is committed, and how far consumers may read, after something ran on a node."""
         super().stepped(node)
         self._take_committed()
         replicas = node.replicas()
@@ -104,7 +104,7 @@ class TransactionWorld(World):
     # -- the run ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Start, work under faults, heal, and check that all is well."""
+        """Start, work under faults, heal, and check everything."""
         await self.start()
         plan = self._transaction_plan
         supervisors = [Supervisor(self.stage, f"id-{number}", version) for number, version in enumerate(plan.producers)]
@@ -167,7 +167,7 @@ class TransactionWorld(World):
 
 
 def _check_stable(node: SimulatedNode, seen: _Stable) -> None:
-    """Within an epoch it only grows, and it never passes a transaction that is open in what is committed."""
+    """Check that it only grows within an epoch, and never passes an open transaction."""
     partition, visible = seen.partition, seen.visible
     offset, epoch = partition.last_stable_offset, partition.leader_epoch
     if epoch == seen.epoch and offset == seen.offset:
