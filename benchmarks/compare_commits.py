@@ -42,6 +42,7 @@ LINES = (
     SAFE,
     replace(FAST, size_bytes=100),
     replace(FAST, partitions=100, producers=10, keyed=True),
+    replace(FAST, tls=True),
     Case(kind=REQUESTS, flush=ALWAYS, partitions=1),
     Case(kind=REQUESTS, flush=cases.OS, partitions=1),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import shutil
@@ -62,6 +63,13 @@ def test_another_certificate_is_shown_from_the_next_connection_on(tmp_path: Path
     # A file that is being replaced, or was broken, leaves the last one in use.
     certificates.node_key.write_text("nonsense")
     assert shake_hands(followed, client)[0] == after
+
+
+def test_records_are_read_without_a_python_function_around_each_call(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path / "certs")
+    followed = FollowedTls(files_of(certificates, certificates.ca))
+    connection = followed.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+    assert all(inspect.isbuiltin(method) for method in (connection.read, connection.write, connection.pending))
 
 
 def test_clients_of_another_authority_are_known_as_soon_as_its_file_is_there(tmp_path: Path) -> None:

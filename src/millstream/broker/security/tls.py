@@ -25,6 +25,20 @@ _logger = logging.getLogger(__name__)
 _RULE: Final = re2.compile(r"\s*(?:(DEFAULT)|RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\/])*)/([LU]?))\s*(?:,|\n|$)")
 
 
+class DirectConnection(ssl.SSLObject):
+    """TLS that reads and writes without a Python function around each call.
+
+    OpenSSL decrypts one record of TLS per call, and producers send a record or two per message.
+    """
+
+    @classmethod
+    def _create(cls, *arguments: Any, **named: Any) -> ssl.SSLObject:
+        made: ssl.SSLObject = super()._create(*arguments, **named)  # type: ignore[misc]
+        inner = made._sslobj  # type: ignore[attr-defined]
+        made.read, made.write, made.pending = inner.read, inner.write, inner.pending  # type: ignore[method-assign]
+        return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
     """Where a listener's certificate, its key and the authority of its clients are."""
@@ -42,6 +56,7 @@ class TlsFiles:
         """Make a context of the files as they are now."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.sslobject_class = DirectConnection
         context.load_cert_chain(self.certificate, self.key)
         # A resumed session would skip the check of a client's certificate, which may have been replaced.
         context.options |= ssl.OP_NO_TICKET
