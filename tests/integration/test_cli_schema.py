@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from confluent_kafka import Producer
 
@@ -75,6 +76,11 @@ def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     stored: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
         ({"keytype": "NOOP", "magic": 0}, None),
         ({"keytype": "CONFIG", "subject": None, "magic": 0}, {"compatibilityLevel": "FULL"}),
+        (
+            {"keytype": "CONFIG", "subject": "out", "magic": 0},
+            {"subject": "out", "alias": "in", "normalize": True, "defaultMetadata": {"properties": {"a": "b"}}},
+        ),
+        ({"keytype": "MODE", "subject": "in", "magic": 0}, {"subject": "in", "mode": "READONLY"}),
         (schema_key("in", 1), {"subject": "in", "version": 1, "id": 40, "schema": inner, "deleted": False}),
         (
             schema_key("out", 3),
@@ -90,6 +96,11 @@ def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     context = f".{topic}"
     made = millstream("schema", "import", "--topic", topic, "--context", context, "--json").document
     assert made == {"versions": 3, "context": context}
+    with httpx.Client(base_url=f"http://{server.http}/registry") as registry:
+        config = {"alias": "in", "normalize": True, "defaultMetadata": {"properties": {"a": "b"}}}
+        assert registry.get(f"/config/:{context}:out").json() == config
+        assert registry.get(f"/mode/:{context}:in").json() == {"mode": "READONLY"}
+        registry.put(f"/config/:{context}:out", json={"alias": None})
     shown = millstream("schema", "show", f":{context}:out", "--json").document
     assert (shown["id"], shown["version"], shown["references"]) == (41, 3, reference)
     assert millstream("schema", "show", f":{context}:old").code == ExitCode.NOT_FOUND
@@ -102,6 +113,9 @@ def test_a_registrys_topic_is_imported_with_its_ids_and_exported(
     assert millstream("schema", "export", "--topic", exported, "--context", context).code == ExitCode.CONFLICT
     written = [json.loads(line) for line in millstream("tail", exported, "--from", "start", "--raw").out.splitlines()]
     assert {"subject": f":{context}:in", "version": 1, "id": 40, "schema": inner, "deleted": False} in written
+    del config["alias"]
+    assert {"subject": f":{context}:out", **config} in written
+    assert {"subject": f":{context}:in", "mode": "READONLY"} in written
     assert [one["deleted"] for one in written if one.get("subject") == f":{context}:old"] == [True]
 
 

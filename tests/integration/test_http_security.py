@@ -22,6 +22,7 @@ from millstream.client.admin.security import add_acls, delete_user, put_user
 from millstream.core import acl
 from millstream.core.credential import SecurityChange, new_token
 from millstream.gateway.api.table import ROUTES
+from millstream.gateway.registry import app as registry_app
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.credentials import Credentials, client_tls
 from millstream_testing.security import AUDIENCE, ISSUER, Certificates, Issuer, declare_security
@@ -364,6 +365,42 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         assert alice.get(f"https://{locked.registry}/subjects/alice-orders-value/versions").json() == [1]
         assert nobody.get(f"https://{locked.registry}/subjects").status_code == 401
         assert alice.get(f"https://{locked.registry}/v1/topics").json()["error_code"] == 404
+        # What is deleted can still be read by its id, by those who could before.
+        assert alice.delete(path.removesuffix("/versions")).json() == [1]
+        assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
+        assert bob.get(f"/registry/schemas/ids/{number}").json()["error_code"] == 40403
+        assert alice.post(path, json=schema).json()["id"] == number
+
+
+OPEN_IN_THE_REGISTRY = {"/", "/v1/metadata/id", "/v1/metadata/version", "/schemas/types"}
+"""What says nothing of what is registered."""
+
+
+def test_no_route_of_the_registry_does_anything_for_a_caller_without_rights(locked: Locked) -> None:
+    closed = {"schema": '{"type":"record","name":"Closed","fields":[]}'}
+    with locked.client(ADMIN) as admin, locked.client(EVE) as eve, locked.client() as nobody:
+        made = admin.post("/registry/subjects/closed-value/versions", json=closed).json()
+        admin.put("/registry/config/closed-value", json={"compatibility": "FULL"})
+        names = {"subject": "closed-value", "version": "1", "id": made["id"], "guid": made["guid"]}
+        before = admin.get("/registry/subjects/closed-value/versions/1").json()
+        for route in registry_app.ROUTES:
+            path = route.path.format_map(names)
+            body = {"mode": "READONLY"} if path.startswith("/mode") else {"compatibility": "NONE"}
+            sent = {"POST": closed, "PUT": body}.get(route.method)
+            for prefix in ("/registry", "/registry/contexts/.other"):
+                assert nobody.request(route.method, prefix + path, json=sent).status_code == 401
+                answer = eve.request(route.method, prefix + path, json=sent)
+                if route.path in OPEN_IN_THE_REGISTRY:
+                    assert answer.status_code == 200
+                elif answer.status_code == 200:
+                    # A list leaves out what the caller may not know.
+                    assert answer.json() in ([], ["."]), (route.method, prefix + path, answer.text)
+                else:
+                    assert answer.status_code in (403, 404), (route.method, prefix + path, answer.text)
+                    assert "Closed" not in answer.text
+        assert admin.get("/registry/subjects/closed-value/versions/1").json() == before
+        assert admin.get("/registry/config/closed-value").json() == {"compatibilityLevel": "FULL"}
+        assert admin.get("/registry/mode").json() == {"mode": "READWRITE"}
 
 
 def test_neither_an_alias_nor_a_reference_gives_rights_on_another_subject(locked: Locked) -> None:

@@ -184,6 +184,10 @@ def register(rest: httpx.Client, subject: str, schema: str, **more: Any) -> http
     return rest.post(f"/subjects/{quote(subject, safe='')}/versions", json={"schema": schema, **more})
 
 
+def latest(rest: httpx.Client, subject: str) -> dict[str, Any]:
+    return dict(rest.get(f"/subjects/{subject}/versions/latest").json())
+
+
 def refusal(answer: httpx.Response) -> tuple[int, int]:
     document = answer.json()
     assert set(document) == {"error_code", "message"}
@@ -197,6 +201,7 @@ def test_versions_and_lookups(rest: httpx.Client, topic: str) -> None:
     assert made.status_code == 200
     assert made.headers["content-type"] == "application/vnd.schemaregistry.v1+json"
     number, guid = made.json()["id"], made.json()["guid"]
+    assert made.json() == {"id": number, "version": 1, "guid": guid}
     # The same schema keeps its id, under another subject, too; spaces do not matter.
     assert register(rest, topic, schema.replace(",", " , ")).json()["id"] == number
     assert register(rest, f"{topic}-other", schema).json()["id"] == number
@@ -224,7 +229,7 @@ def test_refusals_have_the_registrys_codes(rest: httpx.Client, topic: str) -> No
     assert refusal(rest.get(f"/subjects/{topic}/versions/none")) == (422, 42202)
     assert refusal(rest.post(f"/subjects/{topic}", json={"schema": record("z")})) == (404, 40403)
     assert refusal(register(rest, topic, '{"type":"nothing"}')) == (422, 42201)
-    assert refusal(register(rest, topic, "")) == (422, 42201)
+    assert refusal(register(rest, f"{topic}-new", "")) == (422, 42201)
     assert refusal(register(rest, topic, record("a"), schemaType="XML")) == (422, 42201)
     assert refusal(register(rest, topic, record("a", "b"))) == (409, 409)
     assert refusal(register(rest, topic, record("c"), id=5)) == (422, 42205)
@@ -250,7 +255,14 @@ def test_the_level_decides_what_is_compatible(rest: httpx.Client, topic: str) ->
     assert reported["is_compatible"] is False
     assert "READER_FIELD_MISSING_DEFAULT_VALUE" in reported["messages"][0]
     assert rest.post(f"{check}/1", json={"schema": record("a", "b=0")}).json() == {"is_compatible": True}
-    assert rest.post(f"{check}-unknown", json={"schema": record("a")}).status_code == 404
+    assert reported["messages"][-1] == "{validateFields: 'false', compatibility: 'BACKWARD'}"
+    invalid = rest.post(f"{check}/latest?verbose=true", json={"schema": "{"}).json()
+    assert (invalid["is_compatible"], len(invalid["messages"])) == (False, 1)
+    assert refusal(rest.post(f"{check}/latest", json={"schema": "{"})) == (422, 42201)
+    assert refusal(rest.post(f"{check}/9", json={"schema": record("a")})) == (404, 40402)
+    unknown = f"/compatibility/subjects/{topic}-unknown/versions"
+    assert refusal(rest.post(f"{unknown}/1", json={"schema": record("a")})) == (404, 40402)
+    assert rest.post(unknown, json={"schema": record("a")}).json() == {"is_compatible": True}
     assert rest.put(f"/config/{topic}", json={"compatibility": "FORWARD"}).json() == {"compatibility": "FORWARD"}
     assert rest.get(f"/config/{topic}").json() == {"compatibilityLevel": "FORWARD"}
     assert register(rest, topic, record("a", "b")).status_code == 200
@@ -282,7 +294,8 @@ def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
     again = register(rest, topic, first).json()
     assert (again["id"], again["version"]) == (number, 3)
     rest.delete(f"/subjects/{topic}")
-    assert rest.delete(f"/subjects/{topic}?permanent=true").json() == [1, 2, 3]
+    # It has taken the place of the deleted one.
+    assert rest.delete(f"/subjects/{topic}?permanent=true").json() == [2, 3]
     assert refusal(rest.get(f"/schemas/ids/{number}")) == (404, 40403)
     renewed = register(rest, topic, first).json()
     assert renewed["version"] == 1
@@ -324,6 +337,8 @@ def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
     assert rest.put(f"/mode/{path}", json={"mode": "IMPORT"}).json() == {"mode": "IMPORT"}
     assert refusal(register(rest, subject, record("a"))) == (422, 42205)
     assert register(rest, subject, record("a"), id=700, version=3).json()["id"] == 700
+    assert rest.put(f"/mode/{path}", json={"mode": "IMPORT"}).status_code == 200
+    assert register(rest, subject, record("a"), id=700, version=3).json()["version"] == 3
     assert refusal(register(rest, subject, record("b"), id=700, version=4)) == (422, 42205)
     assert rest.delete(f"/mode/{path}").json() == {"mode": "IMPORT"}
     assert register(rest, subject, record("a", "b=0")).json()["id"] == 701
@@ -331,6 +346,11 @@ def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
     rest.put(f"/mode/{path}", json={"mode": "READONLY"})
     assert refusal(register(rest, subject, record("a", "c=0"))) == (422, 42205)
     assert rest.get(f"/subjects/{path}/versions").json() == [3, 4]
+    rest.delete(f"/mode/{path}")
+    rest.delete(f"/subjects/{path}")
+    # Deleted versions give way to what is imported.
+    assert rest.put(f"/mode/{path}", json={"mode": "IMPORT"}).status_code == 200
+    assert refusal(rest.get(f"/subjects/{path}/versions", params={"deleted": True})) == (404, 40401)
 
 
 def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
@@ -338,11 +358,170 @@ def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
     rules = {"domainRules": [{"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}]}
     register(rest, topic, record("a"), metadata=metadata, ruleSet=rules)
     found = rest.get(f"/subjects/{topic}/versions/latest").json()
-    assert (found["metadata"], found["ruleSet"]) == (metadata, rules)
+    assert found["metadata"] == metadata
+    # The defaults of a rule are written out, and sending them is the same as leaving them out.
+    assert found["ruleSet"] == {"domainRules": [{**rules["domainRules"][0], "disabled": False}]}
+    assert register(rest, topic, record("a"), metadata=metadata, ruleSet=found["ruleSet"]).json()["version"] == 1
     by_metadata = rest.get(f"/subjects/{topic}/metadata", params={"key": "owner", "value": "shop"}).json()
     assert by_metadata["version"] == 1
     assert register(rest, topic, record("a", "b=0")).json()["version"] == 2
     assert rest.get(f"/subjects/{topic}/versions/2").json()["metadata"] == metadata
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ({"domainRules": [{"name": "1st", "type": "CEL"}]}, 42210),
+        ({"domainRules": [{"name": "a b", "type": "CEL"}]}, 42210),
+        ({"domainRules": [{"name": "", "type": "CEL"}]}, 42210),
+        ({"domainRules": [{"name": "a" * 65, "type": "CEL"}]}, 42210),
+        ({"domainRules": [{"type": "CEL"}]}, 42210),
+        ({"domainRules": [{"name": "a"}]}, 42210),
+        ({"domainRules": [{"name": "a", "type": "CEL", "mode": "UPGRADE"}]}, 42210),
+        ({"migrationRules": [{"name": "a", "type": "JSONATA"}]}, 42210),
+        ({"domainRules": [{"name": "a", "type": "CEL", "mode": "READ", "onFailure": "NONE,ERROR"}]}, 42210),
+        (
+            {
+                "migrationRules": [{"name": "a", "type": "JSONATA", "mode": "UPDOWN"}],
+                "encodingRules": [{"name": "a", "type": "CEL"}],
+            },
+            42210,
+        ),
+        ({"domainRules": [{"name": "a", "type": "CEL", "kind": "GUESS"}]}, 400),
+        ({"domainRules": "none"}, 400),
+    ],
+)
+def test_invalid_rules_are_refused(rest: httpx.Client, topic: str, rules: dict[str, Any], code: int) -> None:
+    expected = (int(str(code)[:3]), code)
+    assert refusal(register(rest, topic, record("a"), ruleSet=rules)) == expected
+    for name in ("defaultRuleSet", "overrideRuleSet"):
+        assert refusal(rest.put(f"/config/{topic}", json={name: rules})) == expected
+    assert refusal(rest.get(f"/subjects/{topic}/versions")) == (404, 40401)
+
+
+def test_values_of_another_type_are_refused(rest: httpx.Client, topic: str) -> None:
+    rest.put(f"/config/{topic}", json={"compatibilityGroup": "major"})
+    register(rest, topic, record("a"))
+    wrong_metadata: list[Any] = [{"properties": 5}, {"tags": {"R.a": "PII"}}, {"sensitive": {}}]
+    for metadata in wrong_metadata:
+        assert refusal(register(rest, topic, record("b"), metadata=metadata)) == (400, 400)
+        assert refusal(rest.put(f"/config/{topic}", json={"defaultMetadata": metadata})) == (400, 400)
+    wrong_settings: list[Any] = [{"normalize": "maybe"}, {"alias": 7}, {"compatibilityGroup": []}]
+    for config in wrong_settings:
+        assert refusal(rest.put(f"/config/{topic}", json=config)) == (400, 400)
+    assert refusal(register(rest, topic, record("a"), metadata="none")) == (400, 400)
+    assert refusal(rest.post(f"/subjects/{topic}/versions", json={"schema": {"type": "int"}})) == (400, 400)
+    broken = rest.post(f"/subjects/{topic}/versions", content="{", headers={"content-type": "application/json"})
+    assert refusal(broken) == (400, 400)
+    assert refusal(rest.post(f"/subjects/{topic}/versions")) == (422, 422)
+    # A group of its own: no version of it to be compatible with.
+    assert register(rest, topic, '"string"', metadata={"properties": {"major": 2}}).json()["version"] == 2
+    assert latest(rest, topic)["metadata"] == {"properties": {"major": "2"}}
+
+
+def test_settings_are_reset_by_null_and_unknown_ones_are_not_kept(rest: httpx.Client, topic: str) -> None:
+    sent = {"compatibility": "FULL", "normalize": True, "alias": "x", "colour": "red"}
+    assert rest.put(f"/config/{topic}", json=sent).json() == {key: sent[key] for key in list(sent)[:3]}
+    assert rest.put(f"/config/{topic}", json={"alias": None}).json() == {"alias": None}
+    assert rest.get(f"/config/{topic}").json() == {"compatibilityLevel": "FULL", "normalize": True}
+
+
+def test_defaults_and_overrides_are_added_to_what_is_registered(rest: httpx.Client, topic: str) -> None:
+    register(rest, topic, record("a"))
+    rest.put(f"/config/{topic}", json={"defaultMetadata": {"properties": {"owner": "shop", "tier": "1"}}})
+    rest.put(f"/config/{topic}", json={"overrideMetadata": {"properties": {"tier": "2"}}})
+    register(rest, topic, record("a"), metadata={"properties": {"owner": "sales", "tier": "3"}})
+    made = latest(rest, topic)
+    assert (made["version"], made["metadata"]) == (2, {"properties": {"owner": "sales", "tier": "2"}})
+    # Empty metadata is not the same as none, which takes over those of the latest version.
+    assert register(rest, topic, record("a")).json()["version"] == 2
+    assert register(rest, topic, record("a"), metadata={}).json()["version"] == 3
+    assert latest(rest, topic)["metadata"]["properties"]["owner"] == "shop"
+
+
+def test_metadata_alone_makes_a_version(rest: httpx.Client, topic: str) -> None:
+    changed = {"metadata": {"properties": {"owner": "shop"}}}
+    assert refusal(rest.post(f"/subjects/{topic}/versions", json=changed)) == (422, 42201)
+    register(rest, topic, record("a"))
+    assert rest.post(f"/subjects/{topic}/versions", json=changed).json()["version"] == 2
+    made = latest(rest, topic)
+    assert (made["version"], made["schema"], made["metadata"]) == (2, record("a"), changed["metadata"])
+    # Without metadata, the version that has none is the same schema.
+    assert register(rest, topic, record("a")).json()["version"] == 1
+    assert rest.post(f"/subjects/{topic}", json={"schema": record("a")}).json()["version"] == 1
+
+
+def test_a_version_can_be_asked_for_by_its_number(rest: httpx.Client, topic: str) -> None:
+    assert register(rest, topic, record("a"), version=1).json()["version"] == 1
+    assert latest(rest, topic)["metadata"] == {"properties": {"confluent:version": "1"}}
+    assert refusal(register(rest, topic, record("a", "b=0"), version=5)) == (422, 42201)
+    # Once a version says its number, the following ones do.
+    assert register(rest, topic, record("a", "b=0")).json()["version"] == 2
+    assert latest(rest, topic)["metadata"] == {"properties": {"confluent:version": "2"}}
+    for version in (None, -1):
+        assert register(rest, topic, record("a", "b=0"), version=version).json()["version"] == 2
+    assert register(rest, topic, record("a", "b=0"), version=3).json()["version"] == 3
+
+
+def test_a_schema_with_its_references_inline_is_the_same(rest: httpx.Client, topic: str) -> None:
+    """Java's generated classes know their whole schema, and no references."""
+    register(rest, f"{topic}-inner", record("a", name="Inner"))
+    outer = '{"type":"record","name":"Outer","fields":[{"name":"in","type":"Inner"}]}'
+    references = [{"name": "Inner", "subject": f"{topic}-inner", "version": 1}]
+    made = register(rest, topic, outer, references=references).json()
+    inline = outer.replace('"Inner"}', record("a", name="Inner") + "}")
+    assert rest.post(f"/subjects/{topic}", json={"schema": inline}).json()["version"] == 1
+    assert register(rest, topic, inline).json() == made
+
+
+def test_deleting_the_last_version_resets_the_subject(rest: httpx.Client, topic: str) -> None:
+    rest.put(f"/config/{topic}", json={"compatibility": "NONE"})
+    rest.put(f"/mode/{topic}", json={"mode": "READWRITE"})
+    for schema in ('"int"', '"string"'):
+        register(rest, topic, schema)
+    rest.delete(f"/subjects/{topic}/versions/1")
+    assert rest.get(f"/config/{topic}").json() == {"compatibilityLevel": "NONE"}
+    rest.delete(f"/subjects/{topic}/versions/2")
+    assert refusal(rest.get(f"/config/{topic}")) == (404, 40408)
+    assert refusal(rest.get(f"/mode/{topic}")) == (404, 40409)
+
+
+def test_an_id_is_looked_for_where_its_subject_uses_it(rest: httpx.Client, topic: str) -> None:
+    mine, other = f":.{topic}:{topic}-a", f":.{topic}:{topic}-b"
+    assert register(rest, mine, record("a", name="Mine")).json()["id"] == 1
+    assert register(rest, other, record("a", name="Other")).json()["id"] == 2
+
+    def found(number: int, subject: str) -> str:
+        answer = rest.get(f"/schemas/ids/{number}", params={"subject": subject})
+        return str(json.loads(answer.json()["schema"])["name"]) if answer.status_code == 200 else answer.text[:20]
+
+    assert found(1, f":.{topic}:") == found(1, mine) == found(1, f"{topic}-a") == "Mine"
+    # A subject that is named with its context has to use the schema.
+    assert refusal(rest.get("/schemas/ids/1", params={"subject": other})) == (404, 40403)
+    # Any other subject stands for the default context, whatever its id 1 is there.
+    assert found(1, f"{topic}-c") == found(1, "")
+    version = rest.get(f"/subjects/{topic}-b/versions/latest").json()
+    assert (version["subject"], version["id"]) == (other, 2)
+    looked_up = rest.post(f"/subjects/{topic}-b", json={"schema": record("a", name="Other")}).json()
+    assert looked_up == version
+    assert refusal(rest.get(f"/subjects/{topic}-b/versions")) == (404, 40401)
+
+
+def test_lists_name_aliases_as_what_they_are(rest: httpx.Client, topic: str) -> None:
+    for subject in ("a", "b"):
+        register(rest, f"{topic}-{subject}", record(subject, name=subject.upper()))
+    rest.put(f"/config/{topic}-a", json={"alias": f"{topic}-b"})
+    assert rest.get(f"/subjects/{topic}-a/versions/1").json()["subject"] == f"{topic}-b"
+    listed = rest.get("/schemas", params={"subjectPrefix": topic}).json()
+    assert [one["subject"] for one in listed] == [f"{topic}-a", f"{topic}-b"]
+    assert rest.get("/schemas", params={"subjectPrefix": topic, "limit": 0}).json() == listed
+
+
+def test_a_read_only_subject_keeps_its_settings(rest: httpx.Client, topic: str) -> None:
+    rest.put(f"/mode/{topic}", json={"mode": "READONLY"})
+    assert refusal(rest.put(f"/config/{topic}", json={"compatibility": "NONE"})) == (422, 42205)
+    rest.delete(f"/mode/{topic}")
+    assert rest.put(f"/config/{topic}", json={"compatibility": "NONE"}).status_code == 200
 
 
 def test_normalized_schemas_are_equal(rest: httpx.Client, topic: str) -> None:

@@ -24,6 +24,12 @@ SCHEMA_TYPES: Final = (JSON_SCHEMA, PROTOBUF, AVRO)
 
 LEVELS: Final = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")
 DEFAULT_LEVEL: Final = "BACKWARD"
+LEVEL: Final = "compatibilityLevel"
+CONFIG_KEYS: Final = (
+    *("alias", "normalize", "validateFields", LEVEL, "compatibilityGroup"),
+    *("defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet"),
+)
+"""What can be configured for a subject or context."""
 MODES: Final = ("READWRITE", "READONLY", "READONLY_OVERRIDE", "IMPORT", "FORWARD")
 READWRITE, READONLY, READONLY_OVERRIDE, IMPORT, FORWARD = MODES
 
@@ -49,6 +55,7 @@ class RegistryCode(enum.IntEnum):
     REFERENCE_EXISTS = 42206
     INVALID_SUBJECT = 42208
     TOO_LARGE = 42209
+    INVALID_RULE_SET = 42210
     STORE_FAILED = 50001
 
 
@@ -105,16 +112,6 @@ class SchemaContent:
         """The same for equal content, in every context and cluster."""
         parts = [self.schema_type, self.text, self.references, self.metadata, self.rule_set]
         return UUID(bytes=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16], version=5)
-
-    def matches(self, stored: SchemaContent) -> bool:
-        """Whether a lookup of this content finds the stored one; metadata and rules count only if given."""
-        return (
-            self.schema_type == stored.schema_type
-            and self.text == stored.text
-            and self.references == stored.references
-            and (self.metadata is None or self.metadata == stored.metadata)
-            and (self.rule_set is None or self.rule_set == stored.rule_set)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

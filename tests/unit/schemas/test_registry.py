@@ -11,9 +11,9 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.schemas.child_pool import WORKERS_MAX
+from millstream.broker.schemas.child_pool import WORKERS_MAX, ChildPool
 from millstream.broker.schemas.registry import NewSchema, SchemaExaminer, SchemaRegistry
-from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
+from millstream.core.errors import CatalogUnavailable, QuotaExceeded, SchemaRegistryError
 from millstream.core.schema import AVRO, JSON_SCHEMA, QualifiedSubject, RegistryCode, SchemaContent, SubjectVersion
 from millstream.protocol.schemas.formats import SchemaText
 
@@ -140,6 +140,35 @@ async def test_permanent_deletion_reaches_every_node_and_frees_no_id(nodes: list
         await other.find_schema(made.schema_id, ORDERS)
 
 
+async def test_an_alias_of_an_alias_overwrites_no_version(nodes: list[Node]) -> None:
+    """Each name stands for the next: what is registered for the first is a version of the second, by its own count."""
+    registry = nodes[0].registry
+    first, second, third = (QualifiedSubject.parse(name) for name in ("first", "second", "third"))
+    for fields in ((), ("a",), ("a", "b")):
+        await registry.register(second, record(*fields))
+    await registry.register(third, record("z"))
+    for name, target in ((first, "second"), (second, "third")):
+        await registry.configure(name, {"alias": target})
+    before = list(registry.held(second))
+    made = await registry.register(first, record("a", "b", "c"))
+    assert (made.subject, made.version) == (second, 4)
+    assert list(registry.held(second)) == [*before, made]
+    assert [one.version for one in registry.held(third)] == [1]
+
+
+async def test_a_version_that_takes_the_place_of_a_deleted_one_reaches_every_node(nodes: list[Node]) -> None:
+    registry, other = nodes[0].registry, nodes[1].registry
+    made = await registry.register(ORDERS, record("a"))
+    await registry.register(ORDERS, record("a", "b"))
+    await registry.delete_version(ORDERS, "1")
+    again = await registry.register(ORDERS, record("a"))
+    assert (again.version, again.schema_id) == (3, made.schema_id)
+    await other.load()
+    for one in (registry, other):
+        assert [version.version for version in one.held(ORDERS)] == [2, 3]
+        assert (await one.find_schema(made.schema_id, ORDERS)).schema_id == made.schema_id
+
+
 @pytest.fixture
 async def examiner() -> AsyncIterator[SchemaExaminer]:
     made = SchemaExaminer()
@@ -182,6 +211,23 @@ async def test_schemas_that_take_long_hold_up_only_their_like(examiner: SchemaEx
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
         catalog.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"), [("slow", "did not start within"), ("broken", "ended while it started")]
+)
+async def test_a_child_process_that_does_not_start_is_not_the_schemas_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, problem: str
+) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "broken.py").write_text("raise SystemExit(1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = ChildPool(program, noun="schemas", start_s=60 if program == "broken" else 0.1)
+    try:
+        with pytest.raises(QuotaExceeded, match=f"the process that examines schemas {problem}.*retry later"):
+            await pool.ask(b"")
+    finally:
+        await pool.close()
 
 
 async def test_the_child_process_has_none_of_the_brokers_secrets(

@@ -68,7 +68,7 @@ def registry_page(registry: SchemaRegistry, request: RegistryRequest) -> Registr
     found: list[SchemaMessage] = []
     size = position = 0
     for subject in registry.subjects():
-        for version in registry.versions(subject):
+        for version in registry.held(subject):
             position += 1
             if position <= request.offset:
                 continue
@@ -200,7 +200,7 @@ class DeclaredCopies:
         return {
             _version_id(subject, one.version): (subject, one.version)
             for subject in self._schemas.subjects()
-            for one in self._schemas.versions(subject)
+            for one in self._schemas.held(subject)
         }
 
     async def _sightings(self, kind: str) -> Sightings:

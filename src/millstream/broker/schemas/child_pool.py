@@ -67,11 +67,13 @@ class ChildPool:
         workers: int = WORKERS_MAX,
         answer_s: float = ANSWER_S_MAX,
         idle_s: float = IDLE_S,
+        start_s: float = START_S_MAX,
     ) -> None:
         self._module = module
         self._noun = noun
         self.answer_s = answer_s
         self._idle_s = idle_s
+        self._start_s = start_s
         self._turns = asyncio.Semaphore(workers)
         self._slow_turns = asyncio.Semaphore(SLOW_WORKERS_MAX)
         self._waiting = 0
@@ -81,7 +83,11 @@ class ChildPool:
         self._is_closed = False
 
     async def ask(self, body: bytes) -> bytes:
-        """Return the answer of a child; raise `ChildTimedOut` or `ChildDied` without one."""
+        """Return the answer of a child; raise `ChildTimedOut` or `ChildDied` without one.
+
+        Without a child that starts, and with too many requests waiting, it is `QuotaExceeded`: the request can be
+        repeated later.
+        """
         if self._waiting >= WAITING_MAX:
             raise QuotaExceeded(f"{WAITING_MAX} {self._noun} are being examined already; retry later")
         self._waiting += 1
@@ -117,8 +123,7 @@ class ChildPool:
         is_done = False
         try:
             if is_new:
-                async with asyncio.timeout(START_S_MAX):
-                    await _read_message(worker.process)
+                await self._wait_until_started(worker.process)
             async with asyncio.timeout(limit_s):
                 response = await _exchange(worker.process, body)
             is_done = True
@@ -132,6 +137,20 @@ class ChildPool:
             else:
                 self._dismiss(worker)
         return response
+
+    async def _wait_until_started(self, process: Process) -> None:
+        try:
+            async with asyncio.timeout(self._start_s):
+                await _read_message(process)
+        except TimeoutError:
+            problem = f"did not start within {self._start_s:.0f} s"
+        except (asyncio.IncompleteReadError, ConnectionError):
+            problem = "ended while it started"
+        else:
+            return
+        raise QuotaExceeded(
+            f"the process that examines {self._noun} {problem}; the machine may be overloaded: retry later"
+        )
 
     async def _take(self) -> tuple[_Worker, bool]:
         """Return a worker, and whether it has yet to say that it has started."""

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,18 @@ import msgspec
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.schema_store import SchemaTransaction
 from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.schemas.annotations import (
+    ANNOTATIONS,
+    CONFLUENT_VERSION,
+    has_defaults,
+    merge,
+    parse_config,
+    parse_metadata,
+    parse_rule_set,
+    property_of,
+    with_version,
+    without_version,
+)
 from millstream.broker.schemas.child_pool import ANSWER_S_MAX, IDLE_S, ChildDied, ChildPool, ChildTimedOut
 from millstream.broker.schemas.worker import (
     MESSAGE_BYTES_MAX,
@@ -30,10 +43,13 @@ from millstream.core.errors import MillstreamError, SchemaRegistryError
 from millstream.core.ids import CONTEXT_CHARACTERS_MAX, SUBJECT_CHARACTERS_MAX
 from millstream.core.mirror import SightingChange
 from millstream.core.schema import (
+    AVRO,
+    DEFAULT_CONTEXT,
     DEFAULT_LEVEL,
+    FORWARD,
     GLOBAL_CONTEXT,
     IMPORT,
-    LEVELS,
+    LEVEL,
     MODES,
     READONLY,
     READONLY_OVERRIDE,
@@ -103,9 +119,7 @@ REFERENCES_MAX: Final = 1000
 ATTEMPTS_MAX: Final = 20
 """How often a change is prepared again because others changed the same subject."""
 RENDERED_MAX: Final = 256
-LEVEL: Final = "compatibilityLevel"
 _RESERVED: Final = ("__GLOBAL", "__EMPTY")
-_ANNOTATIONS: Final = (("metadata", "Metadata"), ("rule_set", "RuleSet"))
 
 
 class _Stale(MillstreamError):
@@ -144,6 +158,7 @@ class NewSchema:
     normalize: bool = False
     schema_id: int | None = None
     version: int | None = None
+    """The number that the version is to have; -1 if only the latest one counts as already registered."""
 
 
 class SchemaRegistry:
@@ -195,33 +210,69 @@ class SchemaRegistry:
         """Return every context that has a subject, and the default one."""
         return sorted({".", *(subject.context for subject in self._subjects)})
 
+    def held(self, subject: QualifiedSubject) -> Registered:
+        """Return the versions of exactly this subject, even if its name is an alias."""
+        return Registered(self._subjects.get(subject, {}).values())
+
     def versions(self, subject: QualifiedSubject) -> Registered:
-        return Registered(self._subjects.get(self._aliased(subject), {}).values())
+        """Return the versions of a subject, or of the one that it is an alias of."""
+        return self.held(self._aliased(subject))
 
     async def find_versions(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
         """Return the versions of a subject; raise the error of an unknown subject."""
-        found = self.versions(subject)
+        return await self._find_held(self._aliased(subject), deleted=deleted)
+
+    async def _find_held(self, subject: QualifiedSubject, *, deleted: bool = False) -> Registered:
+        found = self.held(subject)
         if not found.select(deleted=deleted):
             await self.load()
-            found = self.versions(subject)
+            found = self.held(subject)
         if not found.select(deleted=deleted):
             raise _no_subject(subject)
         return found
 
     async def find_version(self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False) -> SubjectVersion:
         """Return one version of a subject: a number, or `latest`."""
+        return await self._find_held_version(self._aliased(subject), wanted, deleted=deleted)
+
+    async def _find_held_version(
+        self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
+    ) -> SubjectVersion:
         number = parse_version(wanted)
-        found = await self.find_versions(subject, deleted=deleted)
+        found = await self._find_held(subject, deleted=deleted)
         chosen = _choose(found.select(deleted=deleted), number)
         if chosen is None:
             await self.load()
-            chosen = _choose(self.versions(subject).select(deleted=deleted), number)
+            chosen = _choose(self.held(subject).select(deleted=deleted), number)
         if chosen is None:
             raise SchemaRegistryError(f"Version {wanted} not found.", code=RegistryCode.VERSION_NOT_FOUND)
         return chosen
 
+    async def find_version_anywhere(
+        self, subject: QualifiedSubject, wanted: str, *, deleted: bool = False
+    ) -> SubjectVersion:
+        """Return one version of a subject; one without a context may be in any that has it."""
+        try:
+            return await self.find_version(subject, wanted, deleted=deleted)
+        except SchemaRegistryError:
+            for other in self._in_other_contexts(subject):
+                with suppress(SchemaRegistryError):
+                    return await self._find_held_version(other, wanted, deleted=deleted)
+            raise
+
+    def _in_other_contexts(self, subject: QualifiedSubject) -> list[QualifiedSubject]:
+        """Return the subjects that a name without a context may stand for if the default one has no such subject."""
+        if subject.context != DEFAULT_CONTEXT or not subject.name:
+            return []
+        found = [QualifiedSubject(context, subject.name) for context in self.contexts() if context != DEFAULT_CONTEXT]
+        return [one for one in found if one in self._subjects]
+
     async def find_schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema:
-        """Return the schema with an id in the context of a subject; one without a context may be in any that has it."""
+        """Return the schema with an id in the context of a subject.
+
+        A subject with a name must use the schema; only one without a context stands for any that does, or else for the
+        default context.
+        """
         found = self._schema(schema_id, subject)
         if found is None:
             await self.load()
@@ -231,13 +282,11 @@ class SchemaRegistry:
         return found
 
     def _schema(self, schema_id: int, subject: QualifiedSubject) -> StoredSchema | None:
-        here = self._schemas.get((subject.context, schema_id))
-        if here is not None or not subject.name or subject.context != ".":
-            return here
-        contexts = [context for context in self.contexts() if QualifiedSubject(context, subject.name) in self._subjects]
-        return next(
-            (self._schemas[key] for context in contexts if (key := (context, schema_id)) in self._schemas), None
-        )
+        for one in (subject, *self._in_other_contexts(subject)):
+            key = (one.context, schema_id)
+            if not one.name or any(place == one for place, _version in self._uses.get(key, ())):
+                return self._schemas.get(key)
+        return self._schemas.get((DEFAULT_CONTEXT, schema_id)) if subject.context == DEFAULT_CONTEXT else None
 
     async def find_by_guid(self, guid: str) -> list[StoredSchema]:
         """Return the schemas with a guid: one in each context that has this content."""
@@ -257,7 +306,11 @@ class SchemaRegistry:
 
     def uses(self, schema: StoredSchema) -> list[SubjectVersion]:
         """Return the versions, deleted ones included, that have a schema."""
-        places = sorted(self._uses.get((schema.context, schema.schema_id), ()))
+        return self.uses_of(schema.context, schema.schema_id)
+
+    def uses_of(self, context: str, schema_id: int) -> list[SubjectVersion]:
+        """Return the versions, deleted ones included, that have the schema with an id."""
+        places = sorted(self._uses.get((context, schema_id), ()))
         return [self._subjects[subject][version] for subject, version in places]
 
     def referrers(self, version: SubjectVersion) -> list[int]:
@@ -286,14 +339,24 @@ class SchemaRegistry:
     # -- registering ----------------------------------------------------------------------------------------
 
     async def lookup(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool = False) -> SubjectVersion:
-        """Find the version of a subject that has a schema."""
+        """Find the version of a subject that has a schema; one without a context may be in any that has it."""
         subject = self._aliased(subject)
+        try:
+            return await self._lookup_held(subject, new, deleted=deleted)
+        except SchemaRegistryError as error:
+            if error.code in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.SCHEMA_NOT_FOUND):
+                for other in self._in_other_contexts(subject):
+                    with suppress(SchemaRegistryError):
+                        return await self._lookup_held(other, new, deleted=deleted)
+            raise
+
+    async def _lookup_held(self, subject: QualifiedSubject, new: NewSchema, *, deleted: bool) -> SubjectVersion:
         content = await self._parse(subject, new)
-        await self.find_versions(subject, deleted=deleted)
-        found = self._matching(subject, content, deleted=deleted)
+        await self._find_held(subject, deleted=deleted)
+        found = await self._matching(subject, content, deleted=deleted)
         if found is None:
             await self.load()
-            found = self._matching(subject, content, deleted=deleted)
+            found = await self._matching(subject, content, deleted=deleted)
         if found is None:
             raise SchemaRegistryError("Schema not found", code=RegistryCode.SCHEMA_NOT_FOUND)
         return found
@@ -302,22 +365,32 @@ class SchemaRegistry:
         """Register a schema as the next version of a subject, unless one of its versions has it already."""
         subject = self._aliased(subject)
         check_subject(subject, is_named=True)
-        parsed = await self._parse(subject, new)
+        parsed = await self._parse(subject, await self._filled(subject, new))
         for _attempt in range(ATTEMPTS_MAX):
             since = self._last
-            found = self._matching(subject, parsed)
-            if found is not None and new.schema_id in (None, found.schema_id):
+            versions = self.held(subject)
+            is_import = self.mode(subject) in (IMPORT, FORWARD)
+            next_version = versions[-1].version + 1 if versions else 1
+            content = parsed if is_import else self._completed(subject, parsed, versions.live)
+            found = await self._registered(subject, new, parsed, content)
+            if found is not None:
                 return found
             self._check_mode(subject, new)
-            versions = self.versions(subject)
-            content = self._completed(subject, parsed, versions.live)
-            if self.mode(subject) != IMPORT:
+            if not is_import:
+                if new.version is not None or property_of(content, CONFLUENT_VERSION) is not None:
+                    metadata = with_version(content.metadata, next_version)
+                    content = dataclasses.replace(content, metadata=metadata)
                 await self._check_registration(subject, content, versions)
-            next_version = versions[-1].version + 1 if versions else 1
-            if new.version is not None and self.mode(subject) != IMPORT and new.version != next_version:
-                raise _invalid(f"Version {new.version} is not one more than previous version {next_version - 1}")
-            version = new.version or next_version
-            work = _registration(subject, content, version=version, schema_id=new.schema_id, since=since)
+                if new.version not in (None, -1, next_version):
+                    raise _invalid("Version is not one more than previous version")
+            version = next_version if new.version in (None, -1) else new.version
+            deleted = [one for one in versions if one.is_deleted and not self._referrers.get((subject, one.version))]
+            work = _registration(
+                SubjectVersion(subject=subject, version=version, schema_id=new.schema_id or 0),
+                content,
+                deleted=deleted,
+                since=since,
+            )
             try:
                 await self._change(work)
             except _Stale:
@@ -329,21 +402,70 @@ class SchemaRegistry:
             f"subject {str(subject)!r} is being changed by too many clients; retry", code=RegistryCode.STORE_FAILED
         )
 
+    async def _filled(self, subject: QualifiedSubject, new: NewSchema) -> NewSchema:
+        """Take the text of the latest version for a schema without one, which changes only metadata or rules."""
+        if new.content.text.strip():
+            return new
+        try:
+            latest = self.schema_of(await self._find_held_version(subject, "latest")).content
+        except SchemaRegistryError:
+            return new
+        content = dataclasses.replace(latest, metadata=new.content.metadata, rule_set=new.content.rule_set)
+        return dataclasses.replace(new, content=content)
+
+    async def _registered(
+        self, subject: QualifiedSubject, new: NewSchema, own: SchemaContent, completed: SchemaContent
+    ) -> SubjectVersion | None:
+        """Return the version that has a schema, as it was sent or with what would be added to it."""
+        live = self.held(subject).live
+        if new.version is not None:
+            is_import = self.mode(subject) in (IMPORT, FORWARD)
+            live = [one for one in live[-1:] if new.version == -1] + [
+                one for one in live if is_import and one.version == new.version
+            ]
+        for content in (completed,) if has_defaults(self.config(subject)) else (own, completed):
+            for one in reversed(live):
+                if new.schema_id in (None, one.schema_id) and await self._is_equal(content, self.schema_of(one)):
+                    return one
+        return None
+
+    async def _is_equal(self, content: SchemaContent, stored: StoredSchema) -> bool:
+        """Whether content is that of a stored schema, which may say its version, and refer to what is sent inline."""
+        other = stored.content
+        if property_of(content, CONFLUENT_VERSION) is None:
+            other = dataclasses.replace(other, metadata=without_version(other.metadata))
+            content = dataclasses.replace(content, metadata=without_version(content.metadata))
+        if (content.metadata, content.rule_set) != (other.metadata, other.rule_set):
+            return False
+        return await self._has_text(content, stored)
+
+    async def _has_text(self, content: SchemaContent, stored: StoredSchema) -> bool:
+        """Whether a stored schema has the text and the references of another, or is that text with them resolved."""
+        other = stored.content
+        if content.schema_type != other.schema_type:
+            return False
+        if content.schema_type == AVRO and other.references and not content.references:
+            return content.text == await self.render(stored, "resolved")
+        return (content.text, content.references) == (other.text, other.references)
+
     async def check(self, subject: QualifiedSubject, new: NewSchema, wanted: str | None) -> Sequence[str]:
         """Return why a schema is incompatible with one version, or with those that the subject's level covers."""
         subject = self._aliased(subject)
         content = await self._parse(subject, new)
         level = self.level(subject)
         if wanted is None:
-            versions = (await self.find_versions(subject)).live
+            versions = (await self._find_held(subject)).live
         else:
-            versions = [await self.find_version(subject, wanted)]
-            level = level if level == "NONE" else f"{level.removesuffix('_TRANSITIVE')}_TRANSITIVE"
+            versions = [await self._find_held_version(subject, wanted)]
         return await self._incompatibilities(subject, content, versions, level)
 
     async def _parse(self, subject: QualifiedSubject, new: NewSchema) -> SchemaContent:
         """Check a schema and bring its text into the form in which it is stored."""
         content = new.content
+        if content.metadata is not None:
+            content = dataclasses.replace(content, metadata=parse_metadata(content.metadata))
+        if content.rule_set is not None:
+            content = dataclasses.replace(content, rule_set=parse_rule_set(content.rule_set))
         if content.schema_type not in SCHEMA_TYPES:
             raise _invalid(f"Invalid schema type {content.schema_type}")
         if not content.text.strip():
@@ -396,16 +518,32 @@ class SchemaRegistry:
                 f"cannot be resolved: {error}"
             ) from error
 
-    def _matching(
+    async def _matching(
         self, subject: QualifiedSubject, content: SchemaContent, *, deleted: bool = False
     ) -> SubjectVersion | None:
-        found = reversed(self.versions(subject).select(deleted=deleted))
-        return next((one for one in found if content.matches(self.schema_of(one).content)), None)
+        """Return the newest version with this content; without one, metadata and rules count only if they are given."""
+        same_text = [
+            (one, stored.content)
+            for one in reversed(self.held(subject).select(deleted=deleted))
+            if await self._has_text(content, stored := self.schema_of(one))
+        ]
+        exact = [
+            one
+            for one, other in same_text
+            if content.metadata in (other.metadata, without_version(other.metadata))
+            and content.rule_set == other.rule_set
+        ]
+        loose = [
+            one
+            for one, other in same_text
+            if content.metadata in (None, other.metadata) and content.rule_set in (None, other.rule_set)
+        ]
+        return next(iter(exact or loose), None)
 
     def _check_mode(self, subject: QualifiedSubject, new: NewSchema) -> None:
         mode = self.mode(subject)
         self.check_writable(subject)
-        if new.schema_id is not None and mode != IMPORT:
+        if new.schema_id is not None and mode not in (IMPORT, FORWARD):
             raise _not_permitted(f"Subject {subject} is not in import mode")
         if new.schema_id is None and mode != READWRITE:
             raise _not_permitted(f"Subject {subject} is not in read-write mode")
@@ -427,10 +565,11 @@ class SchemaRegistry:
         config = self.config(subject)
         latest = self.schema_of(live[-1]).content if live else None
         completed: dict[str, Any] = {}
-        for name, key in _ANNOTATIONS:
-            own = getattr(content, name) or (getattr(latest, name) if latest is not None else None)
-            parts = [config.get(f"default{key}"), own, config.get(f"override{key}")]
-            completed[name] = _merged([part for part in parts if part])
+        for name, key in ANNOTATIONS:
+            own = getattr(content, name)
+            if own is None and latest is not None:
+                own = getattr(latest, name)
+            completed[name] = merge([config.get(f"default{key}"), own, config.get(f"override{key}")])
         return dataclasses.replace(content, **completed)
 
     async def _check_registration(
@@ -454,7 +593,7 @@ class SchemaRegistry:
         earlier = []
         for version in reversed(versions):
             stored = self.schema_of(version).content
-            if group and _property(stored, group) != _property(content, group):
+            if group and property_of(stored, group) != property_of(content, group):
                 continue
             earlier.append(await self._text_of(stored, subject.context, version=version.version))
             if not level.endswith("_TRANSITIVE"):
@@ -466,7 +605,7 @@ class SchemaRegistry:
     async def delete_subject(self, subject: QualifiedSubject, *, permanent: bool = False) -> list[int]:
         """Delete all versions of a subject; permanently only those that are deleted already."""
         subject = self._aliased(subject)
-        versions = await self.find_versions(subject, deleted=True)
+        versions = await self._find_held(subject, deleted=True)
         self.check_writable(subject)
         if permanent and versions.live:
             raise SchemaRegistryError(
@@ -475,7 +614,7 @@ class SchemaRegistry:
             )
         if not permanent and not versions.live:
             raise SchemaRegistryError(
-                f"Subject '{subject}' was soft deleted. Set permanent=true to delete permanently",
+                f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently",
                 code=RegistryCode.SUBJECT_SOFT_DELETED,
             )
         affected = list(versions) if permanent else versions.live
@@ -488,8 +627,8 @@ class SchemaRegistry:
         parse_version(wanted)
         self.check_writable(subject)
         # The last version that is not deleted, for a deletion that is not permanent.
-        is_latest_live = wanted == "latest" and not permanent and bool(self.versions(subject).live)
-        version = await self.find_version(subject, wanted, deleted=not is_latest_live)
+        is_latest_live = wanted == "latest" and not permanent and bool(self.held(subject).live)
+        version = await self._find_held_version(subject, wanted, deleted=not is_latest_live)
         if permanent and not version.is_deleted:
             raise SchemaRegistryError(
                 f"Subject '{subject}' Version {wanted} was not deleted first before being permanently deleted",
@@ -497,23 +636,18 @@ class SchemaRegistry:
             )
         if not permanent and version.is_deleted:
             raise SchemaRegistryError(
-                f"Subject '{subject}' Version {wanted} was soft deleted. Set permanent=true to delete permanently",
+                f"Subject '{subject}' Version {wanted} was soft deleted.Set permanent=true to delete permanently",
                 code=RegistryCode.VERSION_SOFT_DELETED,
             )
-        await self._delete([version], permanent=permanent)
+        is_last = all(one.is_deleted or one == version for one in self.held(subject))
+        await self._delete([version], permanent=permanent, with_settings=is_last)
         return version.version
 
     async def _delete(
         self, versions: Sequence[SubjectVersion], *, permanent: bool, with_settings: bool = False
     ) -> None:
         subject = versions[0].subject
-        for version in versions:
-            if self.referrers(version):
-                raise SchemaRegistryError(
-                    "One or more references exist to the schema {magic=1,keytype=SCHEMA,"
-                    f"subject={subject},version={version.version}}}.",
-                    code=RegistryCode.REFERENCE_EXISTS,
-                )
+        self._check_unreferred(versions)
         since = self._last
         after = [dataclasses.replace(one, is_deleted=not permanent, is_gone=permanent) for one in versions]
 
@@ -536,6 +670,15 @@ class SchemaRegistry:
             "schemas deleted",
             extra={"subject": str(subject), "versions": [one.version for one in after], "permanent": permanent},
         )
+
+    def _check_unreferred(self, versions: Iterable[SubjectVersion]) -> None:
+        for version in versions:
+            if self.referrers(version):
+                raise SchemaRegistryError(
+                    "One or more references exist to the schema {magic=1,keytype=SCHEMA,"
+                    f"subject={version.subject},version={version.version}}}.",
+                    code=RegistryCode.REFERENCE_EXISTS,
+                )
 
     # -- settings -------------------------------------------------------------------------------------------
 
@@ -562,20 +705,17 @@ class SchemaRegistry:
         return modes[-1] if modes else READWRITE
 
     async def configure(self, subject: QualifiedSubject, config: Mapping[str, Any] | None) -> SubjectSettings:
-        """Change some of a subject's configuration, or reset all of it; return what was set before."""
-        if config is not None:
-            level = config.get(LEVEL)
-            if level is not None and level not in LEVELS:
-                raise SchemaRegistryError(
-                    "Invalid compatibility level. Valid values are none, backward, forward, full, "
-                    "backward_transitive, forward_transitive, and full_transitive",
-                    code=RegistryCode.INVALID_LEVEL,
-                )
+        """Change some of a subject's configuration, None resetting a setting, or reset all; return what was before."""
+        changes = {} if config is None else parse_config(config)
         check_subject(subject)
-        return await self._set(
-            subject,
-            lambda before: dataclasses.replace(before, config={**before.config, **config} if config else {}),
-        )
+        self.check_writable(subject)
+
+        def changed(before: SubjectSettings) -> SubjectSettings:
+            merged = {} if config is None else {**before.config, **changes}
+            kept = {key: value for key, value in merged.items() if value is not None}
+            return dataclasses.replace(before, config=kept)
+
+        return await self._set(subject, changed)
 
     async def set_mode(self, subject: QualifiedSubject, mode: str | None, *, force: bool = False) -> SubjectSettings:
         """Change the mode of a subject or context, or reset it; return what was set before."""
@@ -584,23 +724,38 @@ class SchemaRegistry:
                 f"Invalid mode. Valid values are {', '.join(MODES)}", code=RegistryCode.INVALID_MODE
             )
         check_subject(subject)
-        if (
-            mode == IMPORT
-            and not force
-            and any(
-                one.context == subject.context and subject.name in ("", one.name) and self.versions(one)
-                for one in self._subjects
-            )
-        ):
+        if mode != IMPORT or force or self.mode(subject) == IMPORT:
+            return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode))
+        await self.load()
+        held = [
+            version
+            for one in self._subjects
+            if one.context == subject.context and subject.name in ("", one.name)
+            for version in self._subjects[one].values()
+        ]
+        if any(not version.is_deleted for version in held):
             raise _not_permitted("Cannot import since found existing subjects")
-        return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode))
+        # Deleted versions make room for those that are imported.
+        self._check_unreferred(held)
+        gone = [dataclasses.replace(version, is_gone=True) for version in held]
+        return await self._set(subject, lambda before: dataclasses.replace(before, mode=mode), gone=gone)
 
     async def _set(
-        self, subject: QualifiedSubject, change: Callable[[SubjectSettings], SubjectSettings]
+        self,
+        subject: QualifiedSubject,
+        change: Callable[[SubjectSettings], SubjectSettings],
+        *,
+        gone: Sequence[SubjectVersion] = (),
     ) -> SubjectSettings:
         await self.load()
         before = self.settings(subject)
-        await self._change(lambda transaction: transaction.put_settings(change(before)))
+
+        def work(transaction: SchemaTransaction) -> None:
+            for version in gone:
+                transaction.put_version(version)
+            transaction.put_settings(change(before))
+
+        await self._change(work)
         _logger.info("schema settings changed", extra={"subject": str(subject)})
         return before
 
@@ -678,7 +833,8 @@ class SchemaRegistry:
             for reference in schema.content.references:
                 place = (_within(schema.context, reference.subject), reference.version)
                 self._referrers.setdefault(place, set()).add(key)
-        for version in changes.versions:
+        # What is gone comes last: a schema that another version has taken over is not dropped in between.
+        for version in sorted(changes.versions, key=lambda one: one.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
             self._settings[settings.subject] = settings
@@ -727,22 +883,29 @@ class SchemaRegistry:
 
 
 def _registration(
-    subject: QualifiedSubject, content: SchemaContent, *, version: int, schema_id: int | None, since: int
+    version: SubjectVersion, content: SchemaContent, *, deleted: Sequence[SubjectVersion], since: int
 ) -> Callable[[SchemaTransaction], None]:
-    """Store a version, unless its subject has changed since it was prepared."""
+    """Store a version, with a new id if it has none, unless its subject has changed since it was prepared.
+
+    It takes the place of deleted versions with the same schema.
+    """
 
     def work(transaction: SchemaTransaction) -> None:
+        subject = version.subject
         if not transaction.is_unchanged(subject, since):
             raise _Stale
-        if schema_id is None:
+        if not version.schema_id:
             stored = transaction.find_schema(subject.context, content)
         else:
-            stored = transaction.schema(subject.context, schema_id)
+            stored = transaction.schema(subject.context, version.schema_id)
             if stored is not None and stored.content != content:
-                raise _not_permitted(f"Overwrite new schema with id {schema_id} is not permitted.")
+                raise _not_permitted(f"Overwrite new schema with id {version.schema_id} is not permitted.")
         if stored is None:
-            stored = transaction.add_schema(subject.context, content, schema_id=schema_id)
-        transaction.put_version(SubjectVersion(subject=subject, version=version, schema_id=stored.schema_id))
+            stored = transaction.add_schema(subject.context, content, schema_id=version.schema_id or None)
+        transaction.put_version(dataclasses.replace(version, schema_id=stored.schema_id))
+        for one in deleted:
+            if one.schema_id == stored.schema_id and one.version < version.version:
+                transaction.put_version(dataclasses.replace(one, is_gone=True))
 
     return work
 
@@ -787,28 +950,6 @@ def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:
     """Return where settings of a subject are looked for, the closest last."""
     scopes = [QualifiedSubject(GLOBAL_CONTEXT, ""), QualifiedSubject(subject.context, "")]
     return [*scopes, subject] if subject.name else scopes
-
-
-def _merged(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Merge metadata or rules; the later ones win."""
-    if not parts:
-        return None
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            before = merged.get(key)
-            if isinstance(before, dict) and isinstance(value, dict):
-                merged[key] = {**before, **value}
-            elif isinstance(before, list) and isinstance(value, list):
-                names = {one.get("name") for one in value}
-                merged[key] = [*(one for one in before if one.get("name") not in names), *value]
-            else:
-                merged[key] = value
-    return merged
-
-
-def _property(content: SchemaContent, name: str) -> Any:
-    return ((content.metadata or {}).get("properties") or {}).get(name)
 
 
 def _no_subject(subject: QualifiedSubject) -> SchemaRegistryError:

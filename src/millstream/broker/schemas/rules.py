@@ -164,8 +164,7 @@ class SchemaRules:
         for field in rule.fields.values():
             for schema_id in field.guids:
                 if schema_key(field, schema_id) == key:
-                    subject = QualifiedSubject(field.context, QualifiedSubject.parse(field.subject).name)
-                    schema = await self._registry.find_schema(schema_id, subject)
+                    schema = await self._registry.find_schema(schema_id, QualifiedSubject(field.context, ""))
                     text = await self._registry.render(schema, COMPILED)
                     return CompiledSchema(key=key, schema_type=schema.content.schema_type, compiled=text)
         raise CorruptBatch("the process that checks records requested an unknown schema")

@@ -23,7 +23,7 @@ from millstream.core.errors import (
     SchemaMismatch,
     SchemaRegistryError,
 )
-from millstream.core.schema import AVRO, DEFAULT_CONTEXT, IMPORT, QualifiedSubject, RegistryCode
+from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_CONTEXT, IMPORT, READWRITE, QualifiedSubject, RegistryCode
 from millstream.core.topic import SCHEMA_KEY, SCHEMA_VALIDATE, SCHEMA_VALUE
 from millstream.protocol.private.schema_messages import (
     CheckSchema,
@@ -33,6 +33,7 @@ from millstream.protocol.private.schema_messages import (
     ListSubjects,
     RegisterSchema,
     SchemaMessage,
+    SettingsResponse,
 )
 from millstream.protocol.records.batch import iterate_whole_headers
 from millstream.protocol.records.record import NewRecord, Record, decode_batch, encode_batch
@@ -66,8 +67,8 @@ class _Value(msgspec.Struct, frozen=True, rename="camel"):
     version: int
     id: int
     schema: str
-    schema_type: str = AVRO
-    references: list[_Reference] = []
+    schema_type: str | None = None
+    references: list[_Reference] | None = None
     metadata: dict[str, Any] | None = None
     rule_set: dict[str, Any] | None = None
     deleted: bool = False
@@ -77,8 +78,9 @@ class _Kept(NamedTuple):
     """What a topic holds once it is read to its end."""
 
     schemas: list[_Value]
-    levels: dict[str, str]
-    """Compatibility levels by subject; an empty one is that of all others."""
+    configs: dict[str, dict[str, Any]]
+    """Configuration by subject; that of an empty one applies to all others."""
+    modes: dict[str, str]
 
 
 async def import_schemas(source: Client, topic: str, target: Client, *, context: str = DEFAULT_CONTEXT) -> int:
@@ -100,9 +102,10 @@ async def import_schemas(source: Client, topic: str, target: Client, *, context:
     finally:
         for one in contexts:
             await registry.configure(Configure(subject=str(QualifiedSubject(one, "")), reset_mode=True))
-    for subject, level in kept.levels.items():
-        place = places.get(subject) or _place(subject, context)
-        await registry.configure(Configure(subject=str(place), config={"compatibilityLevel": level}))
+    for subject, config in kept.configs.items():
+        await registry.configure(Configure(subject=str(_place(subject, context)), config=config))
+    for subject, mode in kept.modes.items():
+        await registry.configure(Configure(subject=str(_place(subject, context)), mode=mode, force=True))
     return len(kept.schemas)
 
 
@@ -113,8 +116,8 @@ async def _register(registry: SchemaClient, schemas: Iterable[_Value], places: M
         request = RegisterSchema(
             subject=str(places[value.subject]),
             schema=value.schema,
-            schema_type=value.schema_type,
-            references=[(one.name, one.subject, one.version) for one in value.references],
+            schema_type=value.schema_type or AVRO,
+            references=[(one.name, one.subject, one.version) for one in value.references or ()],
             metadata=value.metadata,
             rule_set=value.rule_set,
             id=value.id,
@@ -144,13 +147,12 @@ async def export_schemas(client: Client, topic: str, *, context: str = DEFAULT_C
         await registry.subjects(ListSubjects(prefix=prefix, deleted=True, schemas=True, offset=len(schemas)))
     ).schemas:
         schemas += page
-    records = [_config_record(None, (await registry.settings(prefix)).config)]
-    subjects = dict.fromkeys(one.subject for one in schemas)
-    records += [_config_record(subject, (await registry.settings(subject)).config) for subject in subjects]
+    records = _settings_records(None, await registry.settings(prefix))
+    for subject in dict.fromkeys(one.subject for one in schemas):
+        records += _settings_records(subject, await registry.settings(subject))
     records += [_schema_record(one) for one in sorted(schemas, key=lambda one: (one.id, one.version))]
     for record in records:
-        if record is not None:
-            await client.produce(topic, 0, encode_batch([record]))
+        await client.produce(topic, 0, encode_batch([record]))
     return len(schemas)
 
 
@@ -188,7 +190,8 @@ async def _read(client: Client, topic: str) -> dict[str, bytes | None]:
 
 def _fold(records: Mapping[str, bytes | None]) -> _Kept:
     schemas: dict[tuple[str, int], _Value] = {}
-    levels: dict[str, str] = {}
+    configs: dict[str, dict[str, Any]] = {}
+    modes: dict[str, str] = {}
     try:
         for text, value in records.items():
             key = json.loads(text)
@@ -202,11 +205,14 @@ def _fold(records: Mapping[str, bytes | None]) -> _Kept:
                 for place, decoded in schemas.items():
                     if place[0] == key["subject"] and place[1] <= last:
                         schemas[place] = msgspec.structs.replace(decoded, deleted=True)
-            elif key["keytype"] == "CONFIG" and (level := json.loads(value).get("compatibilityLevel")):
-                levels[key.get("subject") or ""] = str(level)
+            elif key["keytype"] == "CONFIG":
+                config = json.loads(value)
+                configs[key.get("subject") or ""] = {name: config[name] for name in CONFIG_KEYS if name in config}
+            elif key["keytype"] == "MODE":
+                modes[key.get("subject") or ""] = json.loads(value)["mode"]
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"the topic is not that of a schema registry: {error}") from error
-    return _Kept(list(schemas.values()), levels)
+    return _Kept(list(schemas.values()), configs, modes)
 
 
 def _place(subject: str, context: str) -> QualifiedSubject:
@@ -214,11 +220,19 @@ def _place(subject: str, context: str) -> QualifiedSubject:
     return parsed._replace(context=context) if parsed.context == DEFAULT_CONTEXT else parsed
 
 
-def _config_record(subject: str | None, config: Mapping[str, Any] | None) -> NewRecord | None:
-    if not config:
-        return None
-    key = {"keytype": "CONFIG", "subject": subject, "magic": 0}
-    return NewRecord(_compact(key), _compact(config), timestamp_ms=_now_ms())
+def _settings_records(subject: str | None, settings: SettingsResponse) -> list[NewRecord]:
+    # A context has a mode in any case; that of a new one goes without saying.
+    mode = None if subject is None and settings.mode == READWRITE else settings.mode
+    found = {"CONFIG": settings.config, "MODE": {"mode": mode} if mode else None}
+    return [
+        NewRecord(
+            _compact({"keytype": kind, "subject": subject, "magic": 0}),
+            _compact({"subject": subject, **value}),
+            timestamp_ms=_now_ms(),
+        )
+        for kind, value in found.items()
+        if value
+    ]
 
 
 def _schema_record(schema: SchemaMessage) -> NewRecord:

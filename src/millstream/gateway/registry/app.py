@@ -21,7 +21,7 @@ from millstream import __version__
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
 from millstream.core.json_problem import plain_problem
-from millstream.core.schema import AVRO, SCHEMA_TYPES, RegistryCode
+from millstream.core.schema import AVRO, CONFIG_KEYS, LEVEL, SCHEMA_TYPES, RegistryCode
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
@@ -41,7 +41,10 @@ from millstream.protocol.private.schema_messages import (
     SchemaMessage,
 )
 
-INVALID_BODY: Final = 422
+INVALID_BODY: Final = 400
+MISSING_BODY: Final = 422
+_LEVEL_SENT: Final = "compatibility"
+"""What requests that set a level call it; responses call it `compatibilityLevel`."""
 _NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -102,8 +105,10 @@ class RegistryRequest:
 
     def decode(self, kind: type[Any]) -> Any:
         """Decode the body to a type."""
+        if not self.body.strip():
+            raise SchemaRegistryError("the body must not be null", code=MISSING_BODY)
         try:
-            return msgspec.json.decode(self.body or b"{}", type=kind)
+            return msgspec.json.decode(self.body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise SchemaRegistryError(f"the body is invalid: {plain_problem(error)}", code=INVALID_BODY) from None
 
@@ -114,12 +119,12 @@ class RegistryRequest:
 
     @property
     def limit(self) -> int:
-        """How many of a list are returned; negative for all."""
+        """How many of a list are returned; all if it is not positive."""
         return self._number("limit", -1)
 
     def page(self, listed: Sequence[Any]) -> Sequence[Any]:
         """Return the part of a list that `offset` and `limit` ask for."""
-        return listed[self.offset :] if self.limit < 0 else listed[self.offset : self.offset + self.limit]
+        return listed[self.offset :] if self.limit <= 0 else listed[self.offset : self.offset + self.limit]
 
     def _number(self, name: str, default: int) -> int:
         text = self.text(name)
@@ -187,7 +192,7 @@ def _sent(request: RegistryRequest) -> dict[str, Any]:
     return {
         "subject": request.subject,
         "schema": body.schema or "",
-        "schema_type": (body.schema_type or AVRO).upper(),
+        "schema_type": body.schema_type or AVRO,
         "references": [(one.name, one.subject, one.version) for one in body.references or ()],
         "metadata": body.metadata,
         "rule_set": body.rule_set,
@@ -265,14 +270,22 @@ async def _schema_only(client: SchemaClient, request: RegistryRequest) -> Any:
     return PlainText((await _schema(client, request))["schema"])
 
 
+async def _users(client: SchemaClient, request: RegistryRequest) -> Sequence[tuple[str, int]]:
+    try:
+        return (await client.get(_by_id(request))).uses
+    except SchemaRegistryError as error:
+        if error.code == RegistryCode.SCHEMA_NOT_FOUND:
+            raise SchemaRegistryError("Schema not found", code=error.code) from None
+        raise
+
+
 async def _schema_subjects(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(_by_id(request))
-    return request.page(list(dict.fromkeys(subject for subject, _version in found.uses)))
+    return request.page(list(dict.fromkeys(subject for subject, _version in await _users(client, request))))
 
 
 async def _schema_versions(client: SchemaClient, request: RegistryRequest) -> Any:
-    found = await client.get(_by_id(request))
-    return request.page([{"subject": subject, "version": version} for subject, version in found.uses])
+    users = await _users(client, request)
+    return request.page([{"subject": subject, "version": version} for subject, version in users])
 
 
 async def _by_guid(client: SchemaClient, request: RegistryRequest) -> Any:
@@ -295,8 +308,8 @@ async def _lookup(client: SchemaClient, request: RegistryRequest) -> Any:
 async def _register(client: SchemaClient, request: RegistryRequest) -> Any:
     body: _Schema = request.decode(_Schema)
     number = body.id if body.id is not None and body.id > 0 else None
-    version = body.version if body.version is not None and body.version > 0 else None
-    made = await client.register(RegisterSchema(**_sent(request), id=number, version=version))
+    made = await client.register(RegisterSchema(**_sent(request), id=number, version=body.version or None))
+    # Without the text: clients take it for what they sent, a descriptor in the case of Protobuf.
     return {"id": made.id, "version": made.version, "guid": made.guid}
 
 
@@ -352,17 +365,22 @@ async def _delete_version(client: SchemaClient, request: RegistryRequest) -> Any
 
 
 async def _check(client: SchemaClient, request: RegistryRequest) -> Any:
-    version = request.names.get("version")
+    version, is_verbose = request.names.get("version"), request.flag("verbose")
     try:
         reasons = await client.check(CheckSchema(**_sent(request), version=version))
     except SchemaRegistryError as error:
-        # A subject without versions is compatible with everything, unless one of them is named.
-        is_open = version in (None, "latest")
-        if not is_open or error.code not in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.VERSION_NOT_FOUND):
+        is_unknown = error.code in (RegistryCode.SUBJECT_NOT_FOUND, RegistryCode.VERSION_NOT_FOUND)
+        if is_unknown and version in (None, "latest", "-1"):
+            # A subject without versions is compatible with everything, unless one of them is named.
+            reasons = []
+        elif is_unknown:
+            raise SchemaRegistryError(f"Version {version} not found.", code=RegistryCode.VERSION_NOT_FOUND) from None
+        elif error.code == RegistryCode.INVALID_SCHEMA and is_verbose:
+            reasons = [str(error)]
+        else:
             raise
-        reasons = []
     document: dict[str, Any] = {"is_compatible": not reasons}
-    if request.flag("verbose"):
+    if is_verbose:
         document["messages"] = reasons
     return document
 
@@ -379,13 +397,16 @@ async def _config(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _set_config(client: SchemaClient, request: RegistryRequest) -> Any:
     body: dict[str, Any] = request.decode(dict[str, Any])
-    level = body.get("compatibility", body.get("compatibilityLevel"))
-    config = {key: value for key, value in body.items() if key not in ("compatibility", "compatibilityLevel")}
-    if level is not None or not config:
+    sent = {key: value for key, value in body.items() if key == _LEVEL_SENT or key in CONFIG_KEYS}
+    config = {LEVEL if key == _LEVEL_SENT else key: value for key, value in sent.items()}
+    level = config.get(LEVEL)
+    if level is None and config.keys() <= {LEVEL}:
         # Without anything to set, the level is missing, which is refused as one that is unknown.
-        config["compatibilityLevel"] = "" if level is None else str(level).upper()
+        config[LEVEL] = ""
+    elif isinstance(level, str):
+        config[LEVEL] = level.upper()
     await client.configure(Configure(subject=request.subject, config=config))
-    return body
+    return sent
 
 
 async def _reset_config(client: SchemaClient, request: RegistryRequest) -> Any:

@@ -262,11 +262,12 @@ class SchemaGet(RegistryApi[GetSchema, SchemaResponse]):
         """Hide schemas and subjects that the client may not describe."""
         if response.schema is None or rights.cluster(Operation.DESCRIBE):
             return response
-        uses = [use for use in response.uses if may_describe(rights, use[0])]
-        if not uses:
+        # Deleted versions count, too: messages with their schemas can still be read.
+        places = [use for place in response.ids for use in self._registry.uses_of(*place)]
+        if not any(may_describe(rights, str(use.subject)) for use in places):
             missing = response.schema.id or response.schema.guid
             return SchemaResponse(code=RegistryCode.SCHEMA_NOT_FOUND, message=f"Schema {missing} not found")
-        return msgspec.structs.replace(response, uses=uses)
+        return msgspec.structs.replace(response, uses=[use for use in response.uses if may_describe(rights, use[0])])
 
     async def answer(self, request: GetSchema) -> SchemaResponse:
         """Describe a schema."""
@@ -320,7 +321,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
             if not number % LISTED_AT_ONCE:
                 # Others have their turn between the parts of a long list.
                 await asyncio.sleep(0)
-            found = self._registry.versions(subject)
+            found = self._registry.held(subject)
             versions = found.select(deleted=request.deleted, deleted_only=request.deleted_only)
             if versions:
                 subjects.append(str(subject))
@@ -350,7 +351,7 @@ class SchemaList(RegistryApi[ListSubjects, SubjectsResponse]):
 
 
 def _page(listed: Sequence[T], request: ListSubjects) -> Sequence[T]:
-    return listed[request.offset :] if request.limit < 0 else listed[request.offset : request.offset + request.limit]
+    return listed[request.offset :] if request.limit <= 0 else listed[request.offset : request.offset + request.limit]
 
 
 class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
@@ -381,7 +382,7 @@ class SchemaSubject(RegistryApi[GetSubject, SubjectResponse]):
             versions = await self._registry.find_versions(subject, deleted=request.deleted or request.deleted_only)
             chosen = versions.select(deleted=request.deleted, deleted_only=request.deleted_only)
             return SubjectResponse(versions=[version.version for version in chosen])
-        version = await self._registry.find_version(subject, request.version, deleted=request.deleted)
+        version = await self._registry.find_version_anywhere(subject, request.version, deleted=request.deleted)
         return SubjectResponse(
             schema=await self.message_of(version, request.format), referrers=self._registry.referrers(version)
         )
