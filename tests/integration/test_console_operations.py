@@ -190,7 +190,7 @@ def test_a_large_redrive_shows_its_progress_on_every_page(full_server: Server) -
         page.get_by_role("button", name="Redrive").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Redrive letters of billing-dlq")
         expect(page.get_by_role("progressbar", name="Progress")).to_be_visible()
-        expect(page.get_by_role("status")).to_contain_text(f"of {LETTERS:,} looked at")
+        expect(page.get_by_role("status")).to_contain_text(f"of {LETTERS:,} examined")
         take_picture(page, "task")
         page.get_by_role("link", name="Topics", exact=True).click()
         expect(page.get_by_text("Redrive letters of billing-dlq: in progress")).to_be_visible()
@@ -232,7 +232,7 @@ def test_a_search_through_very_many_messages_shows_progress_and_stops(full_serve
         page.get_by_label("Filter").fill("payload.total = 4242 AND payload.order < 0")
         page.get_by_label("From").fill("start")
         page.get_by_role("button", name="Show").click()
-        expect(page.get_by_role("progressbar", name="Messages looked at")).to_be_visible()
+        expect(page.get_by_role("progressbar", name="Messages searched")).to_be_visible()
         check_look(page, "search-running", schemes=())
         assert api.post("/topics/orders/messages", json={"order": "during the search"}).is_success
         page.get_by_role("button", name="Stop").click()

@@ -396,7 +396,7 @@ def test_a_command_says_what_a_locked_node_may_expect(locked: Locked, tmp_path: 
     assert "if it requires authentication, give a user" in millstream(*soon, *tls).err
     assert "authentication failed" in millstream("topic", "list", *wrong).err
     found = millstream("doctor", *wrong)
-    assert (found.code, "look at --user, --password-file" in found.out) == (2, True)
+    assert (found.code, "check --user, --password-file" in found.out) == (2, True)
 
 
 def test_a_wrong_password_is_an_authentication_error(locked: Locked) -> None:

@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
+from millstream.cli.output import counted, print_answer, print_json, print_line, print_list
 from millstream.core.acl import (
     ROLES,
     WILDCARD,
@@ -144,13 +144,11 @@ def list_(
         kind, name = parse_resource(resource)
         selected = AclFilter(principal=principal, resource_type=kind, resource_name=name, pattern=PatternType.MATCH)
     rules = sorted(ask(common, lambda client: list_acls(client, selected)))
-    if common.as_json:
-        print_json({"acls": [_document(acl) for acl in rules]})
-    elif rules:
-        keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
-        print_table(keys, [[_document(acl)[key] for key in keys] for acl in rules])
-    else:
-        print_line("No rules; only super users may do anything.")
+    keys = ("permission", "principal", "operation", "type", "name", "pattern", "host")
+    listed = [_document(acl) for acl in rules]
+    rows = [[one[key] for key in keys] for one in listed]
+    empty = "No rules; only super users may do anything."
+    print_list({"acls": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("remove")

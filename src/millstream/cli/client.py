@@ -9,7 +9,7 @@ import typer
 
 from millstream.cli.connection import ask
 from millstream.cli.options import COMMON, Common, Noun
-from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table, sized
+from millstream.cli.output import counted, one_line, print_list, print_note, sized
 
 if TYPE_CHECKING:
     from millstream.client.admin.clients import Clients, ConnectedClient
@@ -44,13 +44,13 @@ def list_(
 
     found = ask(common, question)
     shown = [one for one in found.clients if everybody or one.roles]
-    if common.as_json:
-        print_json({"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out})
-    elif shown:
-        header = ["client id", "address", "software", "version", "role", "in/s", "out/s", "idle"]
-        print_table(header, [_row(one) for one in shown])
-    else:
-        print_line("No producer and no consumer is connected; --all shows every connection.")
+    print_list(
+        {"clients": [dataclasses.asdict(one) for one in shown], "left_out": found.left_out},
+        ["client id", "address", "software", "version", "role", "in/s", "out/s", "idle"],
+        [_row(one) for one in shown],
+        empty="No producer and no consumer is connected; --all shows every connection.",
+        as_json=common.as_json,
+    )
     if found.left_out:
         print_note(f"{counted(found.left_out, 'connection')} more that the nodes do not list.")
 

@@ -19,8 +19,8 @@ from millstream.cli.output import (
     print_answer,
     print_json,
     print_line,
+    print_list,
     print_note,
-    print_table,
 )
 from millstream.client.admin.dead_letter import (
     Outcome,
@@ -73,15 +73,13 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.dead_letter import dead_letter_topics
 
     found = ask(common, lambda client: dead_letter_topics(client, patience_s=min(common.timeout, PATIENCE_S)))
-    if common.as_json:
-        print_json({"dead_letters": [one._asdict() for one in found]})
-    elif found:
-        print_table(
-            ["topic", "subscriptions", "letters"],
-            [[one.topic, ", ".join(one.subscriptions), one.letters] for one in found],
-        )
-    else:
-        print_line("No subscription keeps dead letters.")
+    print_list(
+        {"dead_letters": [one._asdict() for one in found]},
+        ["topic", "subscriptions", "letters"],
+        [[one.topic, ", ".join(one.subscriptions), one.letters] for one in found],
+        empty="No subscription keeps dead letters.",
+        as_json=common.as_json,
+    )
     for one in found:
         if one.unreached:
             partitions = ", ".join(map(str, one.unreached))

@@ -16,7 +16,7 @@ from millstream.cli.options import (
     ask_person,
     flag,
 )
-from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
+from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_list, print_table
 from millstream.client.admin.groups import group_document, total_lag
 from millstream.client.admin.position import POSITION_HELP, parse_position
 
@@ -36,13 +36,10 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.groups import group_summaries
 
     groups = ask(common, group_summaries)
-    if common.as_json:
-        print_json({"groups": groups})
-    elif groups:
-        keys = ("group", "type", "state", "members", "lag")
-        print_table(keys, [[group[key] for key in keys] for group in groups])
-    else:
-        print_line("No groups yet; a consumer with a group id creates one.")
+    keys = ("group", "type", "state", "members", "lag")
+    rows = [[group[key] for key in keys] for group in groups]
+    empty = "No groups yet; a consumer with a group id creates one."
+    print_list({"groups": groups}, keys, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("describe")

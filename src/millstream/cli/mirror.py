@@ -29,6 +29,7 @@ from millstream.cli.output import (
     print_answer,
     print_json,
     print_line,
+    print_list,
     print_note,
     print_settings,
     print_table,
@@ -154,12 +155,8 @@ def list_(common: Common = COMMON) -> None:
     found = _ask(common, lambda mirrors: mirrors.describe())
     keys = ("mirror", "state", "from", "topics", "lag", "lag_unknown", "lag_s", "bytes", "error")
     rows = [{**{key: one[key] for key in keys}, "topics": len(one["topics"])} for one in found]
-    if common.as_json:
-        print_json({"mirrors": rows})
-    elif rows:
-        print_table([key.replace("_", "-") for key in keys], [[row[key] for key in keys] for row in rows])
-    else:
-        print_line("No mirrors yet; create one with: millstream mirror create")
+    empty = "No mirrors yet; create one with: millstream mirror create"
+    print_list({"mirrors": rows}, keys, [list(row.values()) for row in rows], empty=empty, as_json=common.as_json)
 
 
 @app.command("describe")
@@ -187,7 +184,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
         print_line()
         keys = ("topic", "partition", "source_end", "end", "exposed", "lag", "lag_ms", "error")
         shown = described["partitions"][:PARTITIONS_SHOWN_MAX]
-        print_table([key.replace("_", "-") for key in keys], [[one[key] for key in keys] for one in shown])
+        print_table(keys, [[one[key] for key in keys] for one in shown])
         if len(described["partitions"]) > len(shown):
             print_line(f"… and {len(described['partitions']) - len(shown)} more; --json shows all")
     for note in described["notes"]:

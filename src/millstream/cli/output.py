@@ -74,17 +74,30 @@ def print_note(text: str) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: str = "") -> None:
-    """Print rows in aligned columns; numbers are right-aligned, None is a dash."""
+    """Print rows in aligned columns; numbers are right-aligned, None is a dash. Keys may serve as the header."""
+    header = [name.upper().replace("_", "-") for name in header]
     texts = [[_cell(value) for value in row] for row in rows]
     widths = [
         max(len(name), *(len(row[at]) for row in texts)) if texts else len(name) for at, name in enumerate(header)
     ]
     to_right = [_is_numeric([row[at] for row in rows]) for at in range(len(header))]
-    for row in [[name.upper() for name in header], *texts]:
+    for row in [header, *texts]:
         cells = (
             cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(row, widths, to_right, strict=True)
         )
         print_line(indent + "  ".join(cells).rstrip())
+
+
+def print_list(
+    document: Any, header: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str, as_json: bool
+) -> None:
+    """Print a list: a document for a program, a table for a person, or the sentence `empty`."""
+    if as_json:
+        print_json(document)
+    elif rows:
+        print_table(header, rows)
+    else:
+        print_line(empty)
 
 
 def one_line(text: str) -> str:

@@ -32,10 +32,10 @@ from millstream.cli.output import (
     print_answer,
     print_json,
     print_line,
+    print_list,
     print_note,
     print_noted,
     print_settings,
-    print_table,
 )
 from millstream.cli.pipeline_options import Flags, Name, flags_not_for
 from millstream.cli.pipeline_rule import read_rules
@@ -139,13 +139,10 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.pipelines import summary_of
 
     rows = [summary_of(described) for described in ask_pipelines(common, lambda pipelines: pipelines.describe())]
-    if common.as_json:
-        print_json({"pipelines": rows})
-    elif rows:
-        keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
-        print_table([key.replace("_", "-") for key in keys], [[_shown(key, row[key]) for key in keys] for row in rows])
-    else:
-        print_line("No pipelines yet; create one with: millstream pipeline create")
+    keys = ("pipeline", "kind", "state", "rows", "rows_per_s", "lag", "restarts", "error")
+    shown = [[_shown(key, row[key]) for key in keys] for row in rows]
+    empty = "No pipelines yet; create one with: millstream pipeline create"
+    print_list({"pipelines": rows}, keys, shown, empty=empty, as_json=common.as_json)
 
 
 @app.command("describe")
@@ -185,13 +182,9 @@ Limit = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many ru
 def runs(name: Name, limit: Limit = 20, common: Common = COMMON) -> None:
     """List the runs of a job, the latest first."""
     found = ask_pipelines(common, lambda pipelines: pipelines.runs(name, limit=limit))
-    if common.as_json:
-        print_json({"pipeline": name, "runs": found})
-    elif found:
-        columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
-        print_table(columns, [_run_row(run) for run in found])
-    else:
-        print_line(f"Job {one_line(name)} has not run yet.")
+    columns = ["run", "state", "due", "took", "attempt", "node", "code", "progress", "error"]
+    document, rows = {"pipeline": name, "runs": found}, [_run_row(run) for run in found]
+    print_list(document, columns, rows, empty=f"Job {one_line(name)} has not run yet.", as_json=common.as_json)
 
 
 @app.command("logs")

@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask, ask_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag, read_text_file
-from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
+from millstream.cli.output import counted, one_line, print_answer, print_list, print_noted
 from millstream.cli.pipeline_options import Name
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.pipeline_rules import check_rules
@@ -80,13 +80,13 @@ def load(
 def list_(name: Name, common: Common = COMMON) -> None:
     """List the rules of a pipeline."""
     rules = _rules_of(name, common)
-    if common.as_json:
-        print_json([_as_document(rule) for rule in rules])
-    elif rules:
-        rows = [[rule.name, rule.topic, ", ".join(rule.targets), condition_text(rule)] for rule in rules]
-        print_table(("rule", "topic", "to", "where"), rows)
-    else:
-        print_line(f"No rules yet; add one with: millstream pipeline rule put {one_line(name)} RULE --topic … --to …")
+    print_list(
+        [_as_document(rule) for rule in rules],
+        ("rule", "topic", "to", "where"),
+        [[rule.name, rule.topic, ", ".join(rule.targets), condition_text(rule)] for rule in rules],
+        empty=f"No rules yet; add one with: millstream pipeline rule put {one_line(name)} RULE --topic … --to …",
+        as_json=common.as_json,
+    )
 
 
 @app.command("delete")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from millstream.cli.options import AsJson
-from millstream.cli.output import one_line, print_json, print_line, print_table
+from millstream.cli.output import one_line, print_json, print_line, print_list
 
 if TYPE_CHECKING:
     from millstream.client.profile import Profile
@@ -22,18 +22,14 @@ def list_(as_json: AsJson = False) -> None:
     """List the profiles of this user."""
     from millstream.client.profile import profile_file, read_profiles
 
-    profiles = read_profiles()
-    if as_json:
-        listed = [{"profile": name, **profile.shown()} for name, profile in sorted(profiles.items())]
-        print_json({"file": str(profile_file()), "profiles": listed})
-    elif profiles:
-        rows = [
-            [name, profile.brokers, "yes" if profile.has_tls else "no", _identity(profile)]
-            for name, profile in sorted(profiles.items())
-        ]
-        print_table(("profile", "brokers", "tls", "identity"), rows)
-    else:
-        print_line(f"No profiles; describe some in {profile_file()}.")
+    profiles = sorted(read_profiles().items())
+    print_list(
+        {"file": str(profile_file()), "profiles": [{"profile": name, **profile.shown()} for name, profile in profiles]},
+        ("profile", "brokers", "tls", "identity"),
+        [[name, profile.brokers, profile.has_tls, _identity(profile)] for name, profile in profiles],
+        empty=f"No profiles; describe some in {profile_file()}.",
+        as_json=as_json,
+    )
 
 
 @app.command("show")

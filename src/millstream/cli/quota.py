@@ -9,7 +9,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun
-from millstream.cli.output import print_answer, print_json, print_line, print_table, sized
+from millstream.cli.output import print_answer, print_list, sized
 from millstream.core.quota import CONSUMER_BYTE_RATE, LIMITS, PRODUCER_BYTE_RATE, QuotaEntity
 
 app = Noun(help="Limit the bytes per second of users and client ids.", no_args_is_help=True)
@@ -48,13 +48,10 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.clients import list_quotas
 
     quotas = ask(common, list_quotas)
-    if common.as_json:
-        print_json({"quotas": [_document(entity, limits) for entity, limits in quotas.items()]})
-    elif quotas:
-        rows = [[str(entity), *(_shown(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items()]
-        print_table(("for", "produce/s", "consume/s"), sorted(rows, key=lambda row: str(row[0])))
-    else:
-        print_line("No quotas.")
+    listed = [_document(entity, limits) for entity, limits in quotas.items()]
+    rows = sorted([str(entity), *(_shown(limits.get(key)) for key in LIMITS)] for entity, limits in quotas.items())
+    header = ("for", "produce/s", "consume/s")
+    print_list({"quotas": listed}, header, rows, empty="No quotas.", as_json=common.as_json)
 
 
 def _change(entity: QuotaEntity, changes: dict[str, float] | dict[str, None], common: Common) -> None:

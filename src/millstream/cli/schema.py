@@ -19,7 +19,7 @@ from millstream.cli.options import (
     TimeoutSeconds,
     read_text_file,
 )
-from millstream.cli.output import counted, print_answer, print_json, print_line, print_table
+from millstream.cli.output import counted, print_answer, print_line, print_list
 from millstream.client.admin.position import POSITION_HELP, parse_position
 from millstream.core.errors import InvalidRequest
 from millstream.core.schema import AVRO, DEFAULT_CONTEXT, JSON_SCHEMA, LEVELS, PROTOBUF, SCHEMA_TYPES
@@ -71,13 +71,11 @@ def list_(
     from millstream.client.admin.schemas import SchemaClient
 
     found = ask(common, lambda client: SchemaClient(client).latest(prefix or ":*:", deleted=deleted))
-    if common.as_json:
-        print_json({"schemas": [_document(one) for one in found]})
-    elif found:
-        keys = ("subject", "version", "id", "type", "deleted")
-        print_table(keys, [[_document(one)[key] for key in keys] for one in found])
-    else:
-        print_line("No schemas; `millstream schema register SUBJECT FILE` adds one.")
+    keys = ("subject", "version", "id", "type", "deleted")
+    listed = [_document(one) for one in found]
+    empty = "No schemas; `millstream schema register SUBJECT FILE` adds one."
+    rows = [[one[key] for key in keys] for one in listed]
+    print_list({"schemas": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("show")

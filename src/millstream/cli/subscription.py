@@ -39,6 +39,7 @@ from millstream.cli.output import (
     print_answer,
     print_json,
     print_line,
+    print_list,
     print_note,
     print_settings,
     print_table,
@@ -151,8 +152,7 @@ def print_push(described: Mapping[str, Any]) -> None:
     keys = ("node", "state", "concurrency", "in_flight", "accepted", "refused", "failed", "unreachable")
     rates = ("accepted_per_s", "failed_per_s", "last_status")
     print_line()
-    header = [key.replace("_", "-") for key in (*keys, *rates)]
-    print_table(header, [[row[key] for key in (*keys, *rates)] for row in rows])
+    print_table((*keys, *rates), [[row[key] for key in (*keys, *rates)] for row in rows])
     for row in rows:
         if row["state"] == "parked":
             print_line(f"node {row['node']} does not push: {one_line(row['last_error'])}")
@@ -374,17 +374,11 @@ def list_(
         for described in _ask(common, lambda subscriptions: subscriptions.describe())
         if internal or not described["name"].startswith(OWN_PREFIX)
     ]
-    if common.as_json:
-        print_json({"subscriptions": [summary_of(described) for described in found]})
-    elif found:
-        keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
-        rows = [summary_of(described) for described in found]
-        print_table(
-            [key.replace("_", "-") for key in keys],
-            [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in rows],
-        )
-    else:
-        print_line("No subscriptions yet; create one with: millstream subscription create")
+    keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
+    listed = [summary_of(described) for described in found]
+    rows = [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in listed]
+    empty = "No subscriptions yet; create one with: millstream subscription create"
+    print_list({"subscriptions": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("describe")
@@ -401,8 +395,7 @@ def describe(name: Name, common: Common = COMMON) -> None:
     more = ("released", "expired", "dead_lettered", "dropped", "filtered")
     queues = sorted(described["queues"], key=lambda queue: (queue["topic"], queue["partition"]))
     if queues:
-        header = [key.replace("_", "-") for key in (*keys, *more)]
-        print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
+        print_table((*keys, *more), [[queue[key] for key in (*keys, *more)] for queue in queues])
     else:
         print_line("No queue is open; its topics may not exist yet.")
     for reason in sorted({queue["letter_refusal"] for queue in queues if queue["refused_letters"]}):

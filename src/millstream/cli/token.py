@@ -11,7 +11,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, flag
-from millstream.cli.output import print_answer, print_json, print_line, print_note, print_table
+from millstream.cli.output import print_answer, print_list, print_note
 from millstream.core.acl import EVERYONE, WILDCARD, Acl, Permission, parse_rules
 from millstream.core.credential import split_token
 from millstream.core.errors import AuthenticationFailed, BrokerUnreachable
@@ -93,29 +93,24 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.security import list_tokens
 
     tokens = ask(common, list_tokens)
-    if common.as_json:
-        documents = [
-            {
-                "id": one.token_id,
-                "owner": one.owner,
-                "scope": [
-                    {"operation": rule.operation, "type": rule.type, "name": rule.name, "pattern": rule.pattern}
-                    for rule in one.scope
-                ],
-                "parent": one.parent,
-                "created_ms": one.created_ms,
-                "expires_ms": one.expires_ms,
-            }
-            for one in tokens
-        ]
-        print_json({"tokens": documents})
-    elif tokens:
-        rows = [
-            [one.token_id, one.owner, _text(one.scope), one.parent or None, _time(one.expires_ms)] for one in tokens
-        ]
-        print_table(("id", "owner", "may", "created with", "expires"), rows)
-    else:
-        print_line("No tokens; see millstream token create --help.")
+    documents = [
+        {
+            "id": one.token_id,
+            "owner": one.owner,
+            "scope": [
+                {"operation": rule.operation, "type": rule.type, "name": rule.name, "pattern": rule.pattern}
+                for rule in one.scope
+            ],
+            "parent": one.parent,
+            "created_ms": one.created_ms,
+            "expires_ms": one.expires_ms,
+        }
+        for one in tokens
+    ]
+    header = ("id", "owner", "may", "created with", "expires")
+    rows = [[one.token_id, one.owner, _text(one.scope), one.parent or None, _time(one.expires_ms)] for one in tokens]
+    empty = "No tokens; see millstream token create --help."
+    print_list({"tokens": documents}, header, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("revoke")

@@ -18,7 +18,7 @@ from millstream.cli.options import (
     flag,
     parse_assignments,
 )
-from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
+from millstream.cli.output import counted, print_json, print_line, print_list, print_noted, print_table
 from millstream.core.errors import TopicExists
 
 if TYPE_CHECKING:
@@ -141,17 +141,14 @@ def list_(
         return sorted((topic for topic in topics if internal or not topic.is_internal), key=lambda topic: topic.name)
 
     topics = ask(common, question)
-    rows = [(topic.name, len(topic.partitions), topic.replication, topic.is_internal) for topic in topics]
-    if common.as_json:
-        keys = ("topic", "partitions", "replication", "internal")
-        listed = [
-            {**dict(zip(keys, row, strict=True)), "id": str(t.topic_id)} for row, t in zip(rows, topics, strict=True)
-        ]
-        print_json({"topics": listed})
-    elif rows:
-        print_table(["topic", "partitions", "replication"], [row[:3] for row in rows])
-    else:
-        print_line("No topics yet; create one with: millstream topic create NAME")
+    keys = ("topic", "partitions", "replication")
+    rows = [(topic.name, len(topic.partitions), topic.replication) for topic in topics]
+    listed = [
+        {**dict(zip(keys, row, strict=True)), "internal": topic.is_internal, "id": str(topic.topic_id)}
+        for row, topic in zip(rows, topics, strict=True)
+    ]
+    empty = "No topics yet; create one with: millstream topic create NAME"
+    print_list({"topics": listed}, keys, rows, empty=empty, as_json=common.as_json)
 
 
 @app.command("describe")

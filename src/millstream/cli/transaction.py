@@ -17,7 +17,7 @@ from millstream.cli.options import (
     ask_person,
     flag,
 )
-from millstream.cli.output import one_line, print_answer, print_json, print_line, print_table
+from millstream.cli.output import one_line, print_answer, print_json, print_line, print_list
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 
@@ -62,15 +62,13 @@ def list_(
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
 
     found = ask(common, question)
-    if common.as_json:
-        print_json({"transactions": [dataclasses.asdict(one) for one in found]})
-    elif found:
-        print_table(
-            ["transactional id", "state", "producer id"],
-            [[one_line(one.transactional_id), one.state, one.producer_id] for one in found],
-        )
-    else:
-        print_line("No transactions; a producer with a transactional id creates one.")
+    print_list(
+        {"transactions": [dataclasses.asdict(one) for one in found]},
+        ["transactional id", "state", "producer id"],
+        [[one_line(one.transactional_id), one.state, one.producer_id] for one in found],
+        empty="No transactions; a producer with a transactional id creates one.",
+        as_json=common.as_json,
+    )
 
 
 @app.command("describe")
@@ -149,13 +147,13 @@ def _list_hanging(common: Common) -> None:
     from millstream.client.admin.transactions import hanging_transactions
 
     found = ask(common, hanging_transactions)
-    if common.as_json:
-        print_json({"hanging": [_opened(one) for one in found]})
-    elif found:
-        rows = [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found]
-        print_table(["topic", "partition", "producer id", "epoch", "from offset"], rows)
-    else:
-        print_line("Nothing hangs: every open transaction has a coordinator that will end it.")
+    print_list(
+        {"hanging": [_opened(one) for one in found]},
+        ["topic", "partition", "producer id", "epoch", "from offset"],
+        [[one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset] for one in found],
+        empty="Nothing hangs: every open transaction has a coordinator that will end it.",
+        as_json=common.as_json,
+    )
 
 
 def _abort_known(transactional_id: str, common: Common) -> None:

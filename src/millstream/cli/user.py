@@ -16,7 +16,7 @@ import typer
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import COMMON, Common, Noun, Yes, ask_person, flag, read_text_file
-from millstream.cli.output import print_answer, print_json, print_line, print_table
+from millstream.cli.output import print_answer, print_list
 from millstream.core.credential import SecurityChange, new_credentials
 
 if TYPE_CHECKING:
@@ -79,12 +79,13 @@ def list_(common: Common = COMMON) -> None:
     from millstream.client.admin.security import list_users
 
     users = ask(common, list_users)
-    if common.as_json:
-        print_json({"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]})
-    elif users:
-        print_table(("user", "mechanisms"), [[name, ", ".join(found)] for name, found in users.items()])
-    else:
-        print_line("No users yet; see millstream user create --help.")
+    print_list(
+        {"users": [{"user": name, "mechanisms": list(found)} for name, found in users.items()]},
+        ("user", "mechanisms"),
+        [[name, ", ".join(found)] for name, found in users.items()],
+        empty="No users yet; see millstream user create --help.",
+        as_json=common.as_json,
+    )
 
 
 @app.command("delete")

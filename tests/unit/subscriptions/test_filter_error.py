@@ -66,7 +66,7 @@ REFUSED = {
     "key.a = 'b'": (1, 1, "has no fields"),
     "payload.items[-1] = 1": (1, 16, "from 0 on"),
     "payload.* IS NULL": (1, 9, "name of a field"),
-    "payload" + "[0]" * (STEPS_MAX + 1) + " = 1": (1, 1, "at most 16 steps"),
+    "payload" + "[0]" * (STEPS_MAX + 1) + " = 1": (1, 1, "at most 16 levels"),
     "cast(key AS FLOAT) = 1": (1, 6, "a cast to FLOAT is not supported"),
     "cast(timestamp AS STRING) = 'a'": (1, 6, "not cast to STRING"),
     "coalesce(key, 5) = 'a'": (1, 1, "values of one kind"),

@@ -15,6 +15,7 @@ from typing import Any
 from millstream.protocol.filter import operation, value
 from millstream.protocol.filter.node import (
     COALESCE,
+    FUNCTIONS,
     Arithmetic,
     Between,
     Call,
@@ -105,15 +106,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
 
 _MOMENT_CASTS: dict[str, Callable[[Any], Any]] = {"BIGINT": value.seconds, "DOUBLE": value.fractional_seconds}
 
-_CALLS: dict[str, Callable[..., Any]] = {
-    "lower": operation.lower,
-    "upper": operation.upper,
-    "length": operation.length,
-    "startswith": operation.startswith,
-    "endswith": operation.endswith,
-    "contains": operation.contains,
-    COALESCE: operation.coalesce,
-}
+_CALLS: dict[str, Callable[..., Any]] = {name: getattr(operation, name) for name in (*FUNCTIONS, COALESCE)}
 
 _JUNCTIONS = {"AND": operation.conjunction, "OR": operation.disjunction}
 
