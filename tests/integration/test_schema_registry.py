@@ -355,12 +355,13 @@ def test_import_mode_keeps_ids(rest: httpx.Client, topic: str) -> None:
 
 def test_metadata_and_rules_are_stored(rest: httpx.Client, topic: str) -> None:
     metadata = {"properties": {"owner": "shop"}, "tags": {"R.a": ["PII"]}, "sensitive": ["owner"]}
-    rules = {"domainRules": [{"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}]}
+    rule = {"name": "check", "kind": "CONDITION", "type": "CEL", "expr": "true", "mode": "WRITE"}
+    rules = {"domainRules": [rule], "enableAt": "CLIENT"}
     register(rest, topic, record("a"), metadata=metadata, ruleSet=rules)
     found = rest.get(f"/subjects/{topic}/versions/latest").json()
     assert found["metadata"] == metadata
     # The defaults of a rule are written out, and sending them is the same as leaving them out.
-    assert found["ruleSet"] == {"domainRules": [{**rules["domainRules"][0], "disabled": False}]}
+    assert found["ruleSet"] == {**rules, "domainRules": [{**rule, "disabled": False}]}
     assert register(rest, topic, record("a"), metadata=metadata, ruleSet=found["ruleSet"]).json()["version"] == 1
     by_metadata = rest.get(f"/subjects/{topic}/metadata", params={"key": "owner", "value": "shop"}).json()
     assert by_metadata["version"] == 1
@@ -577,6 +578,17 @@ def test_a_pattern_that_explodes_does_not_stall(rest: httpx.Client, topic: str) 
     made = register(rest, topic, json.dumps(before), schemaType="JSON")
     assert made.status_code == 200
     assert register(rest, topic, json.dumps(after), schemaType="JSON").status_code == 200
+
+
+def test_metadata_and_settings_are_bounded(rest: httpx.Client, topic: str) -> None:
+    large = {"properties": {"text": "x" * 1024 * 1024}}
+    assert refusal(register(rest, topic, '"int"', metadata=large)) == (422, 42209)
+    assert refusal(rest.put(f"/config/{topic}", json={"defaultMetadata": large})) == (422, 42209)
+    half = {"properties": {"half": "x" * 600 * 1024}}
+    assert rest.put(f"/config/{topic}", json={"defaultMetadata": half}).status_code == 200
+    other = {"properties": {"other": "x" * 600 * 1024}}
+    assert refusal(register(rest, topic, '"int"', metadata=other)) == (422, 42209)
+    assert register(rest, topic, '"int"').status_code == 200
 
 
 def test_many_references_are_refused(rest: httpx.Client, topic: str) -> None:

@@ -108,6 +108,12 @@ class SchemaContent:
     rule_set: Mapping[str, Any] | None = None
 
     @property
+    def size_bytes(self) -> int:
+        """About what it takes in memory: the text, and everything else as JSON."""
+        others = [self.references, self.metadata, self.rule_set]
+        return len(self.text.encode()) + (len(json.dumps(others)) if any(others) else 0)
+
+    @property
     def guid(self) -> UUID:
         """The same for equal content, in every context and cluster."""
         parts = [self.schema_type, self.text, self.references, self.metadata, self.rule_set]
@@ -145,6 +151,11 @@ class SubjectSettings:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """As clients write it: compatibilityLevel, normalize, alias, default and override metadata and rules."""
     mode: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """About what they take in memory: the subject, and the configuration as JSON."""
+        return len(str(self.subject).encode()) + len(json.dumps(self.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

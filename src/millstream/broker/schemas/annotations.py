@@ -51,6 +51,7 @@ class _RuleSet(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     migration_rules: list[_Rule] | None = None
     domain_rules: list[_Rule] | None = None
     encoding_rules: list[_Rule] | None = None
+    enable_at: str | None = None
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -89,6 +90,7 @@ def parse_rule_set(value: Any) -> dict[str, Any]:
             "migrationRules": _rules("Migration", given.migration_rules, _MIGRATION, names),
             "domainRules": _rules("Domain", given.domain_rules, _DOMAIN, names),
             "encodingRules": _rules("Encoding", given.encoding_rules, _DOMAIN, names),
+            "enableAt": given.enable_at,
         }
     )
 

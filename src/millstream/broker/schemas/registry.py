@@ -175,7 +175,7 @@ class SchemaRegistry:
         self._settings: dict[QualifiedSubject, SubjectSettings] = {}
         self._rendered: dict[tuple[str, int, str], str] = {}
         self._max_ids: dict[str, int] = {}
-        self._text_bytes = 0
+        self._held_bytes = 0
         self._last = 0
         self._loads = 0
         # One read or change of the catalog at a time, so that they are applied in order.
@@ -376,6 +376,8 @@ class SchemaRegistry:
             if found is not None:
                 return found
             self._check_mode(subject, new)
+            _check_size("a schema with its metadata and rules", content.size_bytes)
+            self._check_room(content.size_bytes)
             if not is_import:
                 if new.version is not None or property_of(content, CONFLUENT_VERSION) is not None:
                     metadata = with_version(content.metadata, next_version)
@@ -470,8 +472,7 @@ class SchemaRegistry:
             raise _invalid(f"Invalid schema type {content.schema_type}")
         if not content.text.strip():
             raise _invalid("Empty schema")
-        if len(content.text.encode()) > SCHEMA_BYTES_MAX:
-            raise SchemaRegistryError(f"a schema takes at most {SCHEMA_BYTES_MAX} bytes", code=RegistryCode.TOO_LARGE)
+        _check_size("a schema with its metadata and rules", content.size_bytes)
         references = tuple([await self._pinned(one, subject.context) for one in content.references])
         content = dataclasses.replace(content, references=references)
         texts = await self._examiner.parse(await self._text_of(content, subject.context))
@@ -547,9 +548,12 @@ class SchemaRegistry:
             raise _not_permitted(f"Subject {subject} is not in import mode")
         if new.schema_id is None and mode != READWRITE:
             raise _not_permitted(f"Subject {subject} is not in read-write mode")
-        if self._text_bytes + len(new.content.text.encode()) > REGISTERED_BYTES_MAX:
+
+    def _check_room(self, added_bytes: int) -> None:
+        if self._held_bytes + added_bytes > REGISTERED_BYTES_MAX:
             raise SchemaRegistryError(
-                f"the registry holds {REGISTERED_BYTES_MAX} bytes of schemas, its maximum; delete subjects permanently",
+                f"the registry holds {REGISTERED_BYTES_MAX} bytes of schemas and settings, its maximum; "
+                "delete subjects permanently",
                 code=RegistryCode.TOO_LARGE,
             )
 
@@ -713,7 +717,10 @@ class SchemaRegistry:
         def changed(before: SubjectSettings) -> SubjectSettings:
             merged = {} if config is None else {**before.config, **changes}
             kept = {key: value for key, value in merged.items() if value is not None}
-            return dataclasses.replace(before, config=kept)
+            after = dataclasses.replace(before, config=kept)
+            _check_size("a configuration", after.size_bytes)
+            self._check_room(after.size_bytes - before.size_bytes)
+            return after
 
         return await self._set(subject, changed)
 
@@ -829,7 +836,7 @@ class SchemaRegistry:
             self._schemas[key] = schema
             self._max_ids[schema.context] = max(self.max_id(schema.context), schema.schema_id)
             self._by_guid.setdefault(schema.guid, {})[key] = schema
-            self._text_bytes += len(schema.content.text.encode())
+            self._held_bytes += schema.content.size_bytes
             for reference in schema.content.references:
                 place = (_within(schema.context, reference.subject), reference.version)
                 self._referrers.setdefault(place, set()).add(key)
@@ -837,6 +844,7 @@ class SchemaRegistry:
         for version in sorted(changes.versions, key=lambda one: one.is_gone):
             self._apply_version(version)
         for settings in changes.settings:
+            self._held_bytes += settings.size_bytes - self.settings(settings.subject).size_bytes
             self._settings[settings.subject] = settings
         self._last = changes.last
 
@@ -861,7 +869,7 @@ class SchemaRegistry:
         schema = self._schemas.pop(key, None)
         if schema is None:
             return
-        self._text_bytes -= len(schema.content.text.encode())
+        self._held_bytes -= schema.content.size_bytes
         with_guid = self._by_guid[schema.guid]
         with_guid.pop(key, None)
         if not with_guid:
@@ -950,6 +958,11 @@ def _scopes(subject: QualifiedSubject) -> list[QualifiedSubject]:
     """Return where settings of a subject are looked for, the closest last."""
     scopes = [QualifiedSubject(GLOBAL_CONTEXT, ""), QualifiedSubject(subject.context, "")]
     return [*scopes, subject] if subject.name else scopes
+
+
+def _check_size(what: str, size_bytes: int) -> None:
+    if size_bytes > SCHEMA_BYTES_MAX:
+        raise SchemaRegistryError(f"{what} takes at most {SCHEMA_BYTES_MAX} bytes", code=RegistryCode.TOO_LARGE)
 
 
 def _no_subject(subject: QualifiedSubject) -> SchemaRegistryError:
