@@ -84,6 +84,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
         for prefix in (name, "shared")
     ]
     rules.append(rule("User:eve", topic, "elsewhere", everything, host="203.0.113.9"))
+    rules.append(rule("User:eve", topic, "configured", acl.Operation.ALTER_CONFIGS))
     declare_security(folder / "data", dict((ADMIN, ALICE, BOB, EVE)), frozenset(rules))
     now_ms = int(time.time() * 1000)
     narrow = rule("User:*", topic, "alice-narrow", acl.Operation.WRITE)
@@ -370,6 +371,16 @@ def test_the_registry_acts_for_its_caller(locked: Locked) -> None:
         assert alice.get(f"/registry/schemas/ids/{number}").json()["schema"] == schema["schema"]
         assert bob.get(f"/registry/schemas/ids/{number}").json()["error_code"] == 40403
         assert alice.post(path, json=schema).json()["id"] == number
+
+
+def test_import_mode_deletes_nothing_without_the_right_to(locked: Locked) -> None:
+    subject = "/registry/subjects/configured-value"
+    with locked.client(ADMIN) as admin, locked.client(EVE) as eve:
+        admin.post(f"{subject}/versions", json={"schema": '"int"'})
+        admin.delete(subject)
+        assert eve.put("/registry/mode/configured-value", json={"mode": "READWRITE"}).status_code == 200
+        assert eve.put("/registry/mode/configured-value", json={"mode": "IMPORT"}).status_code == 403
+        assert admin.get(f"{subject}/versions?deleted=true").json() == [1]
 
 
 OPEN_IN_THE_REGISTRY = {"/", "/v1/metadata/id", "/v1/metadata/version", "/schemas/types"}

@@ -21,6 +21,7 @@ from millstream.broker.security.rights import Rights
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
 from millstream.core.errors import CatalogUnavailable, SchemaRegistryError
 from millstream.core.schema import (
+    IMPORT,
     QualifiedSubject,
     RegistryCode,
     SchemaContent,
@@ -458,15 +459,22 @@ class SchemaConfigure(RegistryApi[Configure, SettingsResponse]):
         "reset_mode": false, "force": false}
         answer: {"error": 0, "message": null, "code": 0, "config": {…}, "mode": null}, which was set before
 
-    IMPORT mode is for subjects and contexts without schemas, unless `force` is given.
+    IMPORT mode is for subjects and contexts without schemas, unless `force` is given; deleted versions are then deleted
+    permanently.
     """
 
     key = CONFIGURE_KEY
     changes = single_change("schema settings", UPDATE, name="subject")
 
     async def needs(self, request: Configure) -> Sequence[Need]:
-        """ALTER_CONFIGS on the subject's topic, or on the cluster for a context."""
-        return [subject_need(Operation.ALTER_CONFIGS, request.subject)]
+        """ALTER_CONFIGS on the subject's topic, or on the cluster for a context; DELETE on the topic for IMPORT.
+
+        Mode IMPORT deletes permanently what is deleted already.
+        """
+        needs = [subject_need(Operation.ALTER_CONFIGS, request.subject)]
+        if request.mode == IMPORT and QualifiedSubject.parse(request.subject).name:
+            needs.append(subject_need(Operation.DELETE, request.subject))
+        return needs
 
     async def answer(self, request: Configure) -> SettingsResponse:
         """Store what is set from now on."""
