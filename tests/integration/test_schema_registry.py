@@ -273,6 +273,7 @@ def test_the_level_decides_what_is_compatible(rest: httpx.Client, topic: str) ->
     assert rest.delete(f"/config/{topic}").json() == {"compatibilityLevel": "NONE"}
     assert rest.get(f"/config/{topic}?defaultToGlobal=true").json() == {"compatibilityLevel": "BACKWARD"}
     assert rest.get("/config").json() == {"compatibilityLevel": "BACKWARD"}
+    assert rest.delete("/config").json() == {"compatibilityLevel": "BACKWARD"}
 
 
 def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
@@ -285,6 +286,10 @@ def test_deletion_is_soft_first(rest: httpx.Client, topic: str) -> None:
     assert rest.get(f"/subjects/{topic}/versions").json() == [2]
     assert rest.get(f"/subjects/{topic}/versions?deleted=true").json() == [1, 2]
     assert rest.get(f"/schemas/ids/{number}").json()["schema"] == first
+    register(rest, topic, record("a", "b=0", "c=0", name="Deleted"))
+    rest.delete(f"/subjects/{topic}/versions/latest")
+    assert rest.get(f"/subjects/{topic}/versions/latest?deleted=true").json()["version"] == 2
+    assert rest.delete(f"/subjects/{topic}/versions/3?permanent=true").json() == 3
     assert refusal(rest.delete(f"/subjects/{topic}?permanent=true")) == (404, 40405)
     assert rest.delete(f"/subjects/{topic}").json() == [2]
     assert refusal(rest.delete(f"/subjects/{topic}")) == (404, 40404)

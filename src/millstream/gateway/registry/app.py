@@ -21,7 +21,7 @@ from millstream import __version__
 from millstream.client.admin.schemas import SchemaClient
 from millstream.core.errors import CatalogUnavailable, MillstreamError, SchemaRegistryError, StorageFailure
 from millstream.core.json_problem import plain_problem
-from millstream.core.schema import AVRO, CONFIG_KEYS, LEVEL, SCHEMA_TYPES, RegistryCode
+from millstream.core.schema import AVRO, CONFIG_KEYS, DEFAULT_LEVEL, LEVEL, SCHEMA_TYPES, RegistryCode
 from millstream.gateway.api.dispatch import QUERY_FIELDS_MAX, PathTree, Scope, Send
 from millstream.gateway.api.problem import Refused, retry_after, status_of
 from millstream.gateway.api.route import JSON, Lane
@@ -322,6 +322,8 @@ async def _versions(client: SchemaClient, request: RegistryRequest) -> Any:
 
 async def _find_version(client: SchemaClient, request: RegistryRequest, *, deleted: bool) -> Any:
     version = request.names["version"]
+    # The latest version is one that is not deleted, whatever else is asked for.
+    deleted = deleted and version not in ("latest", "-1")
     return await client.subject(
         GetSubject(subject=request.subject, version=version, deleted=deleted, format=_format(request))
     )
@@ -413,7 +415,7 @@ async def _reset_config(client: SchemaClient, request: RegistryRequest) -> Any:
     before = await client.configure(Configure(subject=request.subject, reset_config=True))
     if before.config is None and request.names.get("subject"):
         raise SchemaRegistryError(f"Subject '{request.subject}' not found.", code=RegistryCode.SUBJECT_NOT_FOUND)
-    return before.config or {}
+    return before.config or {LEVEL: DEFAULT_LEVEL}
 
 
 async def _mode(client: SchemaClient, request: RegistryRequest) -> Any:
