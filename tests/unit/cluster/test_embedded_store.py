@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import TypeVar
@@ -10,7 +11,9 @@ from typing import TypeVar
 import pytest
 
 from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService, EmbeddedStore
+from millstream.broker.cluster.socket_store import BATCHES_MAX, SocketStore, StoreServer
 from millstream.broker.cluster.store import Delete, Event, Put
+from millstream.core.clock import SystemClock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
@@ -84,6 +87,25 @@ async def test_a_watch_that_lies_too_far_behind_is_lost() -> None:
     with pytest.raises(WatchLost):
         async with aclosing(store.watch("", after=service.revision - 1)) as batches:
             await anext(batches)
+
+
+async def test_a_watch_over_a_socket_ends_rather_than_skip_a_change() -> None:
+    clock = SystemClock()
+    service = EmbeddedService(clock)
+    mine, other = socket.socketpair()
+    store = SocketStore(mine, clock, on_lost=lambda: None)
+    serving = asyncio.create_task(StoreServer(service, clock).run(other))
+    async with aclosing(store.watch("", after=service.revision)) as batches:
+        await store.change([Put("a", "0")])
+        seen = [event.value for event in await anext(batches)]
+        for number in range(1, BATCHES_MAX + 10):
+            await store.change([Put("a", str(number))])
+        with pytest.raises(WatchLost, match="too slow"):
+            while True:
+                seen += [event.value for event in await anext(batches)]
+    assert seen == [str(number) for number in range(len(seen))]
+    await store.close()
+    await serving
 
 
 async def test_health_follows_what_is_heard() -> None:

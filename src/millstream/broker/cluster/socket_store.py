@@ -41,6 +41,7 @@ ANSWER_S: Final = 30.0
 BATCHES_MAX: Final = 1000
 """What a watch may lag before it has to read everything again."""
 
+_TOO_LATE: Final = [WatchLost.__name__, "the node was too slow to follow"]
 _LENGTH = struct.Struct(">I")
 _ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error for error in (StoreRefused, StoreUnavailable, WatchLost)
@@ -213,14 +214,14 @@ class SocketStore(HealthReporting):
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
         """Yield every change below `prefix` with a revision above `after`."""
         number = next(self._numbers)
-        answers = self._watches[number] = asyncio.Queue(BATCHES_MAX)
+        answers = self._watches[number] = asyncio.Queue()
         await self._open()
         self._send([number, "watch", [prefix, after]])
         try:
             while True:
                 _, error, events = await answers.get()
-                if error is not None or answers.full():
-                    raise WatchLost(error[1] if error is not None else "the node was too slow to follow")
+                if error is not None:
+                    raise WatchLost(error[1])
                 yield [Event(*event) for event in events]
         finally:
             del self._watches[number]
@@ -270,9 +271,12 @@ class SocketStore(HealthReporting):
     async def _read(self, channel: _Channel) -> None:
         while (frame := await channel.read()) is not None:
             number, error, result = frame
-            if number in self._watches:
-                with suppress(asyncio.QueueFull):
-                    self._watches[number].put_nowait(frame)
+            if (answers := self._watches.get(number)) is not None:
+                if answers.qsize() < BATCHES_MAX:
+                    answers.put_nowait(frame)
+                elif answers.qsize() == BATCHES_MAX:
+                    # The watch ends here, so that it does not skip the batches that are dropped.
+                    answers.put_nowait([number, _TOO_LATE, None])
             elif (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result((error, result))
         self.connected = False
