@@ -179,7 +179,7 @@ class MachineWorld:
             for number in range(self._chance.randint(1, 3))
         ]
         for topic in self._topics:
-            self._catalog.add_topic(topic)
+            self._catalog.add_topics([topic])
         self._acknowledged: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
         self._unanswered: dict[PartitionKey, list[bytes]] = {key: [] for key in self._keys()}
         self._last: dict[PartitionKey, tuple[NodeId, Epoch]] = {}

@@ -27,7 +27,7 @@ class SimulatedDeclarations(Declarations):
 
     def declare(self, topic: Topic) -> None:
         """Add a topic without any node's help, as if it had been declared before."""
-        self._catalog.add_topic(topic)
+        self._catalog.add_topics([topic])
 
     def close(self) -> None:
         """Discard the catalog."""

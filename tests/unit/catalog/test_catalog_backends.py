@@ -27,7 +27,6 @@ from millstream.core.errors import (
     DataFolderInvalid,
     PipelineExists,
     SubscriptionExists,
-    TopicExists,
     UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
@@ -74,20 +73,21 @@ def catalog(open_catalog: OpenCatalog) -> Catalog:
 
 def test_a_topic_is_kept_as_it_was_declared(open_catalog: OpenCatalog) -> None:
     topic = declared("orders")
-    open_catalog().add_topic(topic)
+    open_catalog().add_topics([topic])
     assert open_catalog().topics() == [topic]
 
 
 def test_a_name_is_taken_once(catalog: Catalog) -> None:
-    catalog.add_topic(declared("orders"))
-    with pytest.raises(TopicExists):
-        catalog.add_topic(declared("orders"))
-    assert len(catalog.topics()) == 1
+    orders, bills = declared("orders"), declared("bills")
+    assert catalog.add_topics([orders]) == {orders.topic_id}
+    assert catalog.add_topics([declared("orders")]) == set()
+    assert catalog.add_topics([declared("orders"), bills]) == {bills.topic_id}
+    assert catalog.topics() == [bills, orders]
 
 
 def test_a_topic_is_changed_from_what_is_declared(catalog: Catalog) -> None:
     topic = declared("orders")
-    catalog.add_topic(topic)
+    catalog.add_topics([topic])
 
     def grow(found: Topic) -> Topic:
         return dataclasses.replace(found, partitions=found.partitions + 1, overrides={})
@@ -100,15 +100,14 @@ def test_a_topic_is_changed_from_what_is_declared(catalog: Catalog) -> None:
 
 def test_a_deletion_leaves_a_record_until_it_is_forgotten(catalog: Catalog) -> None:
     topic = declared("orders")
-    catalog.add_topic(topic)
-    catalog.delete_topic(topic, now_ms=2**41)
-    with pytest.raises(UnknownTopic):
-        catalog.delete_topic(topic, now_ms=2**41)
+    catalog.add_topics([topic])
+    assert catalog.delete_topics([topic, declared("missing")], now_ms=2**41) == {topic.topic_id}
+    assert catalog.delete_topics([topic], now_ms=2**41) == set()
     assert catalog.topics() == []
     assert catalog.deleted_topic_ids() == {topic.topic_id}
-    catalog.forget_deleted(topic.topic_id)
+    catalog.forget_deleted([topic.topic_id])
     assert catalog.deleted_topic_ids() == set()
-    catalog.add_topic(declared("orders"))
+    catalog.add_topics([declared("orders")])
 
 
 def test_a_pipeline_is_kept_with_its_rules(open_catalog: OpenCatalog) -> None:
@@ -247,11 +246,7 @@ def test_nodes_that_declare_at_once_see_each_other(postgres: PostgresServer) -> 
     catalogs = [Catalog.open_shared(url) for _ in range(2)]
 
     def declare(catalog: Catalog) -> bool:
-        try:
-            catalog.add_topic(declared("orders"))
-        except TopicExists:
-            return False
-        return True
+        return bool(catalog.add_topics([declared("orders")]))
 
     assert together([partial(declare, catalog) for catalog in catalogs * 3]).count(True) == 1
     [topic] = catalogs[0].topics()
@@ -281,7 +276,7 @@ def test_a_catalog_of_another_version_is_left_alone(postgres: PostgresServer) ->
 def test_a_server_that_goes_and_comes_back_is_an_error_in_between() -> None:
     with PostgresServer() as server:
         catalog = Catalog.open_shared(server.url)
-        catalog.add_topic(declared("orders"))
+        catalog.add_topics([declared("orders")])
         server.stop()
         for call in (catalog.topics, catalog.client_quotas, lambda: catalog.take_block("p", 1)):
             with pytest.raises(CatalogUnavailable, match="the catalog could not be"):

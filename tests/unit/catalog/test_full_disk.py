@@ -21,7 +21,7 @@ def topic(name: str, note: str = "") -> Topic:
 
 def test_a_full_disk_is_an_error_of_the_storage_and_leaves_the_catalog_usable(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
-    catalog.add_topic(topic("before"))
+    catalog.add_topics([topic("before")])
 
     def keep_small(connection: Any, _record: Any) -> None:
         connection.execute("PRAGMA max_page_count=1")
@@ -30,7 +30,7 @@ def test_a_full_disk_is_an_error_of_the_storage_and_leaves_the_catalog_usable(tm
     event.listen(catalog._engine, "connect", keep_small)
     for number in range(3):
         with pytest.raises(StorageFailure, match="free space"):
-            catalog.add_topic(topic(f"t{number}", "y" * 50_000))
+            catalog.add_topics([topic(f"t{number}", "y" * 50_000)])
     assert "before" in {one.name for one in catalog.topics()}
     catalog.close()
 
@@ -40,7 +40,7 @@ def test_the_reserve_is_given_up_for_a_change_that_frees_space(tmp_path: Path) -
     reserve = tmp_path / "catalog.reserve"
     assert reserve.stat().st_size == RESERVE_BYTES
     doomed = topic("doomed")
-    catalog.add_topic(doomed)
+    catalog.add_topics([doomed])
     attempts = 0
 
     def refuse_once(connection: Any, cursor: Any, statement: str, *others: Any) -> None:
@@ -51,12 +51,12 @@ def test_the_reserve_is_given_up_for_a_change_that_frees_space(tmp_path: Path) -
                 raise _full()
 
     event.listen(catalog._engine, "before_cursor_execute", refuse_once)
-    catalog.delete_topic(doomed, now_ms=1)
+    catalog.delete_topics([doomed], now_ms=1)
     assert attempts == 2
     assert not reserve.exists()
     assert catalog.topics() == []
     event.remove(catalog._engine, "before_cursor_execute", refuse_once)
-    catalog.forget_deleted(doomed.topic_id)
+    catalog.forget_deleted([doomed.topic_id])
     assert reserve.stat().st_size == RESERVE_BYTES
     catalog.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from millstream.broker.catalog.tables import broker_settings
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedStore
 from millstream.broker.cluster.store import Delete, Expect, Put
+from millstream.broker.cluster.topics import NewTopic
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import (
@@ -23,6 +25,7 @@ from millstream.core.errors import (
     EligibleUnavailable,
     InvalidReplication,
     InvalidRequest,
+    InvalidTopicName,
     NodeIdTaken,
     NotLeader,
     PreferredUnavailable,
@@ -69,6 +72,23 @@ async def test_a_topic_made_anywhere_is_led_somewhere_and_known_everywhere(tmp_p
             await group[3].topics.create("orders")
         with pytest.raises(InvalidReplication, match="has 3"):
             await group[3].topics.create("more", replication=4)
+
+
+async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        wanted = [NewTopic(name=f"t{number}", partitions=1, replication=2) for number in range(30)]
+        placed = NewTopic(name="placed", partitions=1, replication=1, placement={0: (NodeId(2),)})
+        created = await group[2].topics.create_all([*wanted, NewTopic(name="bad name"), placed])
+        topics = [one for one in created if isinstance(one, Topic)]
+        assert [one.name for one in topics] == [*(one.name for one in wanted), "placed"]
+        assert isinstance(created[30], InvalidTopicName)
+        leaders = Counter(states(group[2], topic)[0].leader for topic in topics[:-1])
+        assert leaders == {1: 10, 2: 10, 3: 10}
+        assert states(group[2], topics[-1])[0].replicas == (2,)
+        deleted = await group[3].topics.delete_all(["t0", "missing", "t1"])
+        assert [type(one) for one in deleted] == [Topic, UnknownTopic, Topic]
+        await group.until(lambda: not group.service.read(keys.DELETED).entries)
+        assert len(group.service.read(keys.PARTITIONS).entries) == 29
 
 
 async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ async def test_an_interrupted_deletion_is_finished_at_the_next_start(tmp_path: P
         topic = await topics.create("doomed")
         await topics.partition("doomed", 0).append(batch(b"x"))
     catalog = Catalog.open_folder(tmp_path)
-    catalog.delete_topic(topic, now_ms=1)
+    catalog.delete_topics([topic], now_ms=1)
     catalog.close()
     async with single_node(tmp_path) as topics:
         assert topics.all() == []

@@ -17,6 +17,7 @@ from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka import api as api_module
+from millstream.broker.kafka.apis import create_topics, delete_topics
 from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
 from millstream.broker.kafka.apis.create_partitions import CreatePartitions
 from millstream.broker.kafka.apis.create_topics import CreateTopics
@@ -59,7 +60,7 @@ def topic(
 
 
 def create(*topics: Any, validate_only: bool = False) -> Any:
-    return CREATE.CreateTopicsRequest(topics=topics, timeout=SECOND, validate_only=validate_only)
+    return CREATE.CreateTopicsRequest(topics=topics, timeout=60 * SECOND, validate_only=validate_only)
 
 
 class TestCreateTopics:
@@ -142,6 +143,28 @@ class TestCreateTopics:
             ("fine", ErrorCode.none),
         ]
         assert topics.get("twice") is None
+
+    async def test_names_that_metrics_cannot_distinguish_are_refused_within_a_request(
+        self, api: CreateTopics, topics: Topics
+    ) -> None:
+        first, second = (await ask(api, create(topic("a.b"), topic("a_b")))).topics
+        assert (first.error_code, second.error_code) == (ErrorCode.none, ErrorCode.invalid_topic_exception)
+        assert "'a.b'" in second.error_message
+        assert [one.name for one in topics.all()] == ["a.b"]
+
+    async def test_many_topics_are_created_and_deleted_in_few_steps(self, api: CreateTopics, topics: Topics) -> None:
+        names, before = [f"t{number}" for number in range(200)], topics.states_revision
+        created = (await ask(api, create(*map(topic, names)))).topics
+        assert [(one.name, one.error_code) for one in created] == [(name, ErrorCode.none) for name in names]
+        agreed = topics.states_revision
+        assert agreed - before < len(names) / 4
+        named = tuple(DELETE.DeleteTopicState(name=name, topic_id=None) for name in names)
+        gone = (
+            await ask(DeleteTopics(topics), DELETE.DeleteTopicsRequest(topics=named, timeout=60 * SECOND))
+        ).responses
+        assert [(one.name, one.error_code) for one in gone] == [(name, ErrorCode.none) for name in names]
+        assert topics.all() == []
+        assert topics.states_revision - agreed < len(names)
 
 
 class TestDeleteTopics:
@@ -346,9 +369,9 @@ async def ask_for_many(topics: Topics, membership: Membership, kind: str) -> lis
 @pytest.mark.parametrize(
     ("kind", "method", "begun_at_once"),
     [
-        ("create", "create", 1),
+        ("create", "create_all", 2),
         ("grow", "add_partitions", 1),
-        ("delete", "delete", 1),
+        ("delete", "delete_all", 2),
         ("elect", "elect", 16),
         ("move", "reassign", 1),
     ],
@@ -366,15 +389,18 @@ async def test_the_time_of_a_request_is_that_of_all_it_asks_for(
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
 
-    async def take_all_the_time(*_arguments: Any, **_options: Any) -> Topic | None:
+    async def take_all_the_time(first: Any, *_others: Any, **_options: Any) -> Topic | list[Topic | None] | None:
         nonlocal begun, passed_s
-        begun += 1
+        begun += len(first) if isinstance(first, list) else 1
         # All that are begun at once have begun when the time passes.
         await asyncio.sleep(0)
         passed_s += 2 * api_module._DEADLINE_S_MAX
-        return topics.get("wide")
+        wide = topics.get("wide")
+        return [wide] * len(first) if isinstance(first, list) else wide
 
     monkeypatch.setattr(topics, method, take_all_the_time)
+    for together in (create_topics, delete_topics):
+        monkeypatch.setattr(together, "_AT_ONCE_MAX", 2)
     codes = await ask_for_many(topics, membership, kind)
     assert begun == begun_at_once
     assert codes == [ErrorCode.none] * begun + [ErrorCode.request_timed_out] * (len(codes) - begun)

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -94,7 +94,6 @@ from millstream.core.errors import (
     PipelineExists,
     StorageFailure,
     SubscriptionExists,
-    TopicExists,
     UnknownPipeline,
     UnknownSubscription,
     UnknownTopic,
@@ -294,19 +293,28 @@ class Catalog:
         with self._read() as connection:
             return [declared_of(Topic, row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
-    def topic(self, topic_id: UUID) -> Topic | None:
-        """Return one topic, if it is declared."""
+    def topics_with(self, topic_ids: Collection[UUID]) -> list[Topic]:
+        """Return those of these topics that are declared."""
+        wanted = sorted(map(str, topic_ids))
         with self._read() as connection:
-            row = connection.execute(select(topics).where(topics.c.topic_id == str(topic_id))).first()
-            return None if row is None else declared_of(Topic, row)
+            return [
+                declared_of(Topic, row)
+                for at in range(0, len(wanted), _NAMES_AT_ONCE)
+                for row in connection.execute(
+                    select(topics).where(topics.c.topic_id.in_(wanted[at : at + _NAMES_AT_ONCE]))
+                )
+            ]
 
-    def add_topic(self, topic: Topic) -> None:
-        """Declare a topic, durably."""
+    def add_topics(self, declared: Sequence[Topic]) -> set[UUID]:
+        """Declare topics, durably; return those whose names and ids were free."""
+        # All nodes take the names in the same order, so that no two wait for each other.
+        rows = [row_of(topic) for topic in sorted(declared, key=lambda topic: topic.name)]
         try:
             with self._change() as connection:
-                connection.execute(insert(topics).values(**row_of(topic)))
-        except IntegrityError as error:
-            raise TopicExists(f"topic {topic.name!r} already exists") from error
+                connection.execute(insert(topics), rows)
+        except IntegrityError:
+            return set() if len(declared) == 1 else {added for topic in declared for added in self.add_topics([topic])}
+        return {topic.topic_id for topic in declared}
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
         """Store the partitions and overrides that `change` computes from a topic as it is declared now.
@@ -327,32 +335,41 @@ class Catalog:
             connection.execute(update(topics).where(here).values(row_of(changed)))
             return changed
 
-    def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Delete a topic and write the record that allows its files to be removed."""
-        self._even_on_a_full_disk(lambda: self._delete_topic(topic, now_ms))
+    def delete_topics(self, doomed: Sequence[Topic], *, now_ms: int) -> set[UUID]:
+        """Delete topics and write the records that allow their files to be removed; return those that existed."""
+        deleted: set[UUID] = set()
+        self._even_on_a_full_disk(lambda: deleted.update(self._delete_topics(doomed, now_ms)))
+        return deleted
 
-    def _delete_topic(self, topic: Topic, now_ms: int) -> None:
+    def _delete_topics(self, doomed: Sequence[Topic], now_ms: int) -> list[UUID]:
         with self._change() as connection:
-            gone = connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
-            if gone.rowcount != 1:
-                raise UnknownTopic(f"topic {topic.name!r} is not in the catalog")
-            connection.execute(
-                insert(deleted_topics).values(topic_id=str(topic.topic_id), name=topic.name, deleted_ms=now_ms)
-            )
+            # All nodes lock them in the same order, so that no two wait for each other.
+            deleted = [
+                topic
+                for topic in sorted(doomed, key=lambda topic: topic.name)
+                if connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id))).rowcount == 1
+            ]
+            rows = [{"topic_id": str(one.topic_id), "name": one.name, "deleted_ms": now_ms} for one in deleted]
+            if rows:
+                connection.execute(insert(deleted_topics), rows)
+        return [topic.topic_id for topic in deleted]
 
     def deleted_topic_ids(self) -> set[UUID]:
         """Return the topics whose files may be removed."""
         with self._read() as connection:
             return {UUID(row.topic_id) for row in connection.execute(select(deleted_topics.c.topic_id))}
 
-    def forget_deleted(self, topic_id: UUID) -> None:
-        """Drop the deletion record once the files are gone."""
-        self._even_on_a_full_disk(lambda: self._forget_deleted(topic_id))
+    def forget_deleted(self, topic_ids: Iterable[UUID]) -> None:
+        """Drop the records of deleted topics whose files are gone."""
+        gone = list(map(str, topic_ids))
+        self._even_on_a_full_disk(lambda: self._forget_deleted(gone))
         self._reserve.fill()
 
-    def _forget_deleted(self, topic_id: UUID) -> None:
+    def _forget_deleted(self, gone: Sequence[str]) -> None:
         with self._change() as connection:
-            connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
+            for at in range(0, len(gone), _NAMES_AT_ONCE):
+                here = deleted_topics.c.topic_id.in_(gone[at : at + _NAMES_AT_ONCE])
+                connection.execute(delete(deleted_topics).where(here))
 
     def take_producer_ids(self, count: int) -> int:
         """Take some producer ids, which are never given out again, and return the first.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from uuid import UUID
@@ -23,6 +23,7 @@ from millstream.broker.cluster.keys import (
     Placement,
     deleted_key,
     done_key,
+    parse_partition,
     partition_key,
     placement_from_json,
     placement_key,
@@ -32,7 +33,7 @@ from millstream.broker.cluster.keys import (
     topic_to_json,
 )
 from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Expect, Put
+from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Entry, Expect, Put
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
@@ -123,6 +124,31 @@ _logger = logging.getLogger(__name__)
 Declared = Topic | UUID | None
 """What this process has declared: a topic, the deletion of one, or settings of nodes."""
 
+_CHANGES_OF_TOPIC = 2
+"""What is changed beside the partitions when a topic is published."""
+_CHANGES_OF_DELETION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """A topic as all nodes are to see it, with those of its partitions that are not stored yet."""
+
+    topic: Topic
+    proposals: Sequence[Proposal]
+    new_partitions: int
+    is_placed_by_hand: bool
+
+    def __len__(self) -> int:
+        return len(self.proposals) + _CHANGES_OF_TOPIC
+
+    def changes(self) -> Iterator[Change]:
+        """Yield the changes that publish it; replicas chosen by the user are no longer to be heeded then."""
+        for one in self.proposals:
+            yield Put(partition_key(one.partition), one.state.to_json())
+        yield Put(topic_key(self.topic.topic_id), topic_to_json(self.topic))
+        if self.new_partitions or self.is_placed_by_hand:
+            yield Delete(placement_key(self.topic.topic_id))
+
 
 class Reconciliation:
     """Carries out what the catalog says, for the duration of one term."""
@@ -183,8 +209,7 @@ class Reconciliation:
                 if reads_catalog:
                     await self.reconcile()
                 else:
-                    for topic_id, topic in declared.items():
-                        await (self._delete(topic_id) if topic is None else self._carry_out_declared(topic))
+                    await self._carry_out_declared(declared)
                 await self._forget_removed()
                 self._backoff.reset()
             except MillstreamError as error:
@@ -202,27 +227,22 @@ class Reconciliation:
         declared = await self._declarations.call(Catalog.topics)
         # Read after the topics, so that a topic deleted meanwhile is not created again.
         deleted = await self._declarations.call(Catalog.deleted_topic_ids)
-        for topic_id in deleted:
-            if topic_id not in self._view.deleted or topic_id in self._view.topics:
-                await self._delete(topic_id)
-        for topic in declared:
-            if topic.topic_id not in deleted and topic != self._view.topics.get(topic.topic_id):
-                await self._carry_out(topic)
+        known = self._view.deleted.keys() - self._view.topics.keys()
+        await self._delete([topic_id for topic_id in deleted if topic_id not in known])
+        await self._carry_out(topic for topic in declared if topic.topic_id not in deleted)
         for topic in declared:
             await self._count_replicas(topic)
 
-    async def _carry_out_declared(self, topic: Topic) -> None:
-        # Another node may have changed it since.
-        current = topic if self._is_single else await self._declarations.call(Catalog.topic, topic.topic_id)
-        if current is None:
-            self.wake()
-        elif current != self._view.topics.get(topic.topic_id):
-            await self._carry_out(current)
-
-    async def _forget_removed(self) -> None:
-        for topic_id, deletion in tuple(self._view.deleted.items()):
-            if set(deletion.replicas) <= self._view.done.get(topic_id, set()):
-                await self._forget(topic_id, deletion)
+    async def _carry_out_declared(self, declared: Mapping[UUID, Topic | None]) -> None:
+        await self._delete([topic_id for topic_id, topic in declared.items() if topic is None])
+        topics = [topic for topic in declared.values() if topic is not None]
+        if topics and not self._is_single:
+            # Another node may have changed them since.
+            current = await self._declarations.call(Catalog.topics_with, [topic.topic_id for topic in topics])
+            if len(current) < len(topics):
+                self.wake()
+            topics = current
+        await self._carry_out(topics)
 
     async def _caught_up(self) -> None:
         """Wait until the view shows earlier writes of this node."""
@@ -238,52 +258,65 @@ class Reconciliation:
 
     # -- topics that come and grow --------------------------------------------------------------------------
 
-    async def _carry_out(self, topic: Topic) -> None:
-        missing = [index for index in range(topic.partitions) if self._state_of(topic, index) is None]
-        proposals: list[Proposal] = []
-        if missing:
+    async def _carry_out(self, declared: Iterable[Topic]) -> None:
+        """Publish topics that the cluster does not know as they are declared, several with each change."""
+        changed = [topic for topic in declared if topic != self._view.topics.get(topic.topic_id)]
+        if not changed:
+            return
+        load = Load.of(versioned.state for versioned in self._view.states.values())
+        chosen = (await self._term.store.read(keys.PLACEMENTS)).entries
+        batch: list[_Publication] = []
+        for topic in changed:
+            missing = [index for index in range(topic.partitions) if self._state_of(topic, index) is None]
+            entry = chosen.get(placement_key(topic.topic_id))
+            by_hand = {} if entry is None else placement_from_json(entry.value)
             try:
-                proposals = await self._placed(topic, missing)
+                proposals = self._placed(topic, missing, by_hand, load)
             except InvalidReplication as error:
                 _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
-                return
+                continue
             # The partitions come first or with it, so that a node that sees the topic sees all of them.
-            if len(proposals) > CHANGES_MAX - 2:
+            if len(proposals) > CHANGES_MAX - _CHANGES_OF_TOPIC:
                 if await self._term.propose(proposals):
                     # An earlier attempt got further than the view shows; the next one sees it.
                     self.wake()
-                    return
+                    continue
                 proposals = []
-        changes: list[Change] = [Put(partition_key(one.partition), one.state.to_json()) for one in proposals]
-        changes.append(Put(topic_key(topic.topic_id), topic_to_json(topic)))
-        if topic.topic_id in self._view.placements or missing:
-            changes.append(Delete(placement_key(topic.topic_id)))
+            publication = _Publication(topic, proposals, len(missing), entry is not None)
+            if sum(map(len, batch)) + len(publication) > CHANGES_MAX:
+                await self._publish(batch)
+                batch = []
+            batch.append(publication)
+        await self._publish(batch)
+
+    async def _publish(self, batch: list[_Publication]) -> None:
+        proposals = [proposal for publication in batch for proposal in publication.proposals]
+        changes = [change for publication in batch for change in publication.changes()]
         if await self._term.change(changes, [Expect(partition_key(one.partition), one.revision) for one in proposals]):
-            _logger.info("topic agreed on", extra={"topic": topic.name, "new_partitions": len(missing)})
+            for publication in batch:
+                extra = {"topic": publication.topic.name, "new_partitions": publication.new_partitions}
+                _logger.info("topic agreed on", extra=extra)
             self._on_placed()
+        elif len(batch) > 1:
+            # One that was overtaken must not delay the others.
+            for publication in batch:
+                await self._publish([publication])
         elif proposals:
             self.wake()
 
-    async def _placed(self, topic: Topic, missing: list[int]) -> list[Proposal]:
+    def _placed(self, topic: Topic, missing: list[int], by_hand: Placement, load: Load) -> list[Proposal]:
         live = self._view.live
-        load = Load.of(versioned.state for versioned in self._view.states.values())
-        by_hand = await self._by_hand(topic.topic_id)
         free = [index for index in missing if index not in by_hand]
         staying = [node for node_id, node in live.items() if node_id not in self._view.avoided]
         if count_domains(staying) < topic.replication:
             staying = [node for node_id, node in live.items() if node_id not in self._view.drained]
         if count_domains(staying) < topic.replication:
             staying = list(live.values())
-        placed = place(len(free), topic.replication, staying, load)
+        placed = place(len(free), topic.replication, staying, load) if free else []
         chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
         return [
             Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing
         ]
-
-    async def _by_hand(self, topic_id: UUID) -> Placement:
-        key = placement_key(topic_id)
-        entry = (await self._term.store.read(key)).entries.get(key)
-        return {} if entry is None else placement_from_json(entry.value)
 
     def _state_of(self, topic: Topic, index: int) -> PartitionState | None:
         versioned = self._view.states.get((topic.topic_id, PartitionIndex(index)))
@@ -301,39 +334,53 @@ class Reconciliation:
         changed = await self._declarations.change(
             Catalog.alter_topic, topic.topic_id, lambda current: replace(current, replication=max(counts))
         )
-        await self._carry_out(changed)
+        await self._carry_out([changed])
 
     # -- topics that go -------------------------------------------------------------------------------------
 
-    async def _delete(self, topic_id: UUID) -> None:
-        prefix = f"{keys.PARTITIONS}{topic_id}/"
-        entries = (await self._term.store.read(prefix)).entries
-        replicas = {node for entry in entries.values() for node in PartitionState.from_json(entry.value).replicas}
-        known = self._view.deleted.get(topic_id)
+    async def _delete(self, topic_ids: Sequence[UUID]) -> None:
+        prefix = f"{keys.PARTITIONS}{topic_ids[0]}/" if len(topic_ids) == 1 else keys.PARTITIONS
+        stored: dict[UUID, list[Entry]] = {topic_id: [] for topic_id in topic_ids}
+        for entry in (await self._term.store.read(prefix)).entries.values() if topic_ids else ():
+            topic_id, _ = parse_partition(entry.key.removeprefix(keys.PARTITIONS))
+            if topic_id in stored:
+                stored[topic_id].append(entry)
+        rest = iter(topic_ids)
+        while batch := list(islice(rest, CHANGES_MAX // _CHANGES_OF_DELETION)):
+            deletions = {topic_id: self._deletion(topic_id, stored[topic_id]) for topic_id in batch}
+            records: list[Change] = []
+            for topic_id, deletion in deletions.items():
+                records.append(Put(deleted_key(topic_id), deletion.to_json()))
+                records += [Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]
+            if not await self._term.change(records):
+                return
+            await self._remove(entry.key for topic_id in batch for entry in stored[topic_id])
+            for deletion in deletions.values():
+                _logger.info("topic deleted", extra={"topic": deletion.name})
+
+    def _deletion(self, topic_id: UUID, entries: Iterable[Entry]) -> Deletion:
+        replicas = {node for entry in entries for node in PartitionState.from_json(entry.value).replicas}
+        known, topic = self._view.deleted.get(topic_id), self._view.topics.get(topic_id)
         if known is not None:
             replicas |= set(known.replicas)
-        topic = self._view.topics.get(topic_id)
         name = topic.name if topic is not None else known.name if known is not None else ""
-        deletion = Deletion(name=name, replicas=_sorted(replicas))
-        record = [Put(deleted_key(topic_id), deletion.to_json())]
-        if await self._term.change([*record, Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]):
-            await self._remove(entries)
-            _logger.info("topic deleted", extra={"topic": name})
+        return Deletion(name=name, replicas=tuple(sorted(replicas)))
 
-    async def _forget(self, topic_id: UUID, deletion: Deletion) -> None:
-        """Drop the record of a topic whose files are all gone; the catalog's first, so that a crash repeats this."""
-        await self._declarations.call(Catalog.forget_deleted, topic_id)
-        await self._remove(partition_key(key) for key in tuple(self._view.states) if key[0] == topic_id)
-        moves = tuple(self._view.reassignments)
-        await self._remove(keys.reassignment_key(key) for key in moves if key[0] == topic_id)
-        await self._remove(done_key(topic_id, node) for node in deletion.replicas)
-        await self._remove([deleted_key(topic_id)])
+    async def _forget_removed(self) -> None:
+        """Drop the records of topics whose files are all gone; the catalog's first, so that a crash repeats this."""
+        view = self._view
+        gone = {
+            one: record for one, record in view.deleted.items() if set(record.replicas) <= view.done.get(one, set())
+        }
+        if not gone:
+            return
+        await self._declarations.call(Catalog.forget_deleted, tuple(gone))
+        await self._remove(partition_key(key) for key in tuple(view.states) if key[0] in gone)
+        await self._remove(keys.reassignment_key(key) for key in tuple(view.reassignments) if key[0] in gone)
+        await self._remove(done_key(topic_id, node) for topic_id, record in gone.items() for node in record.replicas)
+        await self._remove(map(deleted_key, gone))
 
     async def _remove(self, gone: Iterable[str]) -> None:
         rest = iter(gone)
         while batch := [Delete(key) for key in islice(rest, CHANGES_MAX)]:
             await self._term.change(batch)
-
-
-def _sorted(nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
-    return tuple(sorted(nodes))

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from uuid import UUID
@@ -22,7 +23,7 @@ from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
 from millstream.broker.cluster.keys import PartitionKey, Placement, placement_to_json
 from millstream.broker.cluster.reconciliation import Declared, count_domains
-from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Expect, Put
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.retention import DeliveryFloor, LandedFloor, held_bytes
 from millstream.broker.log.store import LogStore
@@ -78,6 +79,21 @@ _SAFE_IN_SYNC = 2
 
 LeadershipListener = Callable[[PartitionIndex, Partition | None], None]
 """Called with the partition while this node leads it, and with None when it no longer does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTopic:
+    """What a topic is created from; -1 stands for the default of the node."""
+
+    name: str
+    partitions: int = -1
+    replication: int = -1
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    internal: bool = False
+    placement: Placement | None = None
+    mirror: str = ""
+    topic_id: UUID | None = None
+    origins: tuple[str, ...] = ()
 
 
 class Topics:
@@ -212,12 +228,12 @@ class Topics:
             await self._removed_some.wait()
             self._removed_some.clear()
             try:
-                for topic_id in tuple(self._removed):
-                    await self._coordination.change([Put(keys.done_key(topic_id, self._me), "")])
-                    self._removed.discard(topic_id)
-                for partition in tuple(self._removed_replicas):
-                    await self._coordination.change([Delete(keys.removed_key(partition, self._me))])
-                    self._removed_replicas.discard(partition)
+                while topics := tuple(islice(self._removed, CHANGES_MAX)):
+                    await self._coordination.change([Put(keys.done_key(one, self._me), "") for one in topics])
+                    self._removed.difference_update(topics)
+                while partitions := tuple(islice(self._removed_replicas, CHANGES_MAX)):
+                    await self._coordination.change([Delete(keys.removed_key(one, self._me)) for one in partitions])
+                    self._removed_replicas.difference_update(partitions)
                 self._backoff.reset()
             except StoreUnavailable as error:
                 _logger.warning("removed files could not be reported yet", extra={"error": str(error)})
@@ -496,26 +512,77 @@ class Topics:
         `mirror` is the mirror that writes it, with the id that it has on the source. `origins` are the clusters from
         which its records come.
         """
+        wanted = NewTopic(
+            name=name,
+            partitions=partitions,
+            replication=replication,
+            overrides=overrides or {},
+            internal=internal,
+            placement=placement,
+            mirror=mirror,
+            topic_id=topic_id,
+            origins=origins,
+        )
+        [created] = await self.create_all([wanted], validate_only=validate_only, timeout_s=timeout_s)
+        if isinstance(created, MillstreamError):
+            raise created
+        return created
+
+    async def create_all(
+        self, wanted: Sequence[NewTopic], *, validate_only: bool = False, timeout_s: float = AGREEMENT_S
+    ) -> list[Topic | MillstreamError]:
+        """Declare topics durably and together, then open their partitions; return each topic, or why there is none."""
         if validate_only:
-            return self._declare(name, partitions, replication, overrides or {}, internal=internal)
-
-        if topic_id is not None and topic_id in await self._declarations.call(Catalog.deleted_topic_ids):
-            raise TopicExists(f"topic {name!r} was deleted, and its files are still being removed; try again")
-
-        async def add() -> Topic:
-            async with self._changing:
-                topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
-                topic = dataclasses.replace(topic, mirror=mirror, topic_id=topic_id or topic.topic_id, origins=origins)
-                await self._place(topic.topic_id, placement)
-                await self._declarations.change(Catalog.add_topic, topic)
-                self._note_declared(topic)
-            return topic
-
+            return self._declare_all(wanted, ())
         # A client that leaves meanwhile must not leave a topic behind that only the catalog knows.
-        topic = await finish(add())
-        await self._await_agreement(topic, before=None, timeout_s=timeout_s)
-        _logger.info("topic created", extra={"topic": name, "partitions": topic.partitions})
-        return topic
+        outcomes = await finish(self._add_all(wanted))
+        waiting = {outcome.topic_id: outcome for outcome in outcomes if isinstance(outcome, Topic)}
+        timed_out = await self._await_creation(waiting, timeout_s)
+        return [
+            timed_out
+            if timed_out is not None and isinstance(outcome, Topic) and outcome.topic_id in waiting
+            else outcome
+            for outcome in outcomes
+        ]
+
+    async def _add_all(self, wanted: Sequence[NewTopic]) -> list[Topic | MillstreamError]:
+        """Store new topics in the catalog, and tell the controller of them."""
+        has_ids = any(one.topic_id is not None for one in wanted)
+        deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
+        async with self._changing:
+            outcomes = self._declare_all(wanted, deleted)
+            declared = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
+            placed = [
+                (outcome.topic_id, one.placement)
+                for one, outcome in zip(wanted, outcomes, strict=True)
+                if isinstance(outcome, Topic) and one.placement
+            ]
+            for topic_id, placement in placed:
+                await self._place(topic_id, placement)
+            added = await self._declarations.change(Catalog.add_topics, declared) if declared else ()
+            for topic in declared:
+                if topic.topic_id in added:
+                    self._note_declared(topic)
+        return [
+            _exists_error(outcome.name) if isinstance(outcome, Topic) and outcome.topic_id not in added else outcome
+            for outcome in outcomes
+        ]
+
+    async def _await_creation(self, waiting: dict[UUID, Topic], timeout_s: float) -> RequestTimedOut | None:
+        """Wait until the cluster has agreed on new topics; `waiting` has those left that it has not in time."""
+
+        def agreed() -> bool:
+            for topic in [topic for topic_id, topic in waiting.items() if topic_id in self._by_id]:
+                del waiting[topic.topic_id]
+                _logger.info("topic created", extra={"topic": topic.name, "partitions": topic.partitions})
+            return not waiting
+
+        what = ", ".join(repr(topic.name) for topic in islice(waiting.values(), _NAMES_SHOWN_MAX))
+        try:
+            await self._view.until(agreed, timeout_s, what=f"topic {what}")
+        except RequestTimedOut as error:
+            return error
+        return None
 
     async def ensure(self, name: str) -> Topic:
         """Return the topic with this name; create it if it is missing and the configuration allows that."""
@@ -532,13 +599,50 @@ class Topics:
 
     async def delete(self, name: str, *, timeout_s: float = AGREEMENT_S) -> None:
         """Delete a topic and its data. The deletion record comes first, so that a crash cannot bring it back."""
+        [outcome] = await self.delete_all([name], timeout_s=timeout_s)
+        if isinstance(outcome, MillstreamError):
+            raise outcome
+
+    async def delete_all(
+        self, names: Sequence[str], *, timeout_s: float = AGREEMENT_S
+    ) -> list[Topic | MillstreamError]:
+        """Delete topics together; return what each of them was, or why it was not deleted."""
+        outcomes = await finish(self._delete_declared(names))
+        waiting = {outcome.topic_id for outcome in outcomes if isinstance(outcome, Topic)}
+
+        def agreed() -> bool:
+            waiting.intersection_update(self._by_id)
+            return not waiting
+
+        what = ", ".join(map(repr, names[:_NAMES_SHOWN_MAX]))
+        try:
+            await self._view.until(agreed, timeout_s, what=f"the deletion of topic {what}")
+        except RequestTimedOut as error:
+            return [error if isinstance(one, Topic) and one.topic_id in waiting else one for one in outcomes]
+        return outcomes
+
+    async def _delete_declared(self, names: Sequence[str]) -> list[Topic | MillstreamError]:
+        outcomes: list[Topic | MillstreamError] = []
         async with self._changing:
-            topic = self._require(name)
-            if topic.is_internal:
-                raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
-            await self._declarations.change(Catalog.delete_topic, topic, now_ms=self._clock.now_ms())
-            self._note_declared(topic.topic_id)
-        await self._await_deletion(topic, timeout_s)
+            for name in names:
+                try:
+                    topic = self._require(name)
+                    if topic.is_internal:
+                        raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
+                    outcomes.append(topic)
+                except MillstreamError as error:
+                    outcomes.append(error)
+            doomed = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
+            now_ms = self._clock.now_ms()
+            deleted = await self._declarations.change(Catalog.delete_topics, doomed, now_ms=now_ms) if doomed else ()
+            for topic_id in deleted:
+                self._note_declared(topic_id)
+        return [
+            UnknownTopic(f"topic {outcome.name!r} is not in the catalog")
+            if isinstance(outcome, Topic) and outcome.topic_id not in deleted
+            else outcome
+            for outcome in outcomes
+        ]
 
     def on_deletion(self, listener: Callable[[Topic], None]) -> None:
         """Call `listener` after each deletion of a topic."""
@@ -721,13 +825,11 @@ class Topics:
         if placement:
             await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
 
-    async def _await_agreement(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
+    async def _await_agreement(self, topic: Topic, *, before: Topic, timeout_s: float) -> None:
         def agreed() -> bool:
             now = self._by_id.get(topic.topic_id)
-            if now is None:
-                return before is not None
-            # It may have been changed again meanwhile.
-            return now in (topic, None) or (before is not None and now != before)
+            # It may have been changed again meanwhile, or deleted.
+            return now == topic or now != before
 
         await self._view.until(agreed, timeout_s, what=f"topic {topic.name!r}")
 
@@ -735,38 +837,50 @@ class Topics:
         await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
         return self._by_name[name]
 
-    async def _await_deletion(self, topic: Topic, timeout_s: float) -> None:
-        await self._view.until(
-            lambda: topic.topic_id not in self._by_id, timeout_s, what=f"the deletion of topic {topic.name!r}"
-        )
+    def _declare_all(self, wanted: Sequence[NewTopic], deleted: Collection[UUID]) -> list[Topic | MillstreamError]:
+        outcomes: list[Topic | MillstreamError] = []
+        taken: dict[str, str] = {}
+        for one in wanted:
+            try:
+                if one.topic_id in deleted:
+                    raise TopicExists(
+                        f"topic {one.name!r} was deleted, and its files are still being removed; try again"
+                    )
+                outcomes.append(self._declare(one, taken))
+                taken[_metric_name(one.name)] = one.name
+            except MillstreamError as error:
+                outcomes.append(error)
+        return outcomes
 
-    def _declare(
-        self, name: str, partitions: int, replication: int, overrides: Mapping[str, str], *, internal: bool
-    ) -> Topic:
-        check_topic_name(name)
-        if name in self._by_name:
-            raise TopicExists(f"topic {name!r} already exists")
-        twin = self._by_metric_name.get(_metric_name(name))
+    def _declare(self, new: NewTopic, taken: Mapping[str, str]) -> Topic:
+        """Return the topic that is asked for; `taken` are the names declared with it, by those that metrics use."""
+        check_topic_name(new.name)
+        if new.name in self._by_name:
+            raise _exists_error(new.name)
+        metric_name = _metric_name(new.name)
+        twin = self._by_metric_name.get(metric_name) or taken.get(metric_name)
         if twin is not None:
             raise InvalidTopicName(
-                f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
+                f"topic {new.name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
             )
-        if name in INTERNAL_TOPICS and not internal:
-            raise PolicyViolation(f"the name {name!r} is reserved for the broker's own state")
-        wanted = self._config.default_partitions if partitions == -1 else partitions
-        self._check_partitions(wanted)
+        if new.name in INTERNAL_TOPICS and not new.internal:
+            raise PolicyViolation(f"the name {new.name!r} is reserved for the broker's own state")
+        partitions = self._config.default_partitions if new.partitions == -1 else new.partitions
+        self._check_partitions(partitions)
         nodes = self._replication_max()
-        copies = max(1, min(self._config.default_replication, nodes)) if replication == -1 else replication
+        copies = max(1, min(self._config.default_replication, nodes)) if new.replication == -1 else new.replication
         if not 1 <= copies <= max(1, nodes):
             raise InvalidReplication(f"replication factor {copies} needs as many machines, this cluster has {nodes}")
-        TopicSettings.from_strings(overrides, base=self._defaults)
+        TopicSettings.from_strings(new.overrides, base=self._defaults)
         return Topic(
-            name=name,
-            topic_id=self._new_id(),
-            partitions=wanted,
+            name=new.name,
+            topic_id=new.topic_id or self._new_id(),
+            partitions=partitions,
             replication=copies,
-            overrides=dict(overrides),
+            overrides=dict(new.overrides),
             created_ms=self._clock.now_ms(),
+            mirror=new.mirror,
+            origins=new.origins,
         )
 
     def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
@@ -993,6 +1107,10 @@ def _safe(defaults: TopicSettings, replication: int) -> TopicSettings:
     if replication < _SAFE_REPLICATION:
         return defaults
     return dataclasses.replace(defaults, min_insync_replicas=_SAFE_IN_SYNC)
+
+
+def _exists_error(name: str) -> TopicExists:
+    return TopicExists(f"topic {name!r} already exists")
 
 
 def _metric_name(name: str) -> str:

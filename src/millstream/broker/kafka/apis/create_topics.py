@@ -1,10 +1,11 @@
-"""CreateTopics (key 19), versions 2 to 7: creates topics, durably, each independently.
+"""CreateTopics (key 19), versions 2 to 7: creates topics, durably: all of those that can be created, at once.
 
 -1 partitions or -1 replicas use the node's default. Instead of numbers, a request may place every partition on nodes;
 both numbers must then be -1. A name that occurs twice in a request is refused. `validate_only` checks everything and
 creates nothing. In a cluster the response waits until all nodes agree on the topic and its leaders; if that takes
 longer than the request allows, it is REQUEST_TIMED_OUT, and the topic is created later. The time is that of all topics
-of the request; those that have not been begun when it ends are REQUEST_TIMED_OUT, too, and are not created.
+of the request, of which 1,000 are begun at a time; those that have not been begun when it ends are REQUEST_TIMED_OUT,
+too, and are not created.
 
 Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings of the topic, 7 returns
 its id.
@@ -12,8 +13,9 @@ its id.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kio.schema.create_topics.v7.request import CreatableTopic, CreateTopicsRequest
@@ -23,7 +25,7 @@ from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.cluster.keys import Placement
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.topics import Topics
+from millstream.broker.cluster.topics import NewTopic, Topics
 from millstream.broker.kafka.api import (
     NO_THROTTLE,
     Api,
@@ -48,6 +50,8 @@ from millstream.core.ids import NodeId
 from millstream.core.topic import Topic
 
 _DEFAULT: Final = -1
+_AT_ONCE_MAX: Final = 1000
+"""Topics that are stored together: other changes of the catalog wait meanwhile."""
 
 
 class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
@@ -64,32 +68,45 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         named = Counter(topic.name for topic in request.topics)
         deadline = RequestDeadline(request.timeout)
         results: dict[str, CreatableTopicResult] = {}
+        valid: list[tuple[CreatableTopic, NewTopic]] = []
         for wanted in request.topics:
             try:
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                timeout_s = deadline.left_s(f"topic {wanted.name!r}")
-                topic = await self._create(wanted, validate_only=request.validate_only, timeout_s=timeout_s)
-                results[wanted.name] = self._created(wanted, topic)
+                valid.append((wanted, self._new_topic(wanted)))
             except MillstreamError as error:
                 results[wanted.name] = _refused(wanted, error)
-        return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=tuple(results.values()))
+        for at in range(0, len(valid), _AT_ONCE_MAX):
+            some = valid[at : at + _AT_ONCE_MAX]
+            outcomes = await self._create([new for _, new in some], deadline, validate_only=request.validate_only)
+            for (wanted, _), outcome in zip(some, outcomes, strict=True):
+                if isinstance(outcome, MillstreamError):
+                    results[wanted.name] = _refused(wanted, outcome)
+                    continue
+                results[wanted.name] = self._created(wanted, outcome)
+                # Describing the settings of thousands of topics takes a while, and others go on meanwhile.
+                await asyncio.sleep(0)
+        ordered = tuple(results[name] for name in named)
+        return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=ordered)
 
-    async def _create(self, wanted: CreatableTopic, *, validate_only: bool, timeout_s: float) -> Topic:
+    async def _create(
+        self, wanted: Sequence[NewTopic], deadline: RequestDeadline, *, validate_only: bool
+    ) -> Sequence[Topic | MillstreamError]:
+        try:
+            timeout_s = deadline.left_s("the topics")
+            return await self._topics.create_all(wanted, validate_only=validate_only, timeout_s=timeout_s)
+        except MillstreamError as error:
+            return [error] * len(wanted)
+
+    def _new_topic(self, wanted: CreatableTopic) -> NewTopic:
         partitions, replication, placement = self._numbers(wanted)
         overrides: dict[str, str] = {}
         for config in wanted.configs:
             if config.value is None:
                 raise InvalidSetting(f"setting {config.name} of topic {wanted.name!r} has no value")
             overrides[config.name] = config.value
-        return await self._topics.create(
-            wanted.name,
-            partitions=partitions,
-            replication=replication,
-            overrides=overrides,
-            validate_only=validate_only,
-            placement=placement,
-            timeout_s=timeout_s,
+        return NewTopic(
+            name=wanted.name, partitions=partitions, replication=replication, overrides=overrides, placement=placement
         )
 
     def _numbers(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:

@@ -1,8 +1,9 @@
-"""DeleteTopics (key 20), versions 1 to 6: deletes topics and all their records, each independently.
+"""DeleteTopics (key 20), versions 1 to 6: deletes topics and all their records: those that can be.
 
 A topic is given by its name or, from version 6 on, by its id; giving both, neither, or the same topic twice is refused.
 
-Topics whose deletion has not started within the timeout of the request are REQUEST_TIMED_OUT and stay.
+Several topics are deleted at once. Those whose deletion has not started within the timeout of the request are
+REQUEST_TIMED_OUT and stay.
 
 A dead letter topic with open letters is POLICY_VIOLATION, because Kafka's clients have no option to force it.
 
@@ -12,7 +13,8 @@ Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from kio.schema.delete_topics.v6.request import DeleteTopicsRequest, DeleteTopicState
@@ -38,6 +40,8 @@ from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import Topic
 
 _FIRST_WITH_IDS: Final = 6
+_AT_ONCE_MAX: Final = 25
+"""Topics that are deleted together: on a full disk, the catalog has reserved space for not much more."""
 
 
 class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
@@ -52,31 +56,46 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         # A topic may be given by name and by id, so they are counted by what they resolve to.
-        named = Counter(self._identity(wanted) for wanted in request.topics)
+        identities = [self._identity(wanted) for wanted in request.topics]
+        named = Counter(identities)
         deadline = RequestDeadline(request.timeout)
-        results: dict[Any, DeletableTopicResult] = {}
-        for wanted in request.topics:
-            identity = self._identity(wanted)
+        outcomes: dict[Any, Topic | MillstreamError] = {}
+        found: dict[Any, Topic] = {}
+        for identity, wanted in zip(identities, request.topics, strict=True):
             try:
                 if named[identity] > 1:
                     raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
                 topic = self._find(wanted)
                 if self._service is not None:
                     await self._service.check_letters_kept(topic.name)
-                await self._topics.delete(topic.name, timeout_s=deadline.left_s(f"topic {topic.name!r}"))
-                if self._service is not None:
-                    await self._service.topic_deleted(topic.name)
-                results[identity] = DeletableTopicResult(
-                    name=TopicName(topic.name), topic_id=topic.topic_id, error_code=ErrorCode.none
-                )
+                found[identity] = topic
             except MillstreamError as error:
-                results[identity] = DeletableTopicResult(
-                    name=wanted.name,
-                    topic_id=wanted.topic_id,
-                    error_code=error_code(error),
-                    error_message=error_message(error),
-                )
-        return DeleteTopicsResponse(throttle_time=NO_THROTTLE, responses=tuple(results.values()))
+                outcomes[identity] = error
+        rest = iter(found.items())
+        while some := dict(islice(rest, _AT_ONCE_MAX)):
+            outcomes |= zip(some, await self._delete(tuple(some.values()), deadline), strict=True)
+        responses = {
+            identity: _result(wanted, outcomes[identity])
+            for identity, wanted in zip(identities, request.topics, strict=True)
+        }
+        return DeleteTopicsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses.values()))
+
+    async def _delete(self, topics: Sequence[Topic], deadline: RequestDeadline) -> list[Topic | MillstreamError]:
+        """Delete topics; return each of them, or why it could not be deleted."""
+        try:
+            timeout_s = deadline.left_s("the topics")
+            deleted = await self._topics.delete_all([topic.name for topic in topics], timeout_s=timeout_s)
+        except MillstreamError as error:
+            return [error] * len(topics)
+        return [await self._forget_letters(one) if isinstance(one, Topic) else one for one in deleted]
+
+    async def _forget_letters(self, topic: Topic) -> Topic | MillstreamError:
+        try:
+            if self._service is not None:
+                await self._service.topic_deleted(topic.name)
+        except MillstreamError as error:
+            return error
+        return topic
 
     def upgrade(self, version: int, request: Any) -> DeleteTopicsRequest:
         """Before version 6, topics were a list of names."""
@@ -102,3 +121,11 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
     def changes(_request: DeleteTopicsRequest, response: DeleteTopicsResponse, _users: Users) -> Iterator[Change]:
         for topic in carried_out(response.responses):
             yield change_of(topic, DELETE, "topic", topic.name or str(topic.topic_id))
+
+
+def _result(wanted: DeleteTopicState, outcome: Topic | MillstreamError) -> DeletableTopicResult:
+    if isinstance(outcome, Topic):
+        return DeletableTopicResult(name=TopicName(outcome.name), topic_id=outcome.topic_id, error_code=ErrorCode.none)
+    return DeletableTopicResult(
+        name=wanted.name, topic_id=wanted.topic_id, error_code=error_code(outcome), error_message=error_message(outcome)
+    )
