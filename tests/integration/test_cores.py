@@ -111,6 +111,14 @@ def test_processes_die_and_their_number_changes(tmp_path: Path) -> None:
         wait_until(lambda: CommandLine(machine["kafka"])("doctor").code == 0)
         wait_until(lambda: ready(machine))
 
+        # A process that hangs is reported through any other.
+        os.kill(machine["nodes"][1]["pid"], signal.SIGSTOP)
+        said = CommandLine(machine["kafka"])("doctor", "--timeout", "6").out
+        os.kill(machine["nodes"][1]["pid"], signal.SIGCONT)
+        assert "node 1001 does not answer" in said
+        assert "WARNING  clock" not in said
+        wait_until(lambda: ready(machine))
+
         processes = psutil.Process(supervisor.pid).children(recursive=True)
         supervisor.kill()
         supervisor.wait()

@@ -142,38 +142,51 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     if status is None:
         advice = "internal checks are skipped; if it is a Millstream node, see its log"
         return [warning("status", f"{brokers} does not report its status; it may not be a Millstream broker", advice)]
+    # Before others are asked, which may take a while.
+    clock = _clock(status)
     statuses = await _statuses(client, status)
-    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(statuses.values())]
-    findings = [_version(status), _readiness(status), *_warned(status), *damage, _clock(status)]
-    return [*findings, *await check_pipelines(client, status), *_held(status), await _http(status)]
+    answers = [one for one in statuses.values() if one]
+    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(answers)]
+    findings = [_version(answers), *_readiness(statuses), *_warned(answers), *damage, clock]
+    return [*findings, *await check_pipelines(client, status), *_held(answers), await _http(status)]
 
 
-def _version(status: dict[str, Any]) -> Finding:
-    if status["version"] != __version__:
-        detail = f"the broker runs {status['version']}, this command is {__version__}"
-        return warning("version", detail, "install the same version on both sides")
-    return ok("version", f"the broker runs {status['version']}, as this command does")
+def _version(statuses: Iterable[Mapping[str, Any]]) -> Finding:
+    for status in statuses:
+        if status["version"] != __version__:
+            detail = f"node {status['node_id']} runs {status['version']}, this command is {__version__}"
+            return warning("version", detail, "install the same version on both sides")
+    return ok("version", f"the broker runs {__version__}, as this command does")
 
 
-def _readiness(status: dict[str, Any]) -> Finding:
-    if status["reasons"]:
-        advice = "see the broker's log; if the disk is full, free space or lower the retention of topics"
-        return problem("readiness", f"node {status['node_id']} is not ready: {'; '.join(status['reasons'])}", advice)
-    return ok("readiness", f"node {status['node_id']} is ready")
+def _readiness(statuses: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+    known: set[str] = set()
+    for node, status in statuses.items():
+        if not status:
+            yield problem("readiness", f"node {node} does not answer", "see its process and its log")
+            continue
+        # The nodes of a machine report each other.
+        reasons = [reason for reason in status["reasons"] if reason not in known]
+        known.update(reasons)
+        if reasons:
+            advice = "see the broker's log; if the disk is full, free space or lower the retention of topics"
+            yield problem("readiness", f"node {node} is not ready: {'; '.join(reasons)}", advice)
+    if not known and all(statuses.values()):
+        names = ", ".join(map(str, statuses))
+        yield ok("readiness", f"node {names} is ready" if len(statuses) == 1 else f"nodes {names} are ready")
 
 
-def _warned(status: dict[str, Any]) -> Iterator[Finding]:
-    for text in status.get("warnings", []):
+def _warned(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    for text in dict.fromkeys(text for status in statuses for text in status["warnings"]):
         yield warning("cluster", text, "millstream cluster status shows the affected nodes and partitions")
 
 
 async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the status of each node; empty for one that gives none."""
-    found: dict[int, dict[str, Any]] = {}
-    for node in sorted((await client.metadata([])).nodes):
-        answer = status if node == status["node_id"] else await node_status(client, node)
-        found[node] = {} if answer is None else answer
-    return found
+    others = sorted((await client.metadata([])).nodes.keys() - {status["node_id"]})
+    answers = await asyncio.gather(*(node_status(client, node) for node in others))
+    found = {status["node_id"]: status, **{node: answer or {} for node, answer in zip(others, answers, strict=True)}}
+    return dict(sorted(found.items()))
 
 
 def _lost_of_all(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
@@ -215,11 +228,12 @@ def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
         yield ok("damage", "no offsets are known to be lost")
 
 
-def _held(status: dict[str, Any]) -> Iterator[Finding]:
+def _held(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Warn about data past its retention that waits for a pipeline or subscription."""
     held: Counter[str] = Counter()
-    for value, labels in _samples(status, "millstream_log_held_bytes"):
-        held[labels["topic"]] += int(value)
+    for status in statuses:
+        for value, labels in _samples(status, "millstream_log_held_bytes"):
+            held[labels["topic"]] += int(value)
     for topic, size in held.most_common(_SHOWN_MAX):
         detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"
         advice = (

@@ -41,6 +41,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "node_id": 1,
         "version": __version__,
         "reasons": [],
+        "warnings": [],
         "now_ms": time.time_ns() // 1_000_000,
         "http": "127.0.0.1:1",
         **changes,
@@ -54,14 +55,20 @@ async def test_no_broker_at_the_address_is_the_only_finding() -> None:
 
 
 def test_versions_that_differ_are_a_warning() -> None:
-    assert broker_check._version(status()).severity is Severity.OK
-    assert broker_check._version(status(version="9.9.9")).severity is Severity.WARNING
+    assert broker_check._version([status()]).severity is Severity.OK
+    found = broker_check._version([status(), status(node_id=2, version="9.9.9")])
+    assert (found.severity, "node 2 runs 9.9.9" in found.detail) == (Severity.WARNING, True)
 
 
 def test_reasons_against_traffic_are_a_problem() -> None:
-    assert broker_check._readiness(status()).severity is Severity.OK
-    found = broker_check._readiness(status(reasons=["orders-0: the disk is full"]))
-    assert (found.severity, "the disk is full" in found.detail) == (Severity.PROBLEM, True)
+    (found,) = broker_check._readiness({1: status(), 1001: status()})
+    assert (found.severity, found.detail) == (Severity.OK, "nodes 1, 1001 are ready")
+    full, silent = broker_check._readiness({1: status(reasons=["orders-0: the disk is full"]), 1001: {}})
+    assert (full.severity, "the disk is full" in full.detail) == (Severity.PROBLEM, True)
+    assert (silent.severity, silent.detail) == (Severity.PROBLEM, "node 1001 does not answer")
+    away = "node 1001 of this machine is not running"
+    (found,) = broker_check._readiness({1: status(reasons=[away]), 2001: status(reasons=[away])})
+    assert (found.severity, away in found.detail) == (Severity.PROBLEM, True)
 
 
 def test_a_clock_that_is_off_is_a_warning() -> None:
@@ -154,8 +161,8 @@ def test_what_waits_beyond_its_retention_is_a_warning() -> None:
         samples = [[value, {"topic": "orders", "partition": "0"}], [1.0, {"topic": "orders", "partition": "1"}]]
         return status(metrics=[{"name": "millstream_log_held_bytes", "samples": samples}])
 
-    assert list(broker_check._held(status())) == []
-    (found,) = broker_check._held(reported(12345.0))
+    assert list(broker_check._held([status()])) == []
+    (found,) = broker_check._held([reported(12345.0)])
     assert found.severity is Severity.WARNING
     assert found.detail.startswith("topic orders keeps 12,346 bytes past")
 
