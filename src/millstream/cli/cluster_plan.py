@@ -220,8 +220,9 @@ def _print_state(document: dict[str, Any]) -> None:
     if document["plan"] is None:
         print_line("There is no plan.")
     else:
+        what = f"{document['kind']} {document['subject']}".strip()
         print_line(
-            f"Plan {document['plan']} ({document['kind']} {document['subject']}): {document['state']}, "
+            f"Plan {document['plan']} ({what}): {document['state']}, "
             f"{document['moved']} of {counted(document['moves'], 'move')} done, "
             f"{sized(document['moved_bytes'])} of {sized(document['bytes'])}"
         )

@@ -1,7 +1,8 @@
 """Plans: which partitions move where, and what that costs. Pure functions from the load of a cluster to moves.
 
 A plan never leaves a partition with fewer replicas or in fewer racks than before, except where it says so: a partition
-that cannot move is named with the reason. Moves that only change the preferred leader cost no bytes.
+that cannot move is named with the reason. No replica moves to a machine that has one of the same partition. Moves that
+only change the preferred leader cost no bytes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class NodeLoad:
 
     node_id: NodeId
     rack: str | None = None
+    machine: NodeId | None = None
+    """The first of the nodes that share its machine; None if it shares it with none."""
     is_live: bool = True
     is_drained: bool = False
     """New leaders and replicas are kept away from it."""
@@ -48,9 +51,14 @@ class NodeLoad:
     disk_free_bytes: int = 0
 
     @property
-    def domain(self) -> str | tuple[NodeId]:
-        """What fails together with this node: its rack, otherwise the node alone."""
-        return self.rack or (self.node_id,)
+    def failure_domain(self) -> NodeId:
+        """What fails together with this node: two replicas of a partition never share it."""
+        return self.node_id if self.machine is None else self.machine
+
+    @property
+    def place(self) -> str | tuple[NodeId]:
+        """What replicas should not share while there is another: the rack, otherwise the machine."""
+        return self.rack or (self.failure_domain,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +183,7 @@ def plan_remove(load: ClusterLoad, node: NodeId) -> Plan:
     """Move every replica of a node elsewhere, so that it can leave for good; raise if one cannot move."""
     plan = _vacate(load, node, REMOVE)
     if plan.staying:
-        more = f" and {len(plan.staying) - 1} more" if len(plan.staying) > 1 else ""
+        more = f" (so have {_counted(len(plan.staying) - 1, 'more partition')})" if len(plan.staying) > 1 else ""
         raise InvalidRequest(
             f"node {node} cannot be removed: {plan.staying[0]}{more}; add a node first, or lower the number of "
             "replicas with: millstream topic replicate PATTERN --to N"
@@ -194,7 +202,8 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
         rest = [one for one in partition.replicas if one != node]
         taker = _best_taker(takers, rest, load, weights)
         if taker is None:
-            staying.append(f"{partition} has no other place: {_too_few(len(partition.replicas), len(takers))}")
+            machines = len({load.nodes[one].failure_domain for one in takers})
+            staying.append(f"{partition} has no other place: {_too_few(len(partition.replicas), machines)}")
             continue
         target = tuple(taker if one == node else one for one in partition.replicas)
         if partition.replicas[0] == node:
@@ -205,8 +214,9 @@ def _vacate(load: ClusterLoad, node: NodeId, kind: str) -> Plan:
     return Plan(kind=kind, subject=str(node), moves=tuple(moves), staying=tuple(staying), risks=tuple(risks))
 
 
-def _too_few(replicas: int, takers: int) -> str:
-    return f"{replicas} {'replicas need' if replicas > 1 else 'replica needs'} as many nodes, and {takers} can take one"
+def _too_few(replicas: int, machines: int) -> str:
+    need = "replicas need as many machines" if replicas > 1 else "replica needs a machine"
+    return f"{replicas} {need}, and {machines} can take one"
 
 
 def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
@@ -215,11 +225,9 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
         raise InvalidRequest("a topic has at least one replica")
     weights = _Weights.of(load)
     takers = _takers(load)
-    domains = {load.nodes[node].domain for node in takers}
-    if to > len(domains):
-        raise InvalidRequest(
-            f"{to} replicas need {to} nodes that fail independently, and this cluster has {len(domains)} now"
-        )
+    machines = len({load.nodes[node].failure_domain for node in takers})
+    if to > machines:
+        raise InvalidRequest(_too_few(to, machines))
     moves = []
     for partition in load.partitions:
         if partition.topic not in topics or len(partition.replicas) == to:
@@ -235,6 +243,11 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
         weights.replace(partition, partition.replicas, tuple(target))
         moves.append(_move(partition, tuple(target)))
     risks = _risks(load, moves)
+    crowded = [move for move in moves if len({_place(load, node) for node in move.target}) < len(move.target)]
+    if crowded:
+        risks.append(
+            f"replicas of {_counted(len(crowded), 'partition')} share a rack: there are fewer racks than replicas"
+        )
     if to == 1 and moves:
         risks.append("one replica has no copy: what its disk loses is lost")
     return Plan(kind=REPLICATE, subject=f"{', '.join(sorted(topics))} to {to}", moves=tuple(moves), risks=tuple(risks))
@@ -242,14 +255,14 @@ def plan_replicate(load: ClusterLoad, topics: Collection[str], to: int) -> Plan:
 
 def _dispensable(target: Sequence[NodeId], partition: PartitionLoad, load: ClusterLoad, weights: _Weights) -> NodeId:
     """Return the replica to give up: one that is dead or not in sync, else the one on the fullest node."""
-    used = Counter(_domain(load, node) for node in target)
+    used = Counter(_place(load, node) for node in target)
 
     def cost(node: NodeId) -> tuple[bool, bool, bool, int, NodeId]:
         known = load.nodes.get(node)
         return (
             known is None or not known.is_live,
             node not in partition.in_sync,
-            used[_domain(load, node)] > 1,
+            used[_place(load, node)] > 1,
             weights.size[node],
             node,
         )
@@ -280,14 +293,17 @@ _Targets = dict[int, tuple[NodeId, ...]]
 
 
 def _separate_racks(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weights, targets: _Targets) -> None:
-    """Move replicas that share a rack although another rack has none."""
+    """Move replicas that share a machine, and those that share a rack although another rack has none."""
     for partition in load.partitions:
         replicas = targets[id(partition)]
         for node in reversed(replicas):
             rest = [one for one in replicas if one != node]
-            used = {_domain(load, one) for one in rest}
             taker = _best_taker(takers, rest, load, weights)
-            if _domain(load, node) in used and taker is not None and _domain(load, taker) not in used:
+            if taker is None:
+                continue
+            used = {_place(load, one) for one in rest}
+            is_rack_shared = _place(load, node) in used and _place(load, taker) not in used
+            if is_rack_shared or _machine(load, node) in {_machine(load, one) for one in rest}:
                 target = tuple(taker if one == node else one for one in replicas)
                 weights.replace(partition, replicas, target)
                 targets[id(partition)] = target
@@ -319,10 +335,13 @@ def _spread_replicas(load: ClusterLoad, takers: Sequence[NodeId], weights: _Weig
             size, rate = partition.size_bytes, partition.bytes_per_s
             replicas = targets[id(partition)]
             rest = [one for one in replicas if one != source]
-            racks = len({_domain(load, one) for one in replicas})
+            racks = len({_place(load, one) for one in replicas})
+            machines = {_machine(load, one) for one in rest}
             saved = shares(source) - shares(source, -size, -rate, -1)
             for node in takers:
-                if node in replicas or len({_domain(load, one) for one in (*rest, node)}) < racks:
+                if node in replicas or _machine(load, node) in machines:
+                    continue
+                if len({_place(load, one) for one in (*rest, node)}) < racks:
                     continue
                 gain = saved - (shares(node, size, rate, 1) - shares(node))
                 if gain > _GAIN_MIN * imbalance and (best is None or gain > best[0]):
@@ -370,18 +389,23 @@ def _best_taker(
     takers: Iterable[NodeId], rest: Collection[NodeId], load: ClusterLoad, weights: _Weights
 ) -> NodeId | None:
     """Return the node for one more replica: in a rack without one if there is such a rack, then the least loaded."""
-    used = Counter(_domain(load, node) for node in rest)
-    free = [node for node in takers if node not in rest]
+    used = Counter(_place(load, node) for node in rest)
+    machines = {_machine(load, node) for node in rest}
     return min(
-        free,
-        key=lambda node: (used[_domain(load, node)], weights.size[node], weights.replicas[node], node),
+        (node for node in takers if _machine(load, node) not in machines),
+        key=lambda node: (used[_place(load, node)], weights.size[node], weights.replicas[node], node),
         default=None,
     )
 
 
-def _domain(load: ClusterLoad, node: NodeId) -> str | tuple[NodeId]:
+def _place(load: ClusterLoad, node: NodeId) -> str | tuple[NodeId]:
     known = load.nodes.get(node)
-    return (node,) if known is None else known.domain
+    return (node,) if known is None else known.place
+
+
+def _machine(load: ClusterLoad, node: NodeId) -> NodeId:
+    known = load.nodes.get(node)
+    return node if known is None else known.failure_domain
 
 
 def _led_by_least(target: tuple[NodeId, ...], load: ClusterLoad, weights: _Weights) -> tuple[NodeId, ...]:

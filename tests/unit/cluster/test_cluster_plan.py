@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from uuid import UUID
 
@@ -28,10 +29,13 @@ TOPIC = UUID(int=7)
 @st.composite
 def loads(draw: st.DrawFn) -> ClusterLoad:
     racks = draw(st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=7))
+    machines = draw(st.lists(st.sampled_from([None, NodeId(101), NodeId(102)]), min_size=7, max_size=7))
     nodes = {
         NodeId(number): NodeLoad(
             node_id=NodeId(number),
-            rack=rack,
+            # The nodes of a machine are in one rack.
+            rack=rack if machines[number - 1] is None else "d",
+            machine=machines[number - 1],
             is_live=draw(st.integers(0, 9)) > 0,
             is_drained=draw(st.integers(0, 9)) == 0,
         )
@@ -65,12 +69,14 @@ def check(load: ClusterLoad, plan: Plan) -> None:
         for node in move.receivers:
             assert load.nodes[node].is_live
             assert not load.nodes[node].is_drained
+            machine = load.nodes[node].failure_domain
+            assert not any(load.nodes[one].failure_domain == machine for one in move.target if one != node)
         if len(move.target) >= len(move.before) and plan.kind == "balance":
             assert racks_of(load, move.target) >= racks_of(load, move.before)
 
 
 def racks_of(load: ClusterLoad, replicas: tuple[NodeId, ...]) -> int:
-    return len({load.nodes[node].domain for node in replicas})
+    return len({load.nodes[node].place for node in replicas})
 
 
 def replicas_after(load: ClusterLoad, plan: Plan) -> dict[PartitionIndex, tuple[NodeId, ...]]:
@@ -89,8 +95,10 @@ def test_a_drained_node_keeps_only_what_has_no_other_place(load: ClusterLoad, nu
     after = replicas_after(load, plan)
     left = [index for index, replicas in after.items() if node in replicas]
     assert len(left) == len(plan.staying)
-    takers = {one.node_id for one in load.nodes.values() if one.is_live and not one.is_drained} - {node}
-    assert all(takers <= set(after[index]) for index in left)
+    takers = [one for one in load.nodes.values() if one.is_live and not one.is_drained and one.node_id != node]
+    for index in left:
+        used = {load.nodes[one].failure_domain for one in after[index] if one != node}
+        assert all(one.failure_domain in used for one in takers)
     assert all(len(after[one.index]) == len(one.replicas) for one in load.partitions)
     if plan.staying:
         with pytest.raises(InvalidRequest, match="cannot be removed"):
@@ -128,9 +136,9 @@ def plan_nothing() -> Plan:
 
 @given(loads(), st.integers(1, 4))
 def test_replication_is_raised_and_lowered(load: ClusterLoad, to: int) -> None:
-    domains = {one.domain for one in load.nodes.values() if one.is_live and not one.is_drained}
-    if to > len(domains):
-        with pytest.raises(InvalidRequest, match="fail independently"):
+    machines = {one.failure_domain for one in load.nodes.values() if one.is_live and not one.is_drained}
+    if to > len(machines):
+        with pytest.raises(InvalidRequest, match="machine"):
             plan_replicate(load, {"orders"}, to)
         return
     plan = plan_replicate(load, {"orders"}, to)
@@ -159,6 +167,27 @@ def even(nodes: int, partitions: int, replicas: int, *, size: int = 1000) -> Clu
             for index in range(partitions)
         ],
     )
+
+
+def test_replicas_of_machines_with_several_processes_stay_apart() -> None:
+    load = even(4, 4, 2)
+    machines = {1: 1, 2: 2, 3: 1, 4: 2}
+    shared = {node: NodeLoad(node_id=node, rack="room", machine=NodeId(machines[node])) for node in load.nodes}
+    load = ClusterLoad(nodes=shared, partitions=load.partitions)
+    assert {move.target for move in plan_drain(load, NodeId(1)).moves} == {(3, 2), (2, 3)}
+    with pytest.raises(InvalidRequest, match="3 replicas need as many machines, and 2 can take one"):
+        plan_replicate(load, {"orders"}, 3)
+    # With a machine away, its replicas have no other place, although the other machine has two nodes.
+    away = {node: dataclasses.replace(one, is_live=one.machine == 2) for node, one in shared.items()}
+    assert len(plan_drain(ClusterLoad(nodes=away, partitions=load.partitions), NodeId(1)).staying) == 4
+
+
+def test_more_replicas_than_racks_are_a_risk_and_not_refused() -> None:
+    load = even(3, 2, 1)
+    racks = {node: NodeLoad(node_id=node, rack="a" if node < 3 else "b") for node in load.nodes}
+    plan = plan_replicate(ClusterLoad(nodes=racks, partitions=load.partitions), {"orders"}, 3)
+    assert [len(move.target) for move in plan.moves] == [3, 3]
+    assert any("2 partitions share a rack" in risk for risk in plan.risks)
 
 
 def test_a_new_node_gets_its_share_of_bytes_and_leaders() -> None:

@@ -63,6 +63,19 @@ async def test_a_plan_is_carried_out_by_the_next_controller(tmp_path: Path) -> N
             await rest[0].cluster.plans.apply(proposed.plan_id)
 
 
+async def test_a_plan_that_is_done_has_the_leaders_that_it_chose(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        topic = await group[1].topics.create("orders", partitions=3, replication=3)
+        plans = group[1].cluster.plans
+        turned = [state.replicas[::-1] for state in group[1].topics.states_of(topic) if state is not None]
+        moves = [move(group[1], topic, index, *target) for index, target in enumerate(turned)]
+        await plans.propose("balance", "", moves, 1 << 20)
+        await plans.apply("")
+        await group.until(lambda: state_of(plans) == "done")
+        states = [state for state in group[1].topics.states_of(topic) if state is not None]
+        assert [(one.replicas, one.leader) for one in states] == [(target, target[0]) for target in turned]
+
+
 async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
     async with NodeGroup(tmp_path) as group:
         topic = await group[1].topics.create("orders", partitions=1, replication=2)

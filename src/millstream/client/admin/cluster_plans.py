@@ -62,7 +62,7 @@ class _Disk:
 async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -> ClusterLoad:
     """Ask every node how much it holds, twice, so that the difference shows what is written."""
     metadata = await client.metadata()
-    drained = set((await current_plan(client)).drained)
+    plan = await current_plan(client)
     first = await _disks(client, metadata)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -101,7 +101,8 @@ async def measure_load(client: Client, *, interval_s: float = RATE_INTERVAL_S) -
             node_id=node_id,
             rack=None if live is None else live.rack,
             is_live=live is not None,
-            is_drained=node_id in drained,
+            machine=plan.machines.get(node_id),
+            is_drained=node_id in plan.drained,
             disk_bytes=0 if disk is None else disk.total_bytes,
             disk_free_bytes=0 if disk is None else disk.free_bytes,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -97,3 +97,5 @@ class PlanResponse(Response, frozen=True, kw_only=True):
     moves: Sequence[PlannedMove] = ()
     drained: Sequence[int] = ()
     """Nodes that get no new leaders and replicas."""
+    machines: Mapping[NodeId, NodeId] = {}
+    """The machine of each live node that shares it with others, by the first of its nodes."""

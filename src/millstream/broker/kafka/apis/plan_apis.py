@@ -6,6 +6,8 @@ from abc import ABC
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from millstream.broker.cluster.plans import PlanHeader, Plans
 from millstream.broker.kafka.api import Need, PrivateApi
 from millstream.broker.security.audit import Activity, Change
@@ -109,11 +111,11 @@ class PlanCancel(_PlanApi[CancelPlanRequest, PlanResponse]):
 
 
 class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
-    """Returns the last plan, what became of each move, and the drained nodes.
+    """Returns the last plan, what became of each move, the drained nodes, and which nodes share a machine.
 
     {}     answer: {"error": 0, "message": null, "plan_id": "1f0c2a3b", "kind": "drain", "subject": "2",
     "state": "running", "throttle_bytes": 33554432, "created_ms": 1780000000000, "finished_ms": 0,
-    "moves": [{…, "state": "moving"}], "drained": [2]}
+    "moves": [{…, "state": "moving"}], "drained": [2], "machines": {"1": 1, "1001": 1}}
     """
 
     key = DESCRIBE_KEY
@@ -123,10 +125,11 @@ class PlanDescribe(_PlanApi[Nothing, PlanResponse]):
     async def handle(self, request: Nothing) -> PlanResponse:
         """Describe it as this node sees it."""
         plans = self.plans
-        header, drained = plans.current, sorted(plans.drained)
+        header, drained, machines = plans.current, sorted(plans.drained), plans.machines
         if header is None:
-            return PlanResponse(drained=drained)
-        return _described(header, [PlannedMove.of(move, state) for move, state in plans.moves()], drained)
+            return PlanResponse(drained=drained, machines=machines)
+        moves = [PlannedMove.of(move, state) for move, state in plans.moves()]
+        return msgspec.structs.replace(_described(header), moves=moves, drained=drained, machines=machines)
 
 
 class NodeUndrain(_PlanApi[UndrainRequest, Response]):
@@ -148,7 +151,7 @@ class NodeUndrain(_PlanApi[UndrainRequest, Response]):
             yield Change(activity=UPDATE, kind="node", name=str(request.node), data={"drained": False})
 
 
-def _described(header: PlanHeader, moves: Sequence[PlannedMove] = (), drained: Sequence[int] = ()) -> PlanResponse:
+def _described(header: PlanHeader) -> PlanResponse:
     return PlanResponse(
         plan_id=header.plan_id,
         kind=header.kind,
@@ -157,6 +160,4 @@ def _described(header: PlanHeader, moves: Sequence[PlannedMove] = (), drained: S
         throttle_bytes=header.throttle_bytes,
         created_ms=header.created_ms,
         finished_ms=header.finished_ms,
-        moves=moves,
-        drained=drained,
     )
