@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
-ME = NodeId(1)
+ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=1, overrides={}, created_ms=0)
 NONE, NOT_LEADER, OUT_OF_ORDER = (
     ErrorCode.none,
@@ -55,10 +56,15 @@ class Restarted:
         """Return the only partition."""
         return self.opened
 
-    def lead(self) -> None:
-        """Elect the node."""
-        state = PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(1), in_sync=(ME,))
-        self.opened.apply(Versioned(state, 1), me=ME)
+    def lead(self, epoch: int = 1) -> None:
+        """Elect the node, which alone is in sync."""
+        state = PartitionState(replicas=(ME,), leader=ME, leader_epoch=Epoch(epoch), in_sync=(ME,))
+        self.opened.apply(Versioned(state, epoch), me=ME)
+
+    def lead_with_another(self, epoch: int, leader: NodeId) -> None:
+        """Elect one of two replicas that are both in sync."""
+        state = PartitionState(replicas=(ME, OTHER), leader=leader, leader_epoch=Epoch(epoch), in_sync=(ME, OTHER))
+        self.opened.apply(Versioned(state, epoch), me=ME)
 
     async def send(
         self, client: ClientInfo, sequence: int, *, producer_id: int = 9, epoch: int = 0, records: bytes | None = None
@@ -113,6 +119,23 @@ async def test_a_batch_behind_one_that_came_before_the_election_is_not_stored_be
     assert node.opened.log.end_offset == stored_before
     assert [await node.send(client, stored_before + more) for more in range(3)] == [NONE] * 3
     assert node.opened.log.end_offset == stored_before + 3
+    assert not client.refused_batches
+
+
+async def test_a_batch_behind_one_that_failed_after_it_was_appended_is_not_stored_before_it(node: Restarted) -> None:
+    client = connection()
+    node.lead_with_another(epoch=1, leader=ME)
+    waiting = [asyncio.create_task(node.send(client, sequence)) for sequence in range(2)]
+    await asyncio.sleep(0)
+    assert node.opened.log.end_offset == 2
+    node.lead_with_another(epoch=2, leader=OTHER)
+    assert await asyncio.gather(*waiting) == [NOT_LEADER] * 2
+    # The other leader had neither of them, and this node leads again before the third batch is read.
+    node.opened.log.truncate_to(0)
+    node.lead(epoch=3)
+    assert await node.send(client, 2) == NOT_LEADER
+    assert [await node.send(client, sequence) for sequence in range(3)] == [NONE] * 3
+    assert node.opened.log.end_offset == 3
     assert not client.refused_batches
 
 

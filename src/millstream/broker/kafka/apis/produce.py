@@ -300,17 +300,21 @@ class _Waiting:
         self.is_finished = True
         if error is not None:
             self.portion.fail(error_code(error), str(error))
+            _remember_refused(self.portion, self.pending.client)
         self.pending.partition_acknowledged()
 
 
 class _Pending(Promise):
     """A request whose reply waits for acknowledgements."""
 
-    __slots__ = ("_produce", "deadline", "header", "portions", "throttle_ms", "unacknowledged", "waiting")
+    __slots__ = ("_produce", "client", "deadline", "header", "portions", "throttle_ms", "unacknowledged", "waiting")
 
-    def __init__(self, produce: Produce, header: RequestHeader, portions: list[Portion], throttle_ms: int) -> None:
+    def __init__(
+        self, produce: Produce, header: RequestHeader, client: ClientInfo, portions: list[Portion], throttle_ms: int
+    ) -> None:
         super().__init__()
         self._produce = produce
+        self.client = client
         self.header = header
         self.portions = portions
         self.throttle_ms = throttle_ms
@@ -478,7 +482,7 @@ class Produce:
             return None
         if not waiting:
             return write(header, request.portions, throttle_ms)
-        pending = _Pending(self, header, request.portions, throttle_ms)
+        pending = _Pending(self, header, client, request.portions, throttle_ms)
         self._wait(pending, waiting, request)
         return pending
 
@@ -512,9 +516,10 @@ class Produce:
         if codec:
             check_declared_size(codec, records[HEADER_BYTES:])
         appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
+        is_acknowledged = partition.is_acknowledged(appended, acks)
         # The memory belongs to the next request once this one is answered or promised.
-        portion.records = None
-        return None if partition.is_acknowledged(appended, acks) else partition
+        portion.records = None if is_acknowledged else memoryview(bytes(records[:HEADER_BYTES]))
+        return None if is_acknowledged else partition
 
     def _partition(self, portion: Portion) -> Partition:
         if isinstance(portion.topic, str):
@@ -594,14 +599,19 @@ class Produce:
 
 
 def _remember_refused(portion: Portion, client: ClientInfo) -> None:
-    """Remember a batch that its producer is to send again."""
+    """Remember a batch that its producer is to send again, unless it is behind one that is remembered."""
     header = _sequenced(portion)
     if header is None or not portion.code.retriable:
         return
     refused = client.refused_batches
+    key = (portion.topic, portion.index, header.producer_id)
+    known = refused.get(key)
+    is_known = known is not None and known.epoch == header.producer_epoch
+    if known is not None and is_known and _distance(known.sequence, header.base_sequence) > 0:
+        return
     while len(refused) >= REFUSED_PRODUCERS_MAX:
         del refused[next(iter(refused))]
-    refused[portion.topic, portion.index, header.producer_id] = RefusedBatch(
+    refused[key] = RefusedBatch(
         epoch=header.producer_epoch, sequence=header.base_sequence, code=portion.code, reason=portion.message or ""
     )
 
