@@ -87,7 +87,10 @@ class Config:
 
     data: str = setting("data", "./millstream-data", "The folder that holds everything the node stores.")
     kafka: str = setting(
-        "kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one."
+        "kafka",
+        "127.0.0.1:9092",
+        "HOST:PORT on which Kafka clients connect; port 0 picks a free one. With `cores`, processes use the ports that "
+        "follow; a range such as HOST:9092-9095 limits them.",
     )
     http: str = setting(
         "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty disables the gateway."
@@ -584,9 +587,30 @@ class Config:
             attribute, known = declared[name]
             values[attribute] = known.parse(value) if isinstance(value, str) else value
             known.check(values[attribute])
-        config = cls(**values)
+        config = cls(**values)._with_first_ports()
         config._check_together()
         return config
+
+    def _with_first_ports(self) -> Config:
+        """Replace ranges of ports by their first one; the others follow it, and must suffice."""
+
+        def first(address: str, name: str) -> str:
+            host, _, ports = address.rpartition(":")
+            low, dash, high = ports.partition("-")
+            if not (dash and low.isdigit() and high.isdigit()):
+                return address
+            size = int(high) - int(low) + 1
+            if size < self.core_count:
+                raise InvalidSetting(
+                    f"{name} {address} has {max(size, 0)} ports, and cores {self.cores} needs {self.core_count}"
+                )
+            return f"{host}:{low}"
+
+        listeners = (
+            dataclasses.replace(one, address=first(one.address, f"the address of listener {one.name!r}"))
+            for one in self.listeners
+        )
+        return self.replace(kafka=first(self.kafka, "kafka"), listeners=tuple(listeners))
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Config:

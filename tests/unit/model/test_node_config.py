@@ -57,3 +57,16 @@ def test_the_memory_of_a_node_is_the_smallest_limit_above_it(tmp_path: Path) -> 
     assert memory_bytes(tmp_path, own) == 1000
     (tmp_path / "memory.max").write_text("500\n")
     assert memory_bytes(tmp_path, own / "missing") == 500
+
+
+def test_a_range_of_ports_has_room_for_every_process() -> None:
+    def load(kafka: str, cores: int) -> str:
+        return Config.load(environment={}, flags={"kafka": kafka, "cores": str(cores)}).kafka
+
+    assert load("[::1]:9092-9095", 4) == "[::1]:9092"
+    assert load("127.0.0.1:9092-9095", 1) == "127.0.0.1:9092"
+    for kafka, ports in (("127.0.0.1:9092-9094", 3), ("127.0.0.1:9092-9000", 0)):
+        with pytest.raises(InvalidSetting, match=f"has {ports} ports, and cores 4 needs 4"):
+            load(kafka, 4)
+    with pytest.raises(InvalidSetting, match="kafka must be HOST:PORT"):
+        load("127.0.0.1:9092-", 1)
