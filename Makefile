@@ -99,7 +99,7 @@ bench-replay: $(DEV_STAMP) ## Measure how fast messages are replayed from the lo
 bench-rejoin: $(DEV_STAMP) ## Measure the pause of pipelines when their driver is killed, without and with a spare driver (5 minutes)
 	@$(BIN)/python -m benchmarks.spark_rejoin $(BENCH_ARGS)
 
-bench-cores: $(DEV_STAMP) ## Measure throughput and CPU per GB and per message with 1, 2 and 4 broker processes (three minutes)
+bench-cores: $(DEV_STAMP) ## Measure throughput and CPU per GB and per message with 1, 2 and 4 broker processes, beside Apache Kafka (three minutes)
 	@$(BIN)/python -m benchmarks.cores $(BENCH_ARGS)
 
 bench-commits: $(DEV_STAMP) ## Measure OffsetCommit and OffsetFetch against Produce on a busy broker (half a minute)

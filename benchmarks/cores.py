@@ -1,13 +1,14 @@
 """`make bench-cores`: throughput with 1, 2 and more broker processes, and what each GB and each request costs.
 
-    python -m benchmarks.cores [--seconds S] [--rounds N] [--cores 1,2]
+    python -m benchmarks.cores [--seconds S] [--rounds N] [--cores 1,2] [--alone]
     python -m benchmarks.cores --partitions 10000 [--cores 1,4]
 
 Machines with different numbers of processes run side by side, one is loaded at a time, and the rounds are interleaved,
 so that ratios of one run compare even where others use the machine too. The load is librdkafka's: four producers on 16
 partitions, with messages of 1 KiB (CPU per GB) and of 100 bytes (CPU per message). On six or more cores the clients are
 pinned to the last two, and the servers to the rest. With fewer, both share the cores, and throughput says
-little about more processes: the numbers that count are the ratios of CPU, which must not grow.
+little about more processes: the numbers that count are the ratios of CPU, which must not grow. Apache Kafka is loaded
+in the same rounds on the same cores, unless it is not available or `--alone` is given.
 
 With `--partitions`, it measures machines that have so many instead: creating them, what the processes cost at rest, a
 clean stop and the start after it. CPU seconds count more than seconds where others use the machine too.
@@ -29,6 +30,8 @@ from typing import Final
 import psutil
 from benchmarks.cases import OS, Case
 from benchmarks.machine import facts
+from benchmarks.peers import kafka
+from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.processes import Cpu, cpu_of, resident_of_tree, tree_of
 from benchmarks.target import Numbers, Target
 from benchmarks.throughput import produce
@@ -60,6 +63,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", default="", help="numbers of processes; the default is 1, 2 and, with six cores, 4")
+    parser.add_argument("--alone", action="store_true", help="without Apache Kafka")
     parser.add_argument("--partitions", type=int, default=0, help="measure machines with so many, not throughput")
     arguments = parser.parse_args()
     if arguments.partitions:
@@ -69,21 +73,32 @@ def main() -> int:
     sizes = [int(size) for size in arguments.cores.split(",")] if arguments.cores else [1, 2] + [4] * is_pinned
     print(facts())
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        ports = _free_ports(max(sizes))
-        servers = {size: stack.enter_context(_server(Path(folder), size, next(ports))) for size in sizes}
+        servers: dict[str, Server] = {}
+        for size in sizes:
+            port = next(_free_ports(size))
+            servers[_counted(size)] = stack.enter_context(_server(Path(folder), size, port))
+        if not arguments.alone:
+            try:
+                servers["Apache Kafka"] = stack.enter_context(kafka.kafka(Path(folder) / "kafka", OS))
+            except PeerUnavailable as error:
+                print(f"without Apache Kafka: {error}")
         if is_pinned:
             psutil.Process().cpu_affinity([count - 2, count - 1])
             for server in servers.values():
                 for pid in tree_of(server.pid):
                     psutil.Process(pid).cpu_affinity(list(range(count - 2)))
         for name, case in CASES.items():
-            topics = {size: _topic(server, f"{case.size_bytes}-bytes") for size, server in servers.items()}
-            found: dict[int, list[Numbers]] = {size: [] for size in sizes}
+            topics = {label: _topic(server, f"{case.size_bytes}-bytes") for label, server in servers.items()}
+            found: dict[str, list[Numbers]] = {label: [] for label in servers}
             for _ in range(arguments.rounds):
-                for size in sizes:
-                    found[size].append(_measured(topics[size], case, arguments.seconds))
+                for label, topic in topics.items():
+                    found[label].append(_measured(topic, case, arguments.seconds))
             _print(name, found)
     return 0
+
+
+def _counted(size: int) -> str:
+    return f"{size} {'process' if size == 1 else 'processes'}"
 
 
 def _measure_partitions(count: int, cores: str) -> int:
@@ -91,7 +106,7 @@ def _measure_partitions(count: int, cores: str) -> int:
     for size in map(int, cores.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             server = _server(Path(folder), size, next(_free_ports(size)))
-            print(f"{size} {'process' if size == 1 else 'processes'}, empty: ", end="")
+            print(f"{_counted(size)}, empty: ", end="")
             with server:
                 print(f"ready after {server.start_s:.1f} s, {_resident_mb(server):.0f} MB", flush=True)
                 _create_many(server, count)
@@ -165,7 +180,8 @@ def _server(folder: Path, cores: int, port: int) -> Server:
 
 def _topic(server: Server, name: str) -> Target:
     admin = AdminClient({"bootstrap.servers": server.kafka})
-    topic = NewTopic(name, PARTITIONS, config={"flush": OS, "retention.bytes": str(64 * 1024 * 1024)})
+    flush = {} if isinstance(server, kafka.KafkaServer) else {"flush": OS}
+    topic = NewTopic(name, PARTITIONS, config={**flush, "retention.bytes": str(64 * 1024 * 1024)})
     admin.create_topics([topic])[name].result(_ADMIN_S)
     return Target(server=server, topic=name, partitions=PARTITIONS)
 
@@ -177,18 +193,16 @@ def _measured(target: Target, case: Case, seconds: float) -> Numbers:
     return numbers
 
 
-def _print(name: str, found: dict[int, list[Numbers]]) -> None:
-    base = min(found)
-    print(f"\n{name}: medians of {len(found[base])} interleaved rounds; in parentheses, of the ratios of each round")
-    for size, rounds in found.items():
+def _print(name: str, found: dict[str, list[Numbers]]) -> None:
+    base = next(iter(found.values()))
+    print(f"\n{name}: medians of {len(base)} interleaved rounds; in parentheses, of the ratios of each round")
+    for label, rounds in found.items():
         parts = []
         for number in SHOWN:
             middle = statistics.median(one[number] for one in rounds)
-            ratio = statistics.median(
-                one[number] / other[number] for one, other in zip(rounds, found[base], strict=True)
-            )
+            ratio = statistics.median(one[number] / other[number] for one, other in zip(rounds, base, strict=True))
             parts.append(f"{number} {middle:,.2f} ({ratio:.2f})")
-        print(f"{size} {'process' if size == 1 else 'processes'}: {', '.join(parts)}", flush=True)
+        print(f"{label}: {', '.join(parts)}", flush=True)
 
 
 if __name__ == "__main__":
