@@ -287,7 +287,8 @@ class Reconciliation:
                 await self._publish(batch)
                 batch = []
             batch.append(publication)
-        await self._publish(batch)
+        if batch:
+            await self._publish(batch)
 
     async def _publish(self, batch: list[_Publication]) -> None:
         proposals = [proposal for publication in batch for proposal in publication.proposals]
