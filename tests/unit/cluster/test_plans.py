@@ -89,6 +89,7 @@ async def test_a_cancelled_plan_goes_back_and_undrains(tmp_path: Path) -> None:
         await plans.apply("")
         await group.until(lambda: [state for _, state in plans.moves()] == ["moving"])
         assert plans.drained == {leaving}
+        assert [text for text in group[1].cluster.warnings() if f"node {leaving} is drained" in text]
         # Leaderships leave at once, as far as another replica is in sync.
         await group.until(
             lambda: all(one is not None and one.leader != leaving for one in group[1].topics.states_of(topic))
