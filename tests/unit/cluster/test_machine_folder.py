@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import CoordinationFile, EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.keys import PartitionKey
-from millstream.broker.cluster.machine_folder import Layout, spread
+from millstream.broker.cluster.machine_folder import Layout, open_coordination, settle, spread
 from millstream.broker.cluster.store import Delete, Put
+from millstream.broker.log.files import DiskFiles
 from millstream.core.clock import SystemClock
 from millstream.core.errors import CorruptState, InvalidSetting
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream_testing.files import MemoryFiles
+from millstream_testing.single_node import single_node
 
 FOLDER = "/data"
 FILE = f"{FOLDER}/coordination"
@@ -118,3 +123,16 @@ def test_the_logs_of_a_machine_in_a_cluster_fit_without_stores_of_its_own() -> N
     assert not Layout.of(FOLDER, 1, 1).fits(files)
     assert Layout.of(FOLDER, 1, 3).fits(files)
     assert not Layout.of(FOLDER, 2, 2).fits(files)
+
+
+async def test_a_node_that_a_machine_gives_up_is_no_longer_drained(tmp_path: Path) -> None:
+    files, clock = DiskFiles(), SystemClock()
+    async with single_node(tmp_path) as topics:
+        await topics.create("orders", partitions=2)
+    await settle(Layout.of(str(tmp_path), 1, 2), files, clock)
+    drained = [Put(keys.drained_key(node), "") for node in (NodeId(1), NodeId(1001))]
+    with closing(open_coordination(files, str(tmp_path), clock)) as service:
+        await EmbeddedStore(service, clock).change(drained)
+    await settle(Layout.of(str(tmp_path), 1, 1), files, clock)
+    with closing(open_coordination(files, str(tmp_path), clock)) as service:
+        assert list(service.read(keys.DRAINED).entries) == [keys.drained_key(NodeId(1))]

@@ -38,6 +38,8 @@ from millstream.core.partition_state import NO_LEADER, PartitionState
 ADOPTED_SUFFIX: Final = ".adopted"
 _CARRIED: Final = (
     keys.PARTITIONS,
+    keys.REASSIGNMENTS,
+    keys.PLAN,
     keys.TOPICS,
     keys.SETTINGS,
     keys.DELETED,
@@ -46,7 +48,7 @@ _CARRIED: Final = (
     keys.DRAINED,
     keys.ADMITTED,
 )
-"""What the nodes have agreed on, apart from sessions, in the order in which it is written."""
+"""What the nodes have agreed on, apart from sessions, in the order in which it is written; `PLAN` with its moves."""
 
 
 class _Mark(msgspec.Struct, frozen=True, kw_only=True):

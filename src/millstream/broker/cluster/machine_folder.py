@@ -280,7 +280,9 @@ class FolderSettlement:
         """Forget nodes that this machine no longer has, and let its first one remove what they still had to."""
         layout, first = self._layout, self._layout.nodes[0]
         kept = {node for folder, node in present.items() if layout.folders.get(node) == folder}
+        gone = self._mine - set(layout.nodes)
         changes: list[Change] = [Delete(keys.admitted_key(node)) for node in self._mine - kept]
+        changes += [Delete(keys.drained_key(node)) for node in gone]
         for entry in (await self._store.read(keys.DELETED)).entries.values():
             if keys.DONE in entry.key:
                 continue
@@ -290,7 +292,7 @@ class FolderSettlement:
                 changes.append(Put(entry.key, replace(deletion, replicas=tuple(sorted(replicas))).to_json()))
         for key in (await self._store.read(keys.REMOVED)).entries:
             partition, _, node = key.removeprefix(keys.REMOVED).rpartition("/")
-            if NodeId(int(node)) in self._mine - set(layout.nodes):
+            if NodeId(int(node)) in gone:
                 changes += [Delete(key), Put(keys.removed_key(parse_partition(partition), first), "")]
         rest = iter(changes)
         while some := list(islice(rest, CHANGES_MAX)):
