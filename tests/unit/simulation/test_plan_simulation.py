@@ -55,7 +55,7 @@ def _go_back_to_all(state: PartitionState, target: tuple[NodeId, ...], _alive: o
         (controller, "finished", _end_early, 0),
         (plans, "begin_changes", _count_at_once, 0),
         # It shows when a replica falls behind during a move that is cancelled.
-        (plans, "narrowed", _go_back_to_all, 25),
+        (plans, "narrowed", _go_back_to_all, 100),
     ],
     ids=["ends-early", "counts-at-once", "goes-back-to-all"],
 )
