@@ -25,7 +25,7 @@ from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 
-READY_S_MAX = 90
+READY_S_MAX = 240
 STOP_S_MAX = 60
 
 
@@ -44,7 +44,11 @@ class Up:
                 stdin=subprocess.DEVNULL,
                 cwd=data.parent,
             )
-        self.ready: dict[str, Any] = json.loads(self._first_line())
+        self.ready: dict[str, Any] = {}
+        self.everything: list[psutil.Process] = []
+
+    def wait_until_ready(self) -> None:
+        self.ready = json.loads(self._first_line())
         self.everything = psutil.Process(self.process.pid).children(recursive=True)
         self.command = CommandLine(",".join(node["kafka"] for node in self.ready["nodes"]))
 
@@ -85,6 +89,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 
     def start(*flags: str) -> Up:
         started.append(Up(tmp_path / "cluster", *flags))
+        started[-1].wait_until_ready()
         return started[-1]
 
     yield start
