@@ -42,10 +42,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes, to be made or to be tried, is no business of a test. `make test` tries the same examples
-# each time, so that it says something of the change that is tested; `make trials` looks for new ones.
-for profile, is_fixed in (("fixed", True), ("exploring", False)):
+# each time, so that it says something of the change that is tested, and few of them; `make trials` looks for new ones.
+for profile, is_fixed, examples in (("fixed", True, 40), ("exploring", False, 200)):
     hypothesis.settings.register_profile(
-        profile, deadline=None, derandomize=is_fixed, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        profile,
+        deadline=None,
+        derandomize=is_fixed,
+        max_examples=examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("fixed")
 
