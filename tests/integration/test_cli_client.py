@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, Producer, ShareConsumer
 
 from millstream import __version__
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
@@ -62,6 +65,26 @@ def test_producers_and_consumers_are_listed_with_what_they_are(millstream: Comma
     assert consuming["roles"] == ["consumer"]
     assert consuming["fetched_bytes"] > 5000
     assert listed.document["left_out"] == 0
+
+
+async def test_workers_are_consumers_while_they_wait(server: Server, millstream: CommandLine, topic: str) -> None:
+    settings = {"bootstrap.servers": server.kafka, "client.id": f"{topic}-s", "group.id": f"{topic}-s", "log_level": 0}
+    async with Client.connect(server.kafka, client_id=f"{topic}-w") as client:
+        await client.metadata([topic], create=True)
+        subscriptions = SubscriptionClient(client)
+        await subscriptions.create(f"{topic}-w", [topic], {})
+        waiting = asyncio.create_task(subscriptions.receive(f"{topic}-w", "w", max_records=1, wait_ms=600_000))
+        with closing(ShareConsumer(settings)) as sharing:
+            sharing.subscribe([topic])
+            for name in (f"{topic}-w", f"{topic}-s"):
+                while not of(await asyncio.to_thread(_listed, millstream), name):
+                    await asyncio.to_thread(sharing.poll, 0.1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+def _listed(millstream: CommandLine) -> Any:
+    return millstream("client", "list", "--interval", 0, "--json").document
 
 
 def test_millstreams_own_clients_say_their_version(millstream: CommandLine) -> None:

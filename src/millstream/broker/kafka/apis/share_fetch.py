@@ -105,6 +105,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         self._bytes_max = bytes_max
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
+        client.fetch_requests += 1
         member_id = check_member_id(request.member_id)
         group_id, epoch = request.group_id or "", request.share_session_epoch
         acknowledged = _acknowledgements(request)

@@ -80,6 +80,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease messages, or wait for some, once the client's quota allows it."""
         arrived = monotonic()
+        client.fetch_requests += 1
         _check(request)
         request = with_owned_worker(request, client)
         if not self._quota.is_limiting:
@@ -99,7 +100,6 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             client.presence.on_undelivered(partial(self._give_back, grants, request.worker))
         answer = build_answer(grants, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
-        client.fetch_requests += 1
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
