@@ -10,8 +10,8 @@ Landing: the events of messages that were accepted in ranges and one by one are 
 figures are CPU seconds of its processes beyond those of a run that finds nothing to land, which starts Spark as well.
 
 Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the
-time until it serves again and the time until a worker then has the next message, which needs the queue's state, without
-and with a ledger.
+time until it serves again, the time until a worker then has the next message, which needs the queue's state, and how
+long the trace of a message from before takes, without and with a ledger.
 
 Audit: a table of synthetic deliveries, stored as ranges, is accounted for by Spark on this machine, and the memory of
 the largest process is measured.
@@ -44,7 +44,7 @@ from millstream.core.topic import SUBSCRIPTIONS
 from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient, message_trace
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.spark.session import session
@@ -174,11 +174,12 @@ def failover(server: Server, messages: int, *, ledger: bool) -> None:
     stored = sum(path.stat().st_size for path in (server.data / "partitions" / topic_id).rglob("*"))
     cpu = broker_cpu_s(server.pid)
     server.restart(clean=False)
-    first_s = asyncio.run(_first_message_s(server, name))
+    first_s, traced_s, events = asyncio.run(_first_message_s(server, name, messages // 2))
     print(
         f"killed after {messages:,} messages {'with' if ledger else 'without'} a ledger, {stored / 2**20:.0f} MiB of "
-        f"events stored: serves after {server.start_s:.1f} s, the next message {first_s:.2f} s later, "
-        f"{broker_cpu_s(server.pid):.1f} CPU seconds (before the kill: {cpu:.0f})",
+        f"events stored: serves after {server.start_s:.1f} s, the next message {first_s:.2f} s later, a trace of one "
+        f"from before in {traced_s:.2f} s ({events} events), {broker_cpu_s(server.pid):.1f} CPU seconds (before the "
+        f"kill: {cpu:.0f})",
         flush=True,
     )
 
@@ -201,12 +202,15 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
         return str((await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].topic_id)
 
 
-async def _first_message_s(server: Server, name: str) -> float:
+async def _first_message_s(server: Server, name: str, traced: int) -> tuple[float, float, int]:
     async with Client.connect(server.kafka) as client:
         began = time.monotonic()
         while not await SubscriptionClient(client).receive(name, "next", max_records=1, wait_ms=1000):
             pass
-        return time.monotonic() - began
+        first_s = time.monotonic() - began
+        began = time.monotonic()
+        (found,) = (await message_trace(client, name, 0, traced)).subscriptions
+        return first_s, time.monotonic() - began, len(found.events)
 
 
 # -- the audit ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from millstream.broker.subscriptions.frame import may_concern
 from millstream.broker.subscriptions.snapshot import FoldImage
 from millstream.broker.subscriptions.state_store import PendingWrite, QueueWrite, StoredQueue
 from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
@@ -16,6 +17,7 @@ class _Kept:
         self.image = FoldImage(key)
         self.sequence = -1
         self.leader_epoch = -1
+        self.frames: list[bytes] = []
 
 
 class MemoryStateStore:
@@ -43,6 +45,10 @@ class MemoryStateStore:
             raise FencedLeaderEpoch(f"epoch {kept.leader_epoch} has the queue")
         kept.leader_epoch = leader_epoch
         return StoredQueue(None if kept.sequence < 0 else kept.image.snapshot(), kept.sequence)
+
+    async def frames(self, key: QueueKey, offset: int, since_ms: int) -> list[bytes]:
+        """Return the frames about a message."""
+        return [frame for frame in self._kept[key].frames if may_concern(frame, offset)]
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Accept a write, or hold it back."""
@@ -75,4 +81,5 @@ class MemoryStateStore:
             return OutOfOrderSequence(f"{write.sequence} follows {kept.sequence}")
         kept.image.replay(write.deltas)
         kept.sequence = write.sequence
+        kept.frames.append(write.deltas)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
@@ -119,3 +120,18 @@ def test_a_trace_shows_the_life_of_a_message_in_every_subscription(
     assert refused.code == 2
     assert "TOPIC/PARTITION/OFFSET" in refused.err
     assert millstream("message", "trace", f"{topic}/0/99").code != 0
+
+
+def test_a_ledger_tells_the_life_of_a_message_after_a_crash(tmp_path: Path) -> None:
+    with Server(tmp_path / "data") as server:
+        command = CommandLine(server.kafka)
+        assert command("topic", "create", "orders").code == 0
+        assert command("subscription", "create", "billing", "--topic", "orders", "--ledger").code == 0
+        assert command("publish", "orders", "hello").code == 0
+        assert command("subscription", "pull", "billing", "--accept").code == 0
+        (before,) = command("message", "trace", "orders/0/0", "--json").document["subscriptions"]
+        server.restart(clean=False)
+        (after,) = command("message", "trace", "orders/0/0", "--json").document["subscriptions"]
+    assert [event["kind"] for event in after["events"]] == ["acquired", "accepted"]
+    # Only where the worker came from was in memory.
+    assert after == {**before, "client_id": "", "address": ""}

@@ -14,11 +14,14 @@ import msgspec
 import pytest
 
 from millstream.broker.coordination.state_machine import StateRecord
-from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, WriteQueueStates
+from millstream.broker.kafka.apis.subscription_apis import LoadQueueState, ReadQueueFrames, WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane
+from millstream.broker.subscriptions.frame import FrameHeader, read_header, write_frame
+from millstream.broker.subscriptions.lease import Delta, DeltaKind
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_shard import (
     DELTAS,
+    FRAMES_KEY,
     LOAD_KEY,
     SNAPSHOT,
     WRITE_KEY,
@@ -27,6 +30,7 @@ from millstream.broker.subscriptions.state_shard import (
     LoadQueue,
     Overflow,
     QueueRecord,
+    ReadFrames,
     StateCoordinator,
     StateShard,
     WriteQueues,
@@ -80,6 +84,7 @@ class FakePeers:
         self.lost_answers = 0
         self._load = LoadQueueState(states)
         self._write = WriteQueueStates(states)
+        self._frames = ReadQueueFrames(states)
 
     async def send(self, node: NodeId, request: object) -> object:
         raise NotImplementedError
@@ -92,6 +97,8 @@ class FakePeers:
         answer: object
         if api_key == LOAD_KEY:
             answer = await self._carry_out(self._load, msgspec.msgpack.decode(body, type=LoadQueue))
+        elif api_key == FRAMES_KEY:
+            answer = await self._carry_out(self._frames, msgspec.msgpack.decode(body, type=ReadFrames))
         else:
             assert api_key == WRITE_KEY
             answer = await self._carry_out(self._write, msgspec.msgpack.decode(body, type=WriteQueues))
@@ -100,7 +107,7 @@ class FakePeers:
             raise BrokerUnreachable("the connection was lost before the answer came")
         return memoryview(msgspec.msgpack.encode(answer))
 
-    async def _carry_out(self, api: LoadQueueState | WriteQueueStates, request: object) -> object:
+    async def _carry_out(self, api: LoadQueueState | WriteQueueStates | ReadQueueFrames, request: object) -> object:
         try:
             return await api.handle(request)  # type: ignore[arg-type]
         except MillstreamError as error:
@@ -109,8 +116,9 @@ class FakePeers:
             return api.response_type(int(error_code(error)), str(error))
 
 
-def coordinator(topics: MemoryTopics) -> StateCoordinator:
-    return StateCoordinator(topics, Config(subscriptions_partitions=2), ManualClock(), Joined, retry_first_s=0.001)
+def coordinator(topics: MemoryTopics, clock: ManualClock | None = None) -> StateCoordinator:
+    config = Config(subscriptions_partitions=2)
+    return StateCoordinator(topics, config, clock or ManualClock(), Joined, retry_first_s=0.001)
 
 
 def key_at(states: StateCoordinator, index: int) -> QueueKey:
@@ -121,8 +129,10 @@ def key_at(states: StateCoordinator, index: int) -> QueueKey:
             return key
 
 
-async def opened(topics: MemoryTopics) -> tuple[StateCoordinator, FakePeers, RoutedStateStore]:
-    states = coordinator(topics)
+async def opened(
+    topics: MemoryTopics, clock: ManualClock | None = None
+) -> tuple[StateCoordinator, FakePeers, RoutedStateStore]:
+    states = coordinator(topics, clock)
     await states.ensure()
     await states.wait_loaded()
     peers = FakePeers(states)
@@ -157,6 +167,33 @@ async def test_what_is_written_is_read_back_by_the_next_leader(topics: MemoryTop
     _, _, again = await opened(topics.after_crash())
     assert await again.load(key, Epoch(4)) == (b"0123456789!", 10)
     await again.close()
+    await store.close()
+
+
+async def test_the_frames_about_a_message_are_found_in_the_log(topics: MemoryTopics) -> None:
+    clock = ManualClock()
+    states, _, store = await opened(topics, clock)
+    key, other = key_at(states, 1), key_at(states, 1)
+    times: list[int] = []
+    for number in range(20):
+        clock.advance_ms(1000)
+        times.append(clock.now_ms())
+        for one in (key, other):
+            if not number:
+                await store.load(one, Epoch(0))
+            # Each frame is about ten messages: the first is about 0 to 9, the second about 5 to 14.
+            delta = Delta(DeltaKind.ACQUIRED, 5 * number, 5 * number + 9, 1, 0, "w", clock.now_ms())
+            frame = write_frame(FrameHeader(one, 0, number, 0), [delta])
+            await store.write(QueueWrite(one, Epoch(0), number, frame))
+
+    async def found(offset: int, since_ms: int) -> list[int]:
+        return [read_header(frame).sequence for frame in await store.frames(key, offset, since_ms)]
+
+    assert await found(27, 0) == [4, 5]
+    assert await found(27, times[5]) == [5]
+    assert await found(27, times[6]) == []
+    assert await found(1000, 0) == []
+    assert await found(0, times[0]) == [0]
     await store.close()
 
 

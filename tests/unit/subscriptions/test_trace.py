@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import POSITION, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, POSITION, Settlement
 from millstream.broker.subscriptions.outcomes import trace_message
 from millstream.core.ids import Offset
 from millstream.core.subscription import Verb
@@ -103,3 +103,29 @@ async def test_what_is_forgotten_is_said(bench: Workbench) -> None:
     held = await trace(delivery, 2)
     assert (held.state, held.is_complete) == ("leased", False)
     assert "earlier deliveries" in held.unknown
+
+
+async def test_a_ledger_remembers_what_the_node_has_forgotten(bench: Workbench) -> None:
+    delivery = await bench.open(dead_letter_topic="dead", ledger=True)
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    delivery.settle_now("one", settle(0, Verb.REJECT, None, "not an order"))
+    delivery.settle_now("one", settle(1, Verb.ACCEPT))
+    delivery.queue.dead_lettered(0, POSITION.pack(0, 7) + b"dead", now_ms=bench.clock.now_ms())
+    delivery.queue_changed()
+    await delivery.durable(is_all=True)
+    remembered = await trace(delivery)
+    delivery.outcomes.clear()
+    assert await trace(delivery) == remembered
+    assert (remembered.state, remembered.is_complete) == ("dead-lettered", True)
+    assert kinds(remembered) == ["acquired", "rejecting", "dead_lettered"]
+    assert kinds(await trace(delivery, 1)) == ["acquired", "accepted"]
+    # What follows is remembered, and what was before it is found.
+    await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})
+    revived = await trace(delivery)
+    assert (revived.state, revived.attempts, revived.is_complete) == ("waiting", 0, True)
+    assert kinds(revived) == ["acquired", "rejecting", "dead_lettered", "revived"]
+    delivery.try_receive(wanted())
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    accepted = await trace(delivery)
+    assert (accepted.state, accepted.attempts, accepted.reason) == ("accepted", 1, "")

@@ -91,9 +91,30 @@ def find_load_start(log: ReadableLog) -> Offset:
     return log.log_start if found is None else Offset(max(log.log_start, int.from_bytes(found, "big")))
 
 
-async def read_back(
-    name: str, log: ReadableLog, state: StateMachine, start: Offset | None = None
-) -> tuple[Offset, int]:
+class Replayable(Protocol):
+    """What records can be replayed into."""
+
+    def replay(self, record: StateRecord) -> None:
+        """Apply one record."""
+
+
+def find_time(log: ReadableLog, time_ms: int) -> Offset:
+    """Return an offset before which all records were written before a time; the start of the log if that is unknown."""
+    low, high = log.log_start, log.high_watermark
+    while low < high:
+        middle = Offset((low + high) // 2)
+        try:
+            header = next(iterate_headers(log.read(middle, max_bytes=1)), None)
+        except MillstreamError:
+            return log.log_start
+        if header is None or header.max_timestamp_ms >= time_ms:
+            high = middle
+        else:
+            low = max(header.next_offset, Offset(middle + 1))
+    return min(low, log.high_watermark)
+
+
+async def read_back(name: str, log: ReadableLog, state: Replayable, start: Offset | None = None) -> tuple[Offset, int]:
     """Replay the log into `state`, all of it or from an offset on; return its end and the number of records."""
     offset = log.log_start if start is None else start
     replayed = 0
@@ -117,7 +138,7 @@ async def read_back(
     return offset, replayed
 
 
-async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: StateMachine) -> tuple[Offset, int]:
+async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: Replayable) -> tuple[Offset, int]:
     replayed = 0
     for header in iterate_headers(chunk):
         if not header.is_control:
@@ -135,7 +156,7 @@ async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: StateMa
     return offset, replayed
 
 
-def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord) -> None:
+def _replay(name: str, state: Replayable, offset: Offset, record: StateRecord) -> None:
     try:
         state.replay(record)
     except MillstreamError as error:

@@ -138,6 +138,7 @@ from millstream.broker.kafka.apis.subscription_apis import (
     LedgerMark,
     LoadQueueState,
     MessageTracing,
+    ReadQueueFrames,
     SubscriptionAlter,
     SubscriptionCreate,
     SubscriptionDelete,
@@ -367,6 +368,7 @@ class ServedApis:
     def _subscription_apis(self) -> Iterable[RawApi]:
         service = self._subscriptions
         yield LoadQueueState(service.states)
+        yield ReadQueueFrames(service.states)
         yield WriteQueueStates(service.states)
         yield SubscriptionReceive(service, self._meters.fetch)
         yield SubscriptionSettle(service)

@@ -105,6 +105,9 @@ LEASE_WRITE_DELAY_S: Final = 0.02
 accepted by then, which saves one of two writes.
 """
 
+CLOCK_SKEW_MS: Final = 600_000
+"""How far the clocks of publishers may be ahead of the clock of the node."""
+
 DROP_WARNING_S: Final = 60.0
 """The minimum interval between log lines about dropped messages."""
 
@@ -372,6 +375,13 @@ class Delivery:
         written = self._write(is_all=is_all)
         if written is not None:
             await written
+
+    async def stored_frames(self, offset: int) -> Sequence[bytes]:
+        """Return the stored frames about a message, the oldest first; raise if they cannot be searched."""
+        now_ms = self._clock.now_ms()
+        # Its events are no older than the message, if the clock of its publisher is right.
+        since_ms = now_ms - age_ms(self.partition, Offset(offset), now_ms) - CLOCK_SKEW_MS
+        return await self._store.frames(self.key, offset, since_ms if offset >= self.partition.log_start else 0)
 
     def pending_write(self) -> PendingWrite | None:
         """Return the write with which all changes so far become durable; None if they are."""

@@ -179,6 +179,19 @@ def is_for_ledger(data: bytes) -> bool:
     return len(data) > 1 and bool(data[1] & _LEDGER)
 
 
+def may_concern(data: bytes, offset: int) -> bool:
+    """Whether a frame may hold a delta about a message; cheap enough to ask of every frame of a log."""
+    _header, flags, row_count, text_count, extra_count = _read_header(data)
+    if flags & _COMPRESSED:
+        return True
+    start = _HEADER.size + 4 * (text_count + extra_count)
+    rows = memoryview(data)[start : start + _ROW.size * row_count]
+    return any(
+        first <= offset <= last or kind == DeltaKind.SOUGHT
+        for kind, _, _, _, _, _, first, last, _, _ in _ROW.iter_unpack(rows)
+    )
+
+
 def read_header(data: bytes) -> FrameHeader:
     """Decode only the header of a frame."""
     return _read_header(data)[0]

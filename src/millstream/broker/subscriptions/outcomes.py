@@ -14,6 +14,7 @@ Outcomes are found in the last frames of each queue, within a memory limit for a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, Columns
 from millstream.broker.subscriptions.frame import Frame, FrameHeader, read_frame
 from millstream.broker.subscriptions.lease import POSITION, Delta, DeltaKind
-from millstream.core.errors import PolicyViolation
+from millstream.core.errors import MillstreamError, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace, TraceEvent
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
     from millstream.broker.subscriptions.fold import Fold
 
+
+_logger = logging.getLogger(__name__)
 
 NODE_BYTES_MAX: Final = 64 * 1024 * 1024
 """The limit for all queues together, of which there may be very many."""
@@ -275,7 +278,8 @@ def _final_state(final: Delta) -> MessageState:
 # The life of a message in one queue, as far as its delivery state and the last frames of deltas know it.
 #
 # The state knows everything about unfinished messages except earlier deliveries, and nothing about finished ones; the
-# frames that `OutcomeHistory` holds know the rest for a while. What neither knows is said in `unknown`.
+# frames that `OutcomeHistory` holds know the rest for a while, and with a ledger those in `__subscriptions` do until
+# they have landed. What none of them knows is said in `unknown`.
 
 _ENDS: Final = {
     DeltaKind.ACCEPTED: "accepted",
@@ -309,13 +313,27 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     """Return the life of a message, once all of it is durable; `start` is where the subscription began, if known."""
     # Only written frames are remembered.
     await delivery.durable(is_all=True)
+    found = _trace(delivery, offset, list(delivery.outcomes.frames()), subscription=subscription, start=start)
+    if found.is_complete or not found.ledger:
+        return found
+    try:
+        stored = list(map(read_frame, await delivery.stored_frames(offset)))
+    except MillstreamError as error:
+        _logger.debug("the stored events of a queue are not searched", extra={"reason": str(error)})
+        return found
+    # Meanwhile more may have happened.
+    await delivery.durable(is_all=True)
+    last = max((frame.header.sequence for frame in stored), default=-1)
+    newer = [frame for frame in delivery.outcomes.frames() if frame.header.sequence > last]
+    return _trace(delivery, offset, [*stored, *newer], subscription=subscription, start=start)
+
+
+def _trace(
+    delivery: Delivery, offset: int, frames: Sequence[Frame], *, subscription: str, start: int | None
+) -> SubscriptionTrace:
     fold = delivery.queue.fold
-    history = [
-        (header, delta)
-        for header, deltas, _names in delivery.outcomes.frames()
-        for delta in deltas
-        if delta.kind in _SHOWN and concerns(delta, offset)
-    ]
+    about = [(frame.header, delta) for frame in frames for delta in frame.deltas if concerns(delta, offset)]
+    history = [(header, delta) for header, delta in about if delta.kind in _SHOWN]
     known: dict[str, Any] = {
         "subscription": subscription,
         "subscription_id": str(delivery.key.subscription_id),
@@ -328,10 +346,12 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     if offset >= fold.window.end:
         unknown = "" if not delivery.settings.filter else "the filter has not seen it yet"
         return SubscriptionTrace(**known, state="waiting", is_final=False, is_complete=True, unknown=unknown)
+    # A ledger has every event since the message was scanned.
+    begins = not delivery.settings.ledger or any(delta.kind == DeltaKind.SCANNED for _header, delta in about)
     place = fold.place(offset)
     if place is not None and place[0].states[place[1]] != DONE:
-        return _unfinished(delivery, *place, known)
-    return _ended(delivery, offset, [delta for _header, delta in history], known)
+        return _unfinished(delivery, *place, known, begins=begins)
+    return _ended(delivery, offset, [delta for _header, delta in history], known, begins=begins)
 
 
 def _event(header: FrameHeader, delta: Delta) -> TraceEvent:
@@ -347,10 +367,13 @@ def _event(header: FrameHeader, delta: Delta) -> TraceEvent:
     )
 
 
-def _unfinished(delivery: Delivery, columns: Columns, index: int, known: dict[str, Any]) -> SubscriptionTrace:
+def _unfinished(
+    delivery: Delivery, columns: Columns, index: int, known: dict[str, Any], *, begins: bool
+) -> SubscriptionTrace:
     fold, events = delivery.queue.fold, known["events"]
     state, attempts = columns.states[index], columns.attempts[index]
-    is_complete = attempts == sum(event.kind == "acquired" for event in events)
+    # A redriven message starts to count again.
+    is_complete = begins and attempts <= sum(event.kind == "acquired" for event in events)
     worker = reason = ""
     if state == LEASED:
         worker = fold.workers.texts[columns.holders[index]]
@@ -371,22 +394,27 @@ def _unfinished(delivery: Delivery, columns: Columns, index: int, known: dict[st
         first_delivery_ms=columns.first_delivered[index] if attempts else 0,
         reason=reason,
         is_complete=is_complete,
-        unknown="" if is_complete else f"earlier deliveries are no longer known; {_ADVICE}",
+        unknown="" if is_complete else f"earlier deliveries are no longer known; {_advice(delivery)}",
     )
 
 
-def _ended(delivery: Delivery, offset: int, history: list[Delta], known: dict[str, Any]) -> SubscriptionTrace:
+def _advice(delivery: Delivery) -> str:
+    return "the ledger's table has it once it has landed" if delivery.settings.ledger else _ADVICE
+
+
+def _ended(
+    delivery: Delivery, offset: int, history: list[Delta], known: dict[str, Any], *, begins: bool
+) -> SubscriptionTrace:
     final = next((delta for delta in reversed(history) if delta.kind in FINAL_KINDS), None)
     if final is None:
         counters = delivery.queue.fold.counters
         # If no message ever ended in another way, this one was accepted.
         is_accepted = not any(counters[kind] for kind in _ENDS if kind != DeltaKind.ACCEPTED)
         unknown = "when and by whom is no longer known" if is_accepted else _FORGOTTEN
-        advice = "the ledger's table has it once it has landed" if delivery.settings.ledger else _ADVICE
         state = "accepted" if is_accepted else "done"
-        return SubscriptionTrace(**known, state=state, is_final=True, unknown=f"{unknown}; {advice}")
+        return SubscriptionTrace(**known, state=state, is_final=True, unknown=f"{unknown}; {_advice(delivery)}")
     deliveries = [delta for delta in history if delta.kind == DeltaKind.ACQUIRED]
-    is_complete = final.attempt <= len(deliveries) or final.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT)
+    is_complete = final.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT) or (begins and final.attempt <= len(deliveries))
     letter = None
     if final.kind == DeltaKind.DEAD_LETTERED and len(final.extra) > POSITION.size:
         partition, at = POSITION.unpack_from(final.extra)
@@ -406,12 +434,12 @@ def _ended(delivery: Delivery, offset: int, history: list[Delta], known: dict[st
         reason=final.reason or _reason_of(final, offset, rejected),
         dead_letter=letter,
         is_complete=is_complete,
-        unknown="" if is_complete else f"earlier deliveries are no longer known; {_ADVICE}",
+        unknown="" if is_complete else f"earlier deliveries are no longer known; {_advice(delivery)}",
     )
 
 
 def _reason_of(final: Delta, offset: Offset | int, rejected: Delta | None) -> str:
-    if rejected is not None:
+    if rejected is not None and final.kind in (DeltaKind.DEAD_LETTERED, DeltaKind.DROPPED):
         return rejected.reason
     if final.kind == DeltaKind.SOUGHT:
         return f"the subscription was moved to offset {final.first}" if offset < final.first else ""

@@ -12,12 +12,15 @@ from typing import Final, NamedTuple
 
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.subscriptions.state_shard import (
+    FRAMES_KEY,
     LOAD_KEY,
     WRITE_KEY,
+    FramesRead,
     QueueLoaded,
     QueuesWritten,
     StateCoordinator,
     WriteResult,
+    encode_frames_request,
     encode_load,
     encode_writes,
 )
@@ -244,6 +247,17 @@ class RoutedStateStore:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
             await backoff.pause()
+
+    async def frames(self, key: QueueKey, offset: int, since_ms: int) -> Sequence[bytes]:
+        """Return the stored frames about a message."""
+        node = self._leader(self._local.partition_of(key))
+        if node == self._me:
+            return await self._local.frames(key, offset, since_ms)
+        body = await self._peers.send_private(node, FRAMES_KEY, encode_frames_request(key, offset, since_ms))
+        answer = decode(body, FramesRead)
+        if answer.error:
+            raise error_from_code(answer.error, answer.message, about="the events of a queue")
+        return answer.frames
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls."""

@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 
 from millstream.broker.coordination.runtime import Coordinator, Runtime, StateTopic, StateTopics
-from millstream.broker.coordination.shard import RETRY_FIRST_S, Release
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Release, find_time, read_back
 from millstream.broker.coordination.state_machine import LateRecords, Outcome, StateRecord
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.state_store import MakeImage, QueueImage, QueueWrite, StoredQueue
@@ -26,6 +26,8 @@ from millstream.core.errors import (
     InvalidRequest,
     MillstreamError,
     OutOfOrderSequence,
+    PolicyViolation,
+    RequestTimedOut,
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey
@@ -34,6 +36,7 @@ from millstream.protocol.private.message import encode
 
 LOAD_KEY: Final = 32020
 WRITE_KEY: Final = 32021
+FRAMES_KEY: Final = 32022
 
 
 class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +59,28 @@ class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
     message: str | None
     snapshot: bytes | None = None
     sequence: int = -1
+
+
+class ReadFrames(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for the frames about one message that were written since a time."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    offset: int
+    since_ms: int
+
+    @property
+    def key(self) -> QueueKey:
+        return _key(self.subscription_id, self.topic_id, self.partition)
+
+
+class FramesRead(msgspec.Struct, frozen=True, array_like=True):
+    """The frames, in the order in which they were written."""
+
+    error: int
+    message: str | None
+    frames: Sequence[bytes] = ()
 
 
 class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +117,10 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
 def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
     """Encode a request for a queue's state."""
     return encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
+
+
+def encode_frames_request(key: QueueKey, offset: int, since_ms: int) -> bytes:
+    return encode(ReadFrames(key.subscription_id.bytes, key.topic_id.bytes, key.partition, offset, since_ms))
 
 
 def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
@@ -245,6 +274,29 @@ class _LateSnapshot:
         return [self._snapshot, *(record._replace(key=kind + record.key[1:]) for record in self._changes)]
 
 
+class _FrameSearch:
+    """Collects the frames of a queue about one message, for traces."""
+
+    def __init__(self, key: QueueKey, offset: int) -> None:
+        # Imported on first use, together with the queues.
+        from millstream.broker.subscriptions.frame import may_concern
+
+        self._may_concern = may_concern
+        self._key = _KEY.pack(DELTAS, key.subscription_id.bytes, key.topic_id.bytes, key.partition)
+        self._offset = offset
+        self.bytes = 0
+        self.frames: list[bytes] = []
+
+    def replay(self, record: StateRecord) -> None:
+        if record.key != self._key or record.value is None or len(record.value) <= _HEAD.size:
+            return
+        frame = bytes(record.value[_HEAD.size :])
+        if self._may_concern(frame, self._offset):
+            self.bytes += len(frame)
+            if self.bytes <= FRAMES_BYTES_MAX:
+                self.frames.append(frame)
+
+
 class StateShard:
     """The queues of one partition."""
 
@@ -386,6 +438,12 @@ _TOPIC_SETTINGS = {
 PARTITION_CACHE_MAX: Final = 100_000
 """The number of queues whose state partition is cached, since every write looks it up."""
 
+SEARCH_S: Final = 10.0
+"""How long the events of a queue are searched for a message."""
+
+FRAMES_BYTES_MAX: Final = 16 * 1024 * 1024
+"""The size of the frames about one message: a frame may be about many."""
+
 
 class LedgerRetention:
     """Keeps superseded deltas in the log until the ledger has landed them, within a number of bytes.
@@ -449,6 +507,8 @@ class StateCoordinator(Coordinator[StateShard]):
             retry_first_s=retry_first_s,
             retention=self.retention,
         )
+        # One message is searched for at a time, since that takes many turns of the loop.
+        self._searching = asyncio.Semaphore(1)
         # The number of partitions never changes.
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}
 
@@ -474,6 +534,19 @@ class StateCoordinator(Coordinator[StateShard]):
             return StoredQueue(None, loaded.sequence)
         snapshot = await asyncio.to_thread(loaded.snapshot) if loaded.is_large else loaded.snapshot()
         return StoredQueue(snapshot, loaded.sequence)
+
+    async def frames(self, key: QueueKey, offset: int, since_ms: int) -> list[bytes]:
+        """Return the frames about a message, of those that are still in the log and were written since a time."""
+        log = self._runtime.shard_at(self.partition_of(key)).partition
+        search = _FrameSearch(key, offset)
+        try:
+            async with asyncio.timeout(SEARCH_S), self._searching:
+                await read_back("a trace", log, search, find_time(log, since_ms))
+        except TimeoutError:
+            raise RequestTimedOut("searching the events of a queue took too long") from None
+        if search.bytes > FRAMES_BYTES_MAX:
+            raise PolicyViolation(f"the events about offset {offset} exceed {FRAMES_BYTES_MAX} bytes")
+        return search.frames
 
     def write(self, index: PartitionIndex, writes: Sequence[QueueWrite], release: Release[list[WriteResult]]) -> None:
         """Write to one partition; `release` gets the results in the moment when the writes are durable."""

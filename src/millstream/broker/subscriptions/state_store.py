@@ -8,7 +8,7 @@ number, so that a replaced leader cannot write any more, and a repeated write co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from millstream.core.errors import MillstreamError
@@ -102,6 +102,9 @@ class StateStore(Protocol):
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
         """Read a queue's state, and durably fence every writer with an older leader epoch."""
+
+    async def frames(self, key: QueueKey, offset: int, since_ms: int) -> Sequence[bytes]:
+        """Return the stored frames about a message, of those written since a time; raise if they cannot be searched."""
 
     def write(self, write: QueueWrite) -> PendingWrite:
         """Write in the order of the calls; a write fails if the queue is led elsewhere."""

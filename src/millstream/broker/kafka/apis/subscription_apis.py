@@ -33,11 +33,14 @@ from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_ch
 from millstream.broker.security.rights import Rights
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange
 from millstream.broker.subscriptions.state_shard import (
+    FRAMES_KEY,
     LOAD_KEY,
     WRITE_KEY,
+    FramesRead,
     LoadQueue,
     QueueLoaded,
     QueuesWritten,
+    ReadFrames,
     StateCoordinator,
     WriteQueues,
     WriteResult,
@@ -653,7 +656,8 @@ class MessageTracing(_SubscriptionApi[MessageTraceRequest, MessageTrace]):
         [{"subscription": "billing", "state": "accepted", "attempts": 2, "events": […], …}]}
 
     The leader of the partition answers, for the subscriptions that the client may describe. Events are those that the
-    node remembers: the last ones of each queue, more of them with a ledger. `unknown` says what is missing.
+    node remembers, the last ones of each queue; with a ledger, also those that have not landed yet. `unknown` says what
+    is missing.
     """
 
     key = MESSAGE_TRACE_KEY
@@ -726,6 +730,19 @@ class LoadQueueState(_QueueStateApi[LoadQueue, QueueLoaded]):
     async def handle(self, request: LoadQueue) -> QueueLoaded:
         stored = await self._states.load(request.key, Epoch(request.leader_epoch))
         return QueueLoaded(0, None, stored.snapshot, stored.sequence)
+
+
+class ReadQueueFrames(_QueueStateApi[ReadFrames, FramesRead]):
+    """Returns the frames of a queue about one message, as far as they are still in the log, to the queue's leader.
+
+    [subscription id, topic id, partition, offset, since]   answer: [error, message, [frame, …]]
+    """
+
+    key = FRAMES_KEY
+    changes = None
+
+    async def handle(self, request: ReadFrames) -> FramesRead:
+        return FramesRead(0, None, await self._states.frames(request.key, request.offset, request.since_ms))
 
 
 class WriteQueueStates(_QueueStateApi[WriteQueues, QueuesWritten]):

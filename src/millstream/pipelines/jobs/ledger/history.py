@@ -108,7 +108,9 @@ def _completed(live: Trace, rows: Iterable[Trace]) -> Trace:
     letter = None
     if end["kind"] == "dead_lettered" and end["letter_topic"]:
         letter = {"topic": end["letter_topic"], "partition": end["letter_partition"], "offset": end["letter_offset"]}
-    rejected = next((row["reason"] for row in reversed(shown) if row["kind"] == "rejecting"), None)
+    rejected = None
+    if end["kind"] in ("dead_lettered", "dropped"):
+        rejected = next((row["reason"] for row in reversed(shown) if row["kind"] == "rejecting"), None)
     return {
         **done,
         "state": _ENDS[end["kind"]],
