@@ -172,7 +172,8 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
 
     names = ("subscription", "topic", *(name for name in COUNTED if name != "dropped"))
     if report.rows:
-        print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in report.rows])
+        rows = [{**row, "subscription": _named(row)} for row in report.rows]
+        print_table([name.replace("_", "-") for name in names], [[row[name] for name in names] for row in rows])
     else:
         print_note("The ledger has no events: create or update subscriptions with --ledger.")
     lines = [_finding(one) for one in report.findings]
@@ -188,6 +189,11 @@ def _print_report(report: AuditReport, receipts: list[tuple[str, Finding]], chec
         wrong = sum(one.is_fault for _, one in receipts)
         print_line(f"{counted(checked, 'receipt')} checked; {wrong:,} not as acknowledged.")
     print_line(f"{verdict} {total} accounted for in {report.seconds:.1f} s; seal {report.seal[:16] or '-'}")
+
+
+def _named(row: dict[str, Any]) -> str:
+    """Return the name of a subscription; a deleted one, of which there may be several, is told apart."""
+    return f"{row['subscription']} (deleted)" if row["deleted"] else str(row["subscription"])
 
 
 def _finding(one: dict[str, Any]) -> str:
