@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -296,7 +297,8 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     expect(page.get_by_role("status")).to_contain_text(
         "3 letters would be redriven (3 in billing); nothing was changed"
     )
-    page.get_by_role("link", name="the bank did not answer").first.click()
+    # What was counted stays selected.
+    expect(page.get_by_label("Filter")).to_have_value(re.compile("the bank did not answer"))
     page.get_by_text("Redrive 3 letters").click()
     page.get_by_role("button", name="Redrive").click()
     expect(page.get_by_role("status")).to_contain_text("3 messages delivered again (3 to billing)")
@@ -323,6 +325,53 @@ def test_someone_new_finds_why_orders_are_stuck_and_redrives_them(console: Conso
     page.get_by_label("to confirm").fill("billing-dlq")
     page.get_by_role("button", name="Delete").click()
     expect(page.get_by_role("status")).to_contain_text("4 dead letters deleted")
+    assert watched.problems == []
+
+
+def test_the_oldest_message_is_a_click_away(console: Console) -> None:
+    with console.api() as api:
+        assert api.post("/topics", json={"topic": "returns"}).is_success
+        made = {"name": "refunds", "topics": ["returns"], "start": "start", "ledger": True}
+        assert api.post("/subscriptions", json=made).is_success
+        for number in range(3):
+            assert api.post("/topics/returns/messages", json={"return": number}).is_success
+        pulled = api.post("/subscriptions/refunds/messages:pull", json={"max": 2, "wait_ms": 20_000}).json()["messages"]
+        accepted, failed = (one["lease"] for one in pulled)
+        release = {"lease": failed, "reason": "no such account", "delay_ms": 0}
+        settled = {"accept": [accepted], "release": [release]}
+        assert api.post("/subscriptions/refunds/messages:settle", json=settled).is_success
+    watched = console.page("/subscriptions/refunds")
+    page = watched.page
+    for setting, value, flags in (
+        ("millstream.backoff.max.ms", "2000", "--set millstream.backoff.max.ms=2000"),
+        ("millstream.ledger", "false", "--no-ledger"),
+        ("millstream.ledger", "true", "--ledger"),
+        ("millstream.backoff.max.ms", "", "--unset millstream.backoff.max.ms"),
+    ):
+        page.locator("summary").filter(has_text="Change a setting").click()
+        page.get_by_label("Setting", exact=True).select_option(setting)
+        page.get_by_label("Value").fill(value)
+        page.get_by_role("button", name="Change setting").click()
+        expect(page.get_by_role("status")).to_contain_text(f"millstream subscription update refunds {flags}")
+    page.locator(".stat").filter(has_text="Oldest").click()
+    expect(page.get_by_role("heading", name="Partition 0, offset 1")).to_be_visible()
+    row = page.get_by_role("row").filter(has_text="refunds")
+    expect(row).to_contain_text("no such account")
+    row.locator("summary").click()
+    expect(row.get_by_role("listitem")).to_contain_text(
+        ["acquired, attempt 1 by http/", "released, attempt 1 by http/"]
+    )
+    assert watched.problems == []
+
+
+def test_a_topic_shows_the_size_of_each_partition_and_the_lag_that_is_known(console: Console) -> None:
+    watched = console.page("/topics/orders")
+    page = watched.page
+    for partition in range(2):
+        row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=str(partition), exact=True))
+        expect(row).to_contain_text(re.compile(r"[1-9][\d.]* (B|KiB)"))
+    page.get_by_role("link", name="Consumers and producers").click()
+    expect(page.get_by_role("row").filter(has_text="reporting")).to_contain_text("in 1 of 2 partitions")
     assert watched.problems == []
 
 

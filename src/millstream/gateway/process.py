@@ -125,6 +125,7 @@ async def serve(
     server = Server(app, tls)
     server.on_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
+    pages.start()
     # A gateway that was killed during a dry run left its folder behind.
     tidying = asyncio.create_task(asyncio.to_thread(remove_left_behind))
     try:

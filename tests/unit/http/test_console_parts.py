@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import shlex
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
+from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.core.config import Config
+from millstream.core.ids import Offset
 from millstream.core.setting import HIDDEN
 from millstream.gateway.child import HttpChild
 from millstream.gateway.console.app import _Exchange, _unless_gone
-from millstream.gateway.console.history import COST_MAX, RECENT_S, RECENT_S_MAX, Counters, Recent, Series
+from millstream.gateway.console.history import (
+    COST_MAX,
+    HOUR_S,
+    HOUR_SAMPLES,
+    RECENT_S,
+    RECENT_S_MAX,
+    Counters,
+    History,
+    Recent,
+    Series,
+)
+from millstream.gateway.console.pages import messages
 from millstream.gateway.console.pages.pipelines import dry_run_refusal
 from millstream.gateway.console.render import age, chart
-from millstream.gateway.console.visit import ConsoleSettings, PageRoute, Visit, command
+from millstream.gateway.console.visit import ConsoleSettings, Page, PageRoute, Visit, command
 from millstream.gateway.pressure import ClientDisconnected
+from millstream.protocol.private.browse_messages import ListTopicsResponse, NodeSumsResponse
+from millstream.protocol.records.record import Record
 
 
 class Clock:
@@ -247,10 +265,47 @@ async def test_a_page_is_prepared_until_its_browser_is_gone() -> None:
 
 
 def test_a_counter_that_starts_again_leaves_a_gap() -> None:
-    series = Series(6)
+    series = Series()
     for at, count in enumerate((0, 100, 300, 50, 150)):
         series.add(Counters(count, 0, 0), float(10 * at))
-    assert series.shown("records_in") == [None, None, 10.0, 20.0, None, 10.0]
+    assert series.shown("records_in") == [None] * (HOUR_SAMPLES - 4) + [10.0, 20.0, None, 10.0]
+
+
+def test_rates_have_their_place_in_the_hour_however_often_they_are_sampled() -> None:
+    series = Series()
+    # Two at once, as for the first visitor; an hour and ten minutes by the minute; then every ten seconds.
+    times = [0, 2, *range(60, 4260, 60), *range(4210, 4240, 10)]
+    for at in times:
+        series.add(Counters(0 if at <= 2400 else at - 2400, 0, 0), float(at))
+    shown = series.shown("records_in")
+    assert len(shown) == HOUR_SAMPLES
+    idle = (2400 - (times[-1] - HOUR_S)) / 10
+    assert shown == [0.0] * int(idle) + [1.0] * (HOUR_SAMPLES - int(idle))
+    assert str(chart(shown, "Rate")).count("1 h") == 1
+
+
+async def test_there_are_numbers_before_the_first_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = itertools.count(0, 1000)
+
+    async def node_sums(_client: object) -> list[NodeSumsResponse]:
+        return [NodeSumsResponse(node_id=1, state="ready", records_in=next(counted))]
+
+    async def list_or_nothing(*_asked: object) -> ListTopicsResponse:
+        return ListTopicsResponse()
+
+    services = Mock()
+    services.client.metadata = AsyncMock(return_value=Mock(nodes=[1]))
+    services.subscriptions.describe = AsyncMock(return_value=[])
+    replaced = {"node_sums": node_sums, "list_or_nothing": list_or_nothing, "list_groups": AsyncMock(return_value=[])}
+    for name, value in {**replaced, "FULL_S": 0.001}.items():
+        monkeypatch.setattr(f"millstream.gateway.console.history.{name}", value)
+    history = History(services)
+    history.start()
+    await history.sampled()
+    await history.sampled()
+    assert history.totals.now is not None
+    assert history.totals.now.records_in > 0
+    await history.close()
 
 
 @given(st.lists(st.none() | st.floats(0, 1e12), max_size=400), st.booleans())
@@ -278,3 +333,25 @@ def test_conditions_are_shown_in_double_quotes() -> None:
 )
 def test_ages_have_two_units_at_most(seconds: float, shown: str) -> None:
     assert age(seconds) == shown
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+async def test_the_page_of_a_message_reads_the_ledger_where_the_broker_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    life = {"subscription": "billing", "ledger": True, "is_complete": False, "state": "done"}
+    forgotten = {"published_ms": 1, "subscriptions": [life]}
+    whole = {**forgotten, "subscriptions": [{**life, "state": "accepted", "is_complete": True}]}
+    stored = Mock(record=Record(Offset(0), 0, None, b"{}", ()))
+    replaced = {"trace_at": forgotten, "with_history": whole, "find_message": stored, "decode_record": None}
+    for name, value in replaced.items():
+        monkeypatch.setattr(messages, name, AsyncMock(return_value=value))
+    monkeypatch.setattr(messages, "find_topic", AsyncMock(return_value=Mock(topic_id=UUID(int=1))))
+    fields: dict[str, Any] = {"names": {"topic": "orders", "partition": "0", "offset": "0"}, "query": {"ledger": asked}}
+    visit = dataclasses.replace(visit_of(Recent()), services=Mock(), memory=Mock(), **fields)
+    monkeypatch.setattr(Visit, "note_reading", AsyncMock())
+    monkeypatch.setattr(Visit, "may_change", AsyncMock(return_value=True))
+    page = await messages.show(visit)
+    assert isinstance(page, Page)
+    assert page.context["may_have_more"] == (not asked)
+    assert page.context["trace"][0]["state"] == ("accepted" if asked else "done")

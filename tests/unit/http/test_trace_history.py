@@ -25,7 +25,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> asyncio.Semaphore:
 
 async def test_a_trace_is_answered_without_history_if_others_read_for_long(reading: asyncio.Semaphore) -> None:
     async with reading:
-        traces = [messages._with_history(NOTHING, FOUND) for _ in range(5)]
+        traces = [messages.with_history(NOTHING, FOUND) for _ in range(5)]
         assert await asyncio.gather(*traces) == [FOUND] * 5
     assert not reading.locked()
 
@@ -39,5 +39,5 @@ async def test_a_table_that_cannot_be_found_blocks_nobody(
     monkeypatch.setattr(messages, "ledger_lake", missing)
     services: Any = type("Services", (), {"client": None})
     for _ in range(2):
-        assert await messages._with_history(services, FOUND) is FOUND
+        assert await messages.with_history(services, FOUND) is FOUND
     assert not reading.locked()

@@ -56,18 +56,26 @@ async def topics_page(
     descending: bool = False,
     offset: int = 0,
     limit: int = 100,
+    partitions: bool = False,
 ) -> TopicsPage:
-    """Return a page of the topics that the client may describe.
+    """Return a page of the topics that the client may describe, on request with the size of each partition.
 
     In a cluster, an order by what nodes count needs every topic of every node, up to `PAGE_MAX`.
     """
     nodes = sorted((await client.metadata([])).nodes)
     request = ListTopicsRequest(
-        search=search, names=names, internal=internal, order=order, descending=descending, offset=offset, limit=limit
+        search=search,
+        names=names,
+        internal=internal,
+        order=order,
+        descending=descending,
+        offset=offset,
+        limit=limit,
+        partitions=partitions,
     )
     if len(nodes) < 2 or order in (BY_NAME, BY_PARTITIONS):
         node, first = await _first_answer(client, nodes, request)
-        others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit)
+        others = ListTopicsRequest(names=[one.name for one in first.topics], limit=limit, partitions=partitions)
         found = await gather_or_cancel(list_or_nothing(client, one, others) for one in nodes if one != node)
         summed = _sum([first, *found])
         return TopicsPage([summed[one.name] for one in first.topics], first.total)
@@ -125,7 +133,8 @@ def _sum(answers: Sequence[ListTopicsResponse]) -> dict[str, ListedTopic]:
             else:
                 counted = ("records", "bytes", "records_in", "bytes_in", "bytes_out")
                 sums = {name: getattr(known, name) + getattr(one, name) for name in counted}
-                found[one.name] = msgspec.structs.replace(known, **sums)
+                sizes = known.partition_bytes | one.partition_bytes
+                found[one.name] = msgspec.structs.replace(known, **sums, partition_bytes=sizes)
     return found
 
 

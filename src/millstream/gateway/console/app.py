@@ -106,6 +106,10 @@ class ConsoleApp:
         for route in routes:
             self._tree.add(route, route)
 
+    def start(self) -> None:
+        """Start sampling."""
+        self.history.start()
+
     async def close(self) -> None:
         """Stop sampling, searching and working."""
         await self.tasks.close()

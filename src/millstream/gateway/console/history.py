@@ -1,7 +1,9 @@
 """The last hour in numbers, sampled by the gateway: what the small charts show.
 
 Totals and the busiest topics are sampled every ten seconds, all topics and subscriptions every minute, or less often
-where that would cost more than a hundredth of the gateway's processor time. Memory is bounded by the number of series.
+where that would cost more than a hundredth of the gateway's processor time. Until somebody has visited the console,
+everything is sampled every minute, or less often where that would cost more than a thousandth. Memory is bounded by the
+number of series.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from millstream.client.admin.browse import list_or_nothing, node_sums
+from millstream.client.admin.groups import SHARE, lag_of_groups
 from millstream.client.admin.subscriptions import summary_of
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import OWN_PREFIX
 from millstream.core.tasks import gather_or_cancel
 from millstream.gateway.api.services import Services
 from millstream.protocol.private.browse_messages import PAGE_MAX, ListedTopic, ListTopicsRequest
+from millstream.protocol.wire.group_offsets import list_groups
 
 T = TypeVar("T")
 
@@ -29,10 +33,12 @@ _logger = logging.getLogger(__name__)
 SAMPLE_S: Final = 10.0
 FIRST_S: Final = 2.0
 FULL_S: Final = 60.0
+HOUR_S: Final = 3600.0
 HOUR_SAMPLES: Final = 360
-MINUTE_SAMPLES: Final = 60
 TOP_TOPICS: Final = 20
 SERIES_MAX: Final = 10_000
+GROUPS_MAX: Final = 1000
+"""Groups whose lag is summed."""
 RECENT_MAX: Final = 200
 RECENT_S: Final = 60.0
 """A page that was not refreshed for so long is closed, or hidden."""
@@ -42,6 +48,8 @@ RECENT_S_MAX: Final = 300.0
 """The longest time for which an answer is shared."""
 COST_MAX: Final = 0.01
 """The share of processor time that sampling everything may take, and that refreshing all pages may take together."""
+UNVISITED_COST_MAX: Final = 0.001
+"""The share that sampling may take while nobody has visited the console."""
 
 
 class Counters(NamedTuple):
@@ -60,34 +68,66 @@ class Rates(NamedTuple):
     bytes_out: float
 
 
+class Samples(Generic[T]):
+    """Values of the last hour, each with the time for which it holds; equal neighbours are one."""
+
+    __slots__ = ("_samples",)
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float, T | None]] = deque(maxlen=HOUR_SAMPLES)
+
+    def add(self, value: T | None, begin: float, end: float) -> None:
+        """Add a value, or a gap."""
+        if self._samples and self._samples[-1][1:] == (begin, value):
+            begin = self._samples.pop()[0]
+        self._samples.append((begin, end, value))
+        while self._samples[0][1] <= end - HOUR_S:
+            self._samples.popleft()
+
+    @property
+    def now(self) -> T | None:
+        """The last value, if it is known."""
+        return self._samples[-1][2] if self._samples else None
+
+    def shown(self) -> list[T | None]:
+        """Return a value for every ten seconds of the hour up to the last sample, the oldest first."""
+        slots: list[T | None] = [None] * HOUR_SAMPLES
+        last = self._samples[-1][1] if self._samples else 0.0
+        for begin, end, value in self._samples:
+            after = HOUR_SAMPLES - round((last - end) / SAMPLE_S)
+            first = max(0, min(after - 1, HOUR_SAMPLES - round((last - begin) / SAMPLE_S)))
+            slots[first:after] = [value] * (after - first)
+        return slots
+
+
 class Series:
     """Rates over the last hour, from counters that restart at 0 with their node."""
 
     __slots__ = ("_at", "_last", "rates")
 
-    def __init__(self, samples: int) -> None:
-        self.rates: deque[Rates | None] = deque(maxlen=samples)
+    def __init__(self) -> None:
+        self.rates: Samples[Rates] = Samples()
         self._last: Counters | None = None
         self._at = 0.0
 
     def add(self, counted: Counters, at: float) -> None:
         """Add a sample."""
-        last, elapsed = self._last, at - self._at
+        last, since, elapsed = self._last, self._at, at - self._at
         self._last, self._at = counted, at
-        if last is None or elapsed <= 0 or any(now < before for now, before in zip(counted, last, strict=True)):
-            self.rates.append(None)
+        if last is None:
             return
-        self.rates.append(Rates(*((now - before) / elapsed for now, before in zip(counted, last, strict=True))))
+        pairs = list(zip(counted, last, strict=True))
+        is_known = elapsed > 0 and all(now >= before for now, before in pairs)
+        self.rates.add(Rates(*((now - before) / elapsed for now, before in pairs)) if is_known else None, since, at)
 
     @property
     def now(self) -> Rates | None:
         """The last rates that are known."""
-        return self.rates[-1] if self.rates else None
+        return self.rates.now
 
     def shown(self, name: str) -> list[float | None]:
-        """Return the values of one rate, oldest first, for a chart of the whole hour."""
-        known = [None if one is None else float(getattr(one, name)) for one in self.rates]
-        return [None] * ((self.rates.maxlen or 0) - len(known)) + known
+        """Return the values of one rate for a chart of the whole hour, the oldest first."""
+        return [None if one is None else float(getattr(one, name)) for one in self.rates.shown()]
 
 
 class Recent:
@@ -151,28 +191,32 @@ class QueueSums(NamedTuple):
 
 
 class History:
-    """Samples the cluster with the node's own credentials, once the console has been opened."""
+    """Samples the cluster with the node's own credentials."""
 
     def __init__(self, services: Services, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._services = services
         self._clock = clock
-        self.totals = Series(HOUR_SAMPLES)
+        self.totals = Series()
         self.topics: dict[str, Series] = {}
         """By name: the busiest every ten seconds, the others every minute."""
-        self.backlog: deque[float | None] = deque([None] * MINUTE_SAMPLES, maxlen=MINUTE_SAMPLES)
+        self.backlog: Samples[float] = Samples()
         self.queues: QueueSums | None = None
-        self.stored_bytes = 0
+        self.group_lag: Samples[float] = Samples()
         self._top: list[str] = []
         self._full_at = 0.0
         self._samples = 0
-        self._pause_s = FULL_S
+        self._full_cost_s = 0.0
         self._sampled = asyncio.Event()
+        self._visited = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start sampling, if that has not happened yet."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
+        """Start sampling, seldom until the first visit."""
+        self._task = asyncio.create_task(self._run())
+
+    def note_visit(self) -> None:
+        """Sample often from now on, if that has not happened yet."""
+        self._visited.set()
 
     async def close(self) -> None:
         """Stop sampling."""
@@ -187,10 +231,12 @@ class History:
 
     def top(self, number: int) -> list[tuple[str, Rates]]:
         """Return the topics with the most traffic now."""
-        busy = ((name, one.now) for name in self._top if (one := self.topics.get(name)) is not None)
-        return [(name, rates) for name, rates in busy if rates is not None and any(rates)][:number]
+        now = ((name, one.now) for name in self._top if (one := self.topics.get(name)) is not None)
+        busy = [(name, rates) for name, rates in now if rates is not None and any(rates)]
+        return sorted(busy, key=lambda one: -(one[1].bytes_in + one[1].bytes_out))[:number]
 
     async def _run(self) -> None:
+        await self._wait_for_visit(FULL_S)
         while True:
             started = self._clock()
             try:
@@ -201,25 +247,33 @@ class History:
             self._samples += 1
             self._sampled.set()
             self._sampled = asyncio.Event()
-            # Rates need two samples; the second follows at once, for the person who has just come.
-            pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
-            await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
+            if self._visited.is_set():
+                # Rates need two samples; the second follows at once, for the person who has just come.
+                pause_s = SAMPLE_S if self._samples > 1 else FIRST_S
+                await asyncio.sleep(max(1.0, pause_s - (self._clock() - started)))
+            else:
+                await self._wait_for_visit(max(FULL_S, self._full_cost_s / UNVISITED_COST_MAX))
+
+    async def _wait_for_visit(self, patience_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._visited.wait()
 
     async def _sample(self, now: float) -> None:
         used = time.thread_time()
-        is_full = now - self._full_at >= self._pause_s or self._samples < 2
+        pause_s = max(FULL_S, self._full_cost_s / COST_MAX)
+        is_full = not self._visited.is_set() or self._samples < 2 or now - self._full_at >= pause_s
         client = self._services.client
         nodes = sorted((await client.metadata([])).nodes)
         request = ListTopicsRequest(names=None if is_full else self._top, limit=PAGE_MAX)
         answers = await gather_or_cancel(list_or_nothing(client, node, request) for node in nodes)
         sums = await node_sums(client)
         self.totals.add(Counters(*(sum(getattr(one, name) for one in sums) for name in Counters._fields)), now)
-        self.stored_bytes = sum(one.stored_bytes for one in sums)
         self._add(([one for answer in answers for one in answer.topics]), now, is_full=is_full)
         if is_full:
-            await self._sample_queues()
+            await self._sample_queues(now)
             self._full_at = now
-            self._pause_s = max(FULL_S, (time.thread_time() - used) / COST_MAX)
+            self._full_cost_s = time.thread_time() - used
 
     def _add(self, listed: Iterable[ListedTopic], now: float, *, is_full: bool) -> None:
         found: dict[str, Counters] = {}
@@ -235,7 +289,7 @@ class History:
             if series is None:
                 if len(self.topics) >= SERIES_MAX:
                     continue
-                series = self.topics[name] = Series(MINUTE_SAMPLES)
+                series = self.topics[name] = Series()
             series.add(counted, now)
         if is_full:
             busy = sorted(
@@ -243,14 +297,13 @@ class History:
                 key=lambda each: -(each[0].bytes_in + each[0].bytes_out if each[0] else 0),
             )
             self._top = [name for _, name in busy[:TOP_TOPICS]]
-            for name in self._top:
-                if self.topics[name].rates.maxlen != HOUR_SAMPLES:
-                    fine = Series(HOUR_SAMPLES)
-                    fine.add(found[name], now)
-                    self.topics[name] = fine
 
-    async def _sample_queues(self) -> None:
+    async def _sample_queues(self, now: float) -> None:
         described = await self._services.subscriptions.describe(without_silent=True)
         rows = [summary_of(one) for one in described if not one["name"].startswith(OWN_PREFIX)]
         self.queues = QueueSums(*(sum(row[name] for row in rows) for name in QueueSums._fields))
-        self.backlog.append(float(self.queues.backlog))
+        since = self._full_at or now - SAMPLE_S
+        self.backlog.add(float(self.queues.backlog), since, now)
+        groups = [name for name, _state, kind in await list_groups(self._services.client) if kind != SHARE]
+        lag = await lag_of_groups(self._services.client, groups[:GROUPS_MAX]) if groups else 0
+        self.group_lag.add(float(lag), since, now)

@@ -32,6 +32,8 @@ class ListTopicsRequest(msgspec.Struct, frozen=True, kw_only=True):
     descending: bool = False
     offset: int = 0
     limit: int = 100
+    partitions: bool = False
+    """Whether to report the size of each partition."""
 
 
 class ListedTopic(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +51,8 @@ class ListedTopic(msgspec.Struct, frozen=True, array_like=True):
     """Records appended since the node started."""
     bytes_in: int
     bytes_out: int
+    partition_bytes: dict[int, int] = {}
+    """The sizes of the partitions that the responding node leads, if asked for."""
 
 
 class ListTopicsResponse(Response, frozen=True, kw_only=True):

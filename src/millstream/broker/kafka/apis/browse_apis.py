@@ -50,9 +50,9 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
     """Lists a page of topics.
 
         {"search": "ord", "names": null, "internal": false, "order": "name" | "partitions" | "records" | "bytes",
-         "descending": false, "offset": 0, "limit": 100}
+         "descending": false, "offset": 0, "limit": 100, "partitions": false}
         answer: {"error": 0, "message": null, "topics": [[name, id, partitions, replication, internal, records, bytes,
-        records_in, bytes_in, bytes_out], …], "total": 1}
+        records_in, bytes_in, bytes_out, partition_bytes], …], "total": 1}
 
     `total` counts the topics on all pages. Numbers of records and bytes are those of the partitions that this node
     leads, so a client that needs them for the cluster asks every node; `records_in` and the two after it count from the
@@ -97,9 +97,9 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
                 found.sort(key=lambda topic: topic.partitions, reverse=request.descending)
             elif request.descending:
                 found.reverse()
-            listed = [await self._described(at, topic) for at, topic in enumerate(found[page])]
+            listed = [await self._described(at, topic, request) for at, topic in enumerate(found[page])]
         else:
-            every = [await self._described(at, topic) for at, topic in enumerate(found)]
+            every = [await self._described(at, topic, request) for at, topic in enumerate(found)]
             every.sort(key=_ORDERED[request.order], reverse=request.descending)
             listed = every[page]
         return ListTopicsResponse(topics=listed, total=len(found))
@@ -115,9 +115,10 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             if (request.internal or not topic.is_internal) and wanted in topic.name.lower()
         ]
 
-    async def _described(self, at: int, topic: Topic) -> ListedTopic:
+    async def _described(self, at: int, topic: Topic, request: ListTopicsRequest) -> ListedTopic:
         if at % _TURN == _TURN - 1:
             await asyncio.sleep(0)
+        sizes: dict[int, int] = {}
         records = size = records_in = bytes_in = bytes_out = 0
         # It may have been changed or deleted during another turn.
         for one in self._topics.partitions_of(topic) if self._topics.get(topic.name) is topic else ():
@@ -127,6 +128,8 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
                 records_in += one.records_in
                 bytes_in += one.bytes_in
                 bytes_out += one.bytes_out
+                if request.partitions:
+                    sizes[one.index] = one.size_bytes
         return ListedTopic(
             topic.name,
             str(topic.topic_id),
@@ -138,6 +141,7 @@ class TopicList(PrivateApi[ListTopicsRequest, ListTopicsResponse]):
             records_in,
             bytes_in,
             bytes_out,
+            sizes,
         )
 
 

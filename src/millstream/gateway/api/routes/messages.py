@@ -98,11 +98,11 @@ async def trace(services: Services, request: Request[NoFields, NoFields]) -> Tra
     at = Position(request.path["topic"], request.path["partition"], request.path["offset"])
     found = await trace_at(services.client, at, reading=services.reading, read_record=services.reader.read_one)
     if lacks_history(found):
-        found = await _with_history(services, found)
+        found = await with_history(services, found)
     return msgspec.convert(found, TraceDocument)
 
 
-async def _with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
+async def with_history(services: Services, found: dict[str, Any]) -> dict[str, Any]:
     """Complete a trace from the ledger's table, as far as this machine has it, in a process that ends with that."""
     try:
         async with asyncio.timeout(HISTORY_S):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
+from urllib.parse import urlencode
 
 from millstream.client.admin.dead_letter import (
     DeadLetterDesk,
@@ -193,9 +194,11 @@ async def _task(
         return text + ("; stopped before the rest" if outcome.is_stopped else "")
 
     verb, *flags = words
-    task = Task(
-        visit.person, f"{title} {topic}", address("dead-letters", topic), _words(verb, topic, condition, *flags)
-    )
+    back = address("dead-letters", topic)
+    if condition and flags:
+        # What was counted stays selected, so that the next click changes that and nothing else.
+        back += f"?{urlencode({'filter': condition})}"
+    task = Task(visit.person, f"{title} {topic}", back, _words(verb, topic, condition, *flags))
     task.measure = measure
     task.on_stop = lambda: setattr(outcome, "is_stopped", True)
     return (await visit.tasks.start(task, process, visit.acting)).answer()

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from millstream.client.admin.message_trace import Position, lacks_history, trace_at
 from millstream.client.admin.messages import StoredMessage, decode_record, find_message
 from millstream.client.admin.position import parse_position
 from millstream.client.admin.tailer import Tailer
@@ -24,12 +25,12 @@ from millstream.gateway.api.message import held_bytes, received
 from millstream.gateway.api.new_message import NewMessage, from_batch
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import EVENT_STREAM, Lane
+from millstream.gateway.api.routes.messages import with_history
 from millstream.gateway.api.routes.publishing import publish_messages
 from millstream.gateway.console.render import SHOWN_BYTES_MAX, as_json, environment, hex_dump, number, text_of
 from millstream.gateway.console.search import Found, Progress, compiled
 from millstream.gateway.console.visit import Answer, Download, Page, PageRoute, Visit, address, change, command, done
 from millstream.protocol.filter.filter import Filter
-from millstream.protocol.private.subscriptions import message_trace
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
@@ -385,6 +386,14 @@ async def show(visit: Visit) -> Answer:
     decoded = None
     if len(value) <= SHOWN_BYTES_MAX:
         decoded = await decode_record(visit.services.client, topic.name, record)
+    trace = await trace_at(
+        visit.services.client,
+        Position(topic.name, partition, offset),
+        reading=visit.services.reading,
+        read_record=visit.services.reader.read_one,
+    )
+    if (may_have_more := lacks_history(trace)) and visit.text("ledger"):
+        trace, may_have_more = await with_history(visit.services, trace), False
     form = visit.choice("as", ("auto", *_FORMS))
     contents = {
         "decoded": None if decoded is None else as_json(decoded.value),
@@ -411,7 +420,8 @@ async def show(visit: Visit) -> Answer:
         "is_cut": len(value) > SHOWN_BYTES_MAX,
         "headers": [(name, _text(value or b"") or (value or b"").hex(" ")) for name, value in record.headers],
         "samples": _samples(topic.name, stored),
-        "trace": (await message_trace(visit.services.client, topic.name, partition, offset)).subscriptions,
+        "trace": trace["subscriptions"],
+        "may_have_more": may_have_more,
     }
     return Page("message.html", context)
 

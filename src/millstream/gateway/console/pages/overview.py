@@ -42,7 +42,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
     may_describe = await visit.may(Operation.DESCRIBE, ResourceType.CLUSTER)
     nodes: list[NodeSumsResponse] = []
     if may_describe:
-        visit.history.start()
+        visit.history.note_visit()
         nodes = await node_sums(visit.services.client)
     # People open this page when a node is down, so what needs that node is left out, not an error.
     missing: list[str] = []
@@ -56,6 +56,7 @@ async def _state(visit: Visit) -> dict[str, Any]:
         "nodes": nodes,
         "partitions": max((one.partitions for one in nodes), default=0),
         "history": visit.history if may_describe else None,
+        "stored": sum(one.stored_bytes for one in nodes),
         "disk_free": min((one.disk_free_bytes for one in nodes if one.disk_bytes), default=None),
         "waiting": sorted((row for row in rows if row["backlog"]), key=lambda row: -row["backlog"])[:5],
         "backlog": sum(row["backlog"] for row in rows),
@@ -148,7 +149,7 @@ def _warnings(
 
 async def events(visit: Visit) -> Answer:
     """Notify a browser of new numbers."""
-    visit.history.start()
+    visit.history.note_visit()
     return Download(_sampled(visit), EVENT_STREAM)
 
 

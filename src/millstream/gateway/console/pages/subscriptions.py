@@ -21,6 +21,7 @@ from millstream.core.subscription import (
     FILTER,
     IN_FLIGHT_MAX,
     LEASE,
+    LEDGER,
     OWN_PREFIX,
     PAUSED,
     START,
@@ -48,7 +49,10 @@ _FLAGS: Final = {
     IN_FLIGHT_MAX: "--in-flight",
     EXPIRES: "--expires",
 }
-"""The settings that the page changes, and the flags of the command that does the same."""
+"""Settings for which the command has flags of their own."""
+_CHANGEABLE: Final = [
+    name for name, declared in sorted(_DECLARED.items()) if not declared.is_secret and name not in (PAUSED, START)
+]
 
 
 def rows_of(described: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,10 +135,15 @@ async def show(visit: Visit) -> Answer:
         "name": name,
         "described": described,
         "row": _row(described),
+        "oldest": max(
+            (queue for queue in described["queues"] if queue["backlog"]),
+            key=lambda queue: queue["oldest_age_ms"],
+            default=None,
+        ),
         "leases": leases[:LEASES_SHOWN],
         "held": sum(queue["leased"] for queue in described["queues"]),
         "settings": settings,
-        "changeable": list(_FLAGS),
+        "changeable": _CHANGEABLE,
         "may_alter": reads and await visit.may_change(Operation.ALTER_CONFIGS, _GROUP, name),
         "may_seek": reads and await visit.may_change(Operation.READ, _GROUP, name),
         "may_delete": await visit.may_change(Operation.DELETE, _GROUP, name),
@@ -212,16 +221,21 @@ async def purge(visit: Visit) -> Answer:
 async def alter(visit: Visit) -> Answer:
     """Change one setting."""
     name, key, value = visit.names["subscription"], visit.text("setting"), visit.text("setting_value")
-    if key not in _FLAGS:
+    if key not in _CHANGEABLE:
         raise invalid("choose a setting")
     await visit.services.subscriptions.alter(name, {key: value or None})
-    return _done(name, f"{name} is changed", "update", name, *_flag(key, value or str(_DECLARED[key].default)))
+    return _done(name, f"{name} is changed", "update", name, *_flags(key, value))
 
 
-def _flag(key: str, value: str) -> tuple[str, str]:
-    """Return the flag of `subscription update` for a setting."""
-    flag = _FLAGS[key]
-    return flag, f"{int(value) / 1000:g}" if key in (LEASE, EXPIRES) and value.isdigit() else value
+def _flags(key: str, value: str) -> tuple[str, ...]:
+    """Return the flags of `subscription update` for a setting; without a value it gets its default."""
+    if not value:
+        return ("--unset", key)
+    if key == LEDGER and value in ("true", "false"):
+        return ("--ledger" if value == "true" else "--no-ledger",)
+    if key not in _FLAGS:
+        return ("--set", f"{key}={value}")
+    return _FLAGS[key], f"{int(value) / 1000:g}" if key in (LEASE, EXPIRES) and value.isdigit() else value
 
 
 async def delete(visit: Visit) -> Answer:

@@ -128,7 +128,7 @@ async def show(visit: Visit) -> Answer:
 
 
 async def _numbers(visit: Visit, name: str) -> list[Any]:
-    return [next(iter((await topics_page(visit.services.client, names=[name])).topics), None)]
+    return [next(iter((await topics_page(visit.services.client, names=[name], partitions=True)).topics), None)]
 
 
 async def settings(visit: Visit) -> Answer:
@@ -235,7 +235,8 @@ async def _groups(visit: Visit, topic: TopicMetadata) -> tuple[list[dict[str, An
         here = {where.partition: offset for where, offset in offsets.items() if where.topic == topic.name}
         if here:
             lag = sum(max(0, ends[index].offset - offset) for index, offset in here.items() if index in ends)
-            rows.append({"group": name, "state": state, "type": kind, "lag": lag})
+            known = {"committed": len(here), "partitions": len(topic.partitions)}
+            rows.append({"group": name, "state": state, "type": kind, "lag": lag, **known})
     return rows, max(0, len(listed) - GROUPS_MAX)
 
 

@@ -120,6 +120,9 @@
     localTimes(root);
     for (const one of root.querySelectorAll("[data-end]")) one.scrollTop = one.scrollHeight;
   }
+  // Where the navigation is a strip, the current page is in view.
+  const current = document.querySelector("nav [aria-current]");
+  if (current) current.parentElement.scrollIntoView({ block: "nearest", inline: "center" });
   document.addEventListener("htmx:afterSwap", (event) => prepare(event.target));
   document.addEventListener("htmx:oobAfterSwap", () => prepare(document));
   prepare(document);
