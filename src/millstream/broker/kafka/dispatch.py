@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Iterable
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.net.connection import Answer, Connection
@@ -28,6 +28,9 @@ from millstream.protocol.messages.codec import (
 )
 
 _logger = logging.getLogger(__name__)
+
+_OF_TRANSACTIONS: Final = frozenset({22, 24, 25, 26, 28})
+"""InitProducerId, AddPartitionsToTxn, AddOffsetsToTxn, EndTxn and TxnOffsetCommit."""
 
 
 class RawApi(Protocol):
@@ -82,6 +85,11 @@ class Dispatch:
             client = self._client(connection, header)
         api = self._find(header)
         if isinstance(api, Api):
+            if api.key in _OF_TRANSACTIONS and client.presence.has_ended:
+                # Its transaction may have been ended through another connection since, and the next one begun, to
+                # which this request would be taken to belong.
+                connection.abort()
+                return None
             return self._answer(api, header, frame, client, started)
         answer = api.handle_frame(frame, header, client)
         if isinstance(answer, list):

@@ -214,6 +214,8 @@ class Connection(asyncio.BufferedProtocol):
         # An IPv4 client of an IPv6 listener appears with a mapped address.
         self.reached_at = str(local[0]).removeprefix("::ffff:") if isinstance(local, tuple) else ""
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
+        bound = transport.get_extra_info("socket")
+        self.presence.descriptor = -1 if bound is None else bound.fileno()
         self._flow = self._turns.join(self.host, self._take_turn)
         self._traffic.connections_accepted += 1
         if self.opened is not None:

@@ -18,15 +18,22 @@ from typing import Any
 class Presence:
     """A client that has ended its side still gets finished responses, but no request waits on its behalf any more."""
 
-    __slots__ = ("_on_gone", "_undelivered", "has_left", "is_gone", "on_disconnect")
+    __slots__ = ("_on_gone", "_undelivered", "descriptor", "has_left", "is_gone", "on_disconnect")
 
     def __init__(self) -> None:
+        self.descriptor = -1
+        """The socket of the connection; -1 while there is none."""
         self.has_left = False
         self.on_disconnect: Callable[[], object] | None = None
         """Called when the client leaves; set by the request that waits, of which there is one at a time."""
         self._on_gone: dict[object, Callable[[], object]] = {}
         self._undelivered: list[Callable[[], object]] = []
         self.is_gone = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client has ended its side by now, also if that has not been read yet."""
+        return self.has_left or self.is_gone or (self.descriptor >= 0 and find_end(self.descriptor) is not End.NONE)
 
     def leave(self) -> None:
         """Note that the client has closed the connection, or its half of it."""
@@ -46,6 +53,7 @@ class Presence:
     def end(self) -> None:
         """Note that the connection is gone."""
         self.is_gone = True
+        self.descriptor = -1
         farewells, self._on_gone = self._on_gone, {}
         undelivered, self._undelivered = self._undelivered, []
         for call in (*undelivered, *farewells.values()):

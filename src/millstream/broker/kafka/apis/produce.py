@@ -278,6 +278,7 @@ _MANY_RECORDS_BYTES = 8 * 1024
 """Smaller, uncompressed batches hold few records."""
 _FIRST_FIELDS = struct.Struct(">qiib")
 _TIMED_OUT = "the records were not acknowledged within the request's timeout"
+_CLIENT_LEFT = "the client has closed the connection"
 _NOT_ALLOWED = "the client may not write this"
 _NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
 
@@ -464,6 +465,11 @@ class Produce:
     ) -> Buffers | Promise | None:
         version = header.version
         waiting: list[tuple[Partition, Portion]] = []
+        if request.transactional_id is not None and client.presence.has_ended:
+            # The client may have aborted this transaction through another connection since, and begun the next one with
+            # the same epoch: nothing else would tell that these batches do not belong to it.
+            for portion in request.portions:
+                portion.fail(ErrorCode.request_timed_out, _CLIENT_LEFT)
         for portion in request.portions:
             if client.refused_batches and self._is_behind_refused(portion, client):
                 self.batches_rejected += 1
