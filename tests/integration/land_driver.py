@@ -42,7 +42,7 @@ from millstream.pipelines.jobs.land.upsert import UpsertJob
 from millstream.pipelines.lake import rewriting
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.keyed_table import BucketMerge
-from millstream.pipelines.lake.rewriting import Look, Rewrite
+from millstream.pipelines.lake.rewriting import InexactIntegers, Rewrite
 from millstream.pipelines.source.ranges import Range
 from millstream.spark.session import session
 
@@ -111,7 +111,7 @@ def plant_in_widening(fault: str, folder: str) -> None:
         replace_all = dying(DeltaLog.replace_all, after=fault.startswith("after"))
         DeltaLog.replace_all = replace_all  # type: ignore[method-assign]
     else:
-        struck = Look if fault == "after-look" else Rewrite
+        struck = InexactIntegers if fault == "after-look" else Rewrite
         is_struck = lambda _job, work, _files: isinstance(work, struck)  # noqa: E731
         LandJob._with_files = dying(LandJob._with_files, after=True, when=is_struck)  # type: ignore[method-assign]
 

@@ -474,7 +474,7 @@ class Broker:
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
                 boot_id=read_boot_id(),
                 supervise=self._supervise,
-                catalog_away_since_ms=lambda: declarations.away_since_ms,
+                catalog_away_since_ms=lambda: declarations.unavailable_since_ms,
                 is_single=self._is_single,
                 node_listener=self._listeners.own_listener,
             )

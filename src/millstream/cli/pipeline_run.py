@@ -258,7 +258,7 @@ _NAME_MAX: Final = 190
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class RunOptions:
     """Options that do not define the pipeline."""
 
     master: Master = ""
@@ -274,7 +274,7 @@ def run(
     name: RunName = None,
     *,
     flags: Flags,
-    how: How,
+    how: RunOptions,
     common: Common = COMMON,
 ) -> None:
     """Run a pipeline in this process, with progress and a summary. Refused while another process runs it."""

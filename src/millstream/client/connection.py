@@ -431,7 +431,7 @@ class Connection:
             ends = [
                 *(one.drain(timeout) for one in self._subscribers),
                 *(one.close() for one in self._streams),
-                *(_left_now(task, source) for task, source in self._leaving.items()),
+                *(_return_unsettled(task, source) for task, source in self._leaving.items()),
             ]
             ended = await asyncio.gather(*ends, return_exceptions=True)
             # Handlers may publish until they have ended.
@@ -720,7 +720,7 @@ class Connection:
             _logger.warning("messages of %r could not be released: %s", source.subscription, error)
 
 
-async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
+async def _return_unsettled(leaving: asyncio.Task[None], source: Source) -> None:
     """Also return messages that are not settled."""
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)

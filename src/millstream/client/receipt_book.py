@@ -52,7 +52,7 @@ RECREATED: Final = "recreated"
 """The topic was deleted since, and perhaps created again."""
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=False):
+class KeptReceipt(msgspec.Struct, frozen=True, array_like=False):
     """One line of the book."""
 
     id: str
@@ -67,7 +67,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=False):
 class Finding(msgspec.Struct, frozen=True):
     """A message that the log does not hold as the book says."""
 
-    kept: Kept
+    kept: KeptReceipt
     problem: str
     kind: Kind = MISSING
 
@@ -119,7 +119,7 @@ class ReceiptBook:
         # Without acknowledgements there is nothing to check later: where a message is stored is not known.
         lines = [
             self._encoder.encode(
-                Kept(
+                KeptReceipt(
                     receipt.id,
                     receipt.topic,
                     receipt.topic_id,
@@ -135,9 +135,9 @@ class ReceiptBook:
         self._file.write(b"".join(line + b"\n" for line in lines))
 
 
-def read_book(path: str | Path) -> Iterator[Kept]:
+def read_book(path: str | Path) -> Iterator[KeptReceipt]:
     """Yield the receipts of a book; lines torn by a crash are skipped with a warning."""
-    decoder = msgspec.json.Decoder(Kept)
+    decoder = msgspec.json.Decoder(KeptReceipt)
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -169,8 +169,8 @@ async def check_book(client: Client, path: str | Path) -> BookCheck:
     return BookCheck(checked, findings)
 
 
-async def _check_part(client: Client, part: Iterable[Kept]) -> list[Finding]:
-    by_partition: dict[tuple[str, str, int], dict[int, Kept]] = {}
+async def _check_part(client: Client, part: Iterable[KeptReceipt]) -> list[Finding]:
+    by_partition: dict[tuple[str, str, int], dict[int, KeptReceipt]] = {}
     findings: list[Finding] = []
     for kept in part:
         known = by_partition.setdefault((kept.topic, kept.topic_id, kept.partition), {})
@@ -193,7 +193,9 @@ async def _check_part(client: Client, part: Iterable[Kept]) -> list[Finding]:
     return findings
 
 
-async def _check_partition(client: Client, topic: str, partition: int, expected: dict[int, Kept]) -> list[Finding]:
+async def _check_partition(
+    client: Client, topic: str, partition: int, expected: dict[int, KeptReceipt]
+) -> list[Finding]:
     bounds = await _bounds(client, topic, partition)
     left, findings = _within(dict(sorted(expected.items())), bounds)
     while left:
@@ -214,7 +216,7 @@ async def _check_partition(client: Client, topic: str, partition: int, expected:
     return findings
 
 
-def _within(expected: dict[int, Kept], bounds: OffsetRange) -> tuple[dict[int, Kept], list[Finding]]:
+def _within(expected: dict[int, KeptReceipt], bounds: OffsetRange) -> tuple[dict[int, KeptReceipt], list[Finding]]:
     """Divide receipts into those that the log may hold, and what is wrong with the others."""
     findings = []
     for offset, kept in expected.items():
@@ -232,7 +234,7 @@ async def _bounds(client: Client, topic: str, partition: int) -> OffsetRange:
     return OffsetRange(earliest, latest)
 
 
-def _compare(kept: Kept, record: Record | None) -> Finding | None:
+def _compare(kept: KeptReceipt, record: Record | None) -> Finding | None:
     if record is None:
         return Finding(kept, "the log has no message there", MISSING)
     found = message_id(kept.topic_id, kept.partition, kept.offset, record.headers)

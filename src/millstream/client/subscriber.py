@@ -229,7 +229,7 @@ class Subscriber:
         """Start handling messages."""
         await self._source.start()
         loop = asyncio.get_running_loop()
-        self._bystander = loop.create_task(self._stand_by())
+        self._bystander = loop.create_task(self._wait_until_stopped())
         for _ in range(self._concurrency):
             self._workers.append(loop.create_task(self._work()))
             self._workers[-1].add_done_callback(self._ended)
@@ -287,7 +287,7 @@ class Subscriber:
         if self._source.error is not None:
             raise self._source.error
 
-    async def _stand_by(self) -> None:
+    async def _wait_until_stopped(self) -> None:
         await asyncio.shield(self._stopped)
 
     async def _end(self) -> None:

@@ -116,7 +116,7 @@ async def test_health_follows_what_is_heard() -> None:
     clock = ManualClock()
     store = FaultyStore(EmbeddedService(clock), clock)
     heard: list[tuple[bool, int | None]] = []
-    store.on_change(lambda: heard.append((store.available, store.away_since_ms)))
+    store.on_change(lambda: heard.append((store.available, store.unavailable_since_ms)))
     store.cut = "after"
     for _ in range(2):
         with pytest.raises(StoreUnavailable):

@@ -96,7 +96,7 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
     with pytest.raises(StoreUnavailable):
         await store.read("a")
     assert heard == [False]
-    assert store.away_since_ms is not None
+    assert store.unavailable_since_ms is not None
 
 
 @pytest.mark.parametrize(

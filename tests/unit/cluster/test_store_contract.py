@@ -28,7 +28,7 @@ async def test_a_new_store_is_empty(store: CoordinationStore) -> None:
     assert snapshot.entries == {}
     assert snapshot.revision >= 1
     assert store.available
-    assert store.away_since_ms is None
+    assert store.unavailable_since_ms is None
 
 
 async def test_what_was_put_is_read_with_its_revisions(store: CoordinationStore) -> None:

@@ -18,7 +18,7 @@ from millstream.core.errors import Conflict, StalePlan
 from millstream.pipelines.lake.columns import ELEMENT, RAW, Place
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable, open_table
-from millstream.pipelines.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
+from millstream.pipelines.lake.rewriting import FileWork, InexactIntegers, Rewrite, first_name, renamed
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.table_file import ActiveFile
@@ -235,7 +235,7 @@ def test_a_number_that_comes_meanwhile_and_is_too_large_ends_it(storage: Storage
     table, other = DeltaTable(storage), DeltaTable(storage)
     assert land(table, 0, [1])
     with pytest.raises(pa.ArrowInvalid):
-        widen(table, run=meanwhile(lambda: land(other, 1, [2**60]), Look))
+        widen(table, run=meanwhile(lambda: land(other, 1, [2**60]), InexactIntegers))
     assert str(2**60) in widen(table)[TOTAL]
     assert delta_rows(storage) == once(0, range(2))
 

@@ -90,7 +90,7 @@ def test_a_payload_is_decoded_the_same_whatever_stands_beside_it(documents: list
     decoder = Decoder(FIELDS, evolves=evolves)
     values = payloads(*documents)
     together = decoder.decode(values)
-    apart = decoder._apart(values)
+    apart = decoder._decode_singly(values)
     assert together.reasons.to_pylist() == apart.reasons.to_pylist()
     assert same(together.columns.to_pylist(), apart.columns.to_pylist())
     assert together.columns.type == apart.columns.type

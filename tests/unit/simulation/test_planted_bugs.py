@@ -53,11 +53,11 @@ def _agree_by_offset_only(log: Log, offset: Offset, last_epoch: int) -> EpochEnd
     return None if offset <= log.end_offset else EpochEnd(log.latest_epoch, log.end_offset)
 
 
-_stand_down = Partition._stand_down
+_stop_leading = Partition._stop_leading
 
 
 def _cut_to_the_high_watermark(self: Partition, state: PartitionState) -> None:
-    _stand_down(self, state)
+    _stop_leading(self, state)
     self.log.truncate_to(self.high_watermark)
 
 
@@ -108,7 +108,7 @@ BUGS = (
     ),
     PlantedBug(
         "a follower cuts its log to its high watermark instead of asking the leader",
-        ((Partition, "_stand_down", _cut_to_the_high_watermark),),
+        ((Partition, "_stop_leading", _cut_to_the_high_watermark),),
         ("kill", "isolate", "restart"),
     ),
     PlantedBug(

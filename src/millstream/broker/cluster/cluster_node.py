@@ -265,7 +265,7 @@ class ClusterNode:
 
     def warnings(self) -> Iterable[str]:
         """Yield problems of the cluster that do not keep this node from working."""
-        away = self._store.away_since_ms
+        away = self._store.unavailable_since_ms
         if away is not None:
             store = "etcd" if self._config.in_cluster else "the coordination store in the data folder"
             yield f"{store} is unavailable since {_time(away)}; data flows, elections and new topics wait"

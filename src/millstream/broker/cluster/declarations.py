@@ -106,7 +106,7 @@ class CatalogDeclarations(Declarations):
     """The catalog, each call in a thread."""
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
-        self.away_since_ms: int | None = None
+        self.unavailable_since_ms: int | None = None
         """Since when, on the wall clock, it does not answer; None while it does."""
         self._catalog = catalog
         self._clock = clock or SystemClock()
@@ -119,8 +119,8 @@ class CatalogDeclarations(Declarations):
         try:
             answer = await self._ask(ask)
         except CatalogUnavailable as error:
-            if self.away_since_ms is None:
-                self.away_since_ms = self._clock.now_ms()
+            if self.unavailable_since_ms is None:
+                self.unavailable_since_ms = self._clock.now_ms()
                 if self._answered_once:
                     # Before that, the task that waits for the first answer reports it.
                     how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
@@ -131,9 +131,9 @@ class CatalogDeclarations(Declarations):
                     )
             raise
         self._answered_once = True
-        if self.away_since_ms is not None:
-            _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.away_since_ms})
-            self.away_since_ms = None
+        if self.unavailable_since_ms is not None:
+            _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.unavailable_since_ms})
+            self.unavailable_since_ms = None
         return answer
 
     async def _ask(self, ask: Callable[[Catalog], T]) -> T:

@@ -83,7 +83,7 @@ class DamageRepair:
         self._wake = asyncio.Event()
         self._repaired = 0
 
-    def look_at(self, partition: Partition) -> None:
+    def check_soon(self, partition: Partition) -> None:
         """Repair a partition next, if its disk lost something and others host it, too."""
         log = partition.log
         timer = self._retries.pop(partition, None)
@@ -121,7 +121,7 @@ class DamageRepair:
             backoff = self._backoffs[partition] = Backoff(
                 self._random, first_s=REPAIR_RETRY_FIRST_S, max_s=REPAIR_RETRY_MAX_S
             )
-        self._retries[partition] = asyncio.get_running_loop().call_later(backoff.take_s(), self.look_at, partition)
+        self._retries[partition] = asyncio.get_running_loop().call_later(backoff.take_s(), self.check_soon, partition)
 
     async def _repair(self, partition: Partition) -> None:
         for lost in tuple(partition.log.damage):
@@ -278,7 +278,7 @@ class InSyncWriter:
         """Return how many partitions wait for a change."""
         return len(self._queue)
 
-    def look_at(self, partition: Partition) -> None:
+    def check_soon(self, partition: Partition) -> None:
         """Check soon whether a partition needs a change."""
         self._queue[partition] = None
         self._wake.set()
@@ -335,7 +335,7 @@ class InSyncWriter:
             )
             partition.change_ended(Versioned(change.state, revision))
             # Events since then may require another change.
-            self.look_at(partition)
+            self.check_soon(partition)
         return True
 
     async def _write_alone(self, one: _PendingChange) -> None:
@@ -370,13 +370,13 @@ class InSyncWriter:
         else:
             one.partition.change_refused(one.change)
             await self._backoff.pause()
-        self.look_at(one.partition)
+        self.check_soon(one.partition)
 
     async def _give_up(self, pending: list[_PendingChange], error: StoreRefused) -> None:
         _logger.warning("the store refused a change of in-sync sets", extra={"error": str(error)})
         for partition, change in pending:
             partition.change_refused(change)
-            self.look_at(partition)
+            self.check_soon(partition)
         await self._backoff.pause()
 
 
@@ -477,12 +477,12 @@ class Replicas:
     def _watch_damage(self, partition: Partition) -> None:
         """Repair what the disk lost of a partition from other replicas, if there are any."""
         partition.log.damage.on_change = lambda: self._damage_changed(partition)
-        self._repair.look_at(partition)
+        self._repair.check_soon(partition)
 
     def _damage_changed(self, partition: Partition) -> None:
         if partition.in_sync_manager is not self:
             return
-        self._repair.look_at(partition)
+        self._repair.check_soon(partition)
         key = (partition.topic.topic_id, partition.index)
         leader = self._leader_of.get(key)
         if leader is not None:
@@ -560,7 +560,7 @@ class Replicas:
     def wants_change(self, partition: Partition) -> None:
         """Check whether the in-sync set of a partition has to change."""
         if partition.is_leader:
-            self._writer.look_at(partition)
+            self._writer.check_soon(partition)
 
     def _sweep_later(self) -> None:
         if self._sweep is None and self._behind and self._running:
@@ -572,7 +572,7 @@ class Replicas:
             if not partition.has_lagging:
                 del self._behind[partition]
             elif self._wanted(partition) is not None:
-                self._writer.look_at(partition)
+                self._writer.check_soon(partition)
         self._sweep_later()
 
     def _wanted(self, partition: Partition) -> InSyncChange | None:

@@ -105,7 +105,7 @@ class CoordinationStore(Protocol):
         """Whether the last call of the store was answered."""
 
     @property
-    def away_since_ms(self) -> int | None:
+    def unavailable_since_ms(self) -> int | None:
         """Since when, on the wall clock, it does not answer; None while it is available."""
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -167,12 +167,12 @@ class StoreHealth:
         self._name = name
         self._listeners: list[Callable[[], None]] = []
         self._answered_once = False
-        self.away_since_ms: int | None = None
+        self.unavailable_since_ms: int | None = None
 
     @property
     def available(self) -> bool:
         """Whether the last call of the store was answered."""
-        return self.away_since_ms is None
+        return self.unavailable_since_ms is None
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""
@@ -181,18 +181,18 @@ class StoreHealth:
     def answered(self) -> None:
         """Note that the store answered, with any result."""
         self._answered_once = True
-        if self.away_since_ms is None:
+        if self.unavailable_since_ms is None:
             return
-        away_ms = self._clock.now_ms() - self.away_since_ms
-        self.away_since_ms = None
+        away_ms = self._clock.now_ms() - self.unavailable_since_ms
+        self.unavailable_since_ms = None
         _logger.info("%s is available again", self._name, extra={"away_ms": away_ms})
         self._notify()
 
     def silent(self, reason: str) -> None:
         """Note that the store did not answer."""
-        if self.away_since_ms is not None:
+        if self.unavailable_since_ms is not None:
             return
-        self.away_since_ms = self._clock.now_ms()
+        self.unavailable_since_ms = self._clock.now_ms()
         if self._answered_once:
             # Before that, the task that waits for the first answer reports it.
             _logger.warning(
@@ -219,9 +219,9 @@ class HealthReporting:
         return self._health.available
 
     @property
-    def away_since_ms(self) -> int | None:
+    def unavailable_since_ms(self) -> int | None:
         """Since when it does not answer."""
-        return self._health.away_since_ms
+        return self._health.unavailable_since_ms
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time `available` changes."""

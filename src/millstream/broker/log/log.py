@@ -509,7 +509,7 @@ class Log:
         """Find the first record with at least this timestamp; large batches are decompressed off the loop."""
         found = self._first_at_or_after(timestamp_ms, self.start_offset, up_to)
         while isinstance(found, HeavyBatch):
-            within = await found.look_into()
+            within = await found.find_record()
             if within is not None:
                 return within
             found = self._first_at_or_after(timestamp_ms, max(self.start_offset, found.offsets.stop), up_to)
@@ -610,9 +610,9 @@ class Log:
 
     def mark_intact(self, lost: LostRange, replay: ProducerReplay | None = None) -> None:
         """Serve a lost range again whose file was restored from outside."""
-        self.mark_repaired(lost, lost.next_offset, self.lost_beside(lost), replay)
+        self.mark_repaired(lost, lost.next_offset, self.other_losses(lost), replay)
 
-    def lost_beside(self, lost: LostRange) -> list[LostRange]:
+    def other_losses(self, lost: LostRange) -> list[LostRange]:
         """Return the other lost ranges of the same segment."""
         return [one for one in self.damage if one.segment == lost.segment and one != lost]
 

@@ -223,7 +223,7 @@ class RangeRepair:
             if self._old is None and self._next_offset < lost.next_offset:
                 left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
             return left
-        left = self.log.lost_beside(lost)
+        left = self.log.other_losses(lost)
         if self._next_offset < lost.next_offset:
             start = lost.start + len(self._batches)
             left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))

@@ -318,7 +318,7 @@ class HeavyBatch(NamedTuple):
         """The first of its offsets for the record: nothing finer than the batch is known."""
         return Offset(self.offsets.start), self.max_timestamp_ms, self.epoch
 
-    async def look_into(self) -> Found | None:
+    async def find_record(self) -> Found | None:
         """Find the record, in the thread; one that cannot be read is known by its batch."""
         try:
             found = await asyncio.get_running_loop().run_in_executor(_thread, _first_in_columns, self)

@@ -197,7 +197,7 @@ class ScrubStep(Inspection):
     def replay(self) -> ProducerReplay | None:
         """Return what to read before `finish`, if an intact range holds producers' batches."""
         found, log = self._found_again, self.log
-        if found is None or not self.is_current or not log.needs_replay(found, log.lost_beside(found)):
+        if found is None or not self.is_current or not log.needs_replay(found, log.other_losses(found)):
             return None
         self._replay = ProducerReplay(log)
         return self._replay

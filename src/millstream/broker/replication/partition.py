@@ -526,7 +526,7 @@ class Partition(Replica):
         if state.leader == me and state.leader_epoch > self._stale_epoch:
             self._lead(versioned, me, alone=alone)
         else:
-            self._stand_down(state)
+            self._stop_leading(state)
         if before != (self.is_leader, self.leader_epoch):
             self._notify_listeners()
 
@@ -552,7 +552,7 @@ class Partition(Replica):
             self._request_change()
         self._advance()
 
-    def _stand_down(self, state: PartitionState) -> None:
+    def _stop_leading(self, state: PartitionState) -> None:
         was_leader, self.is_leader = self.is_leader, False
         self._wants_handover = False
         self.leader_epoch = state.leader_epoch

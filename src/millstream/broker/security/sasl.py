@@ -112,7 +112,7 @@ class Passwords:
         """Stop the threads."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def stand_in(self, user: str, mechanism: str) -> ScramCredential:
+    def decoy(self, user: str, mechanism: str) -> ScramCredential:
         """Return a credential for an unknown user: the same for each name, and proved by no password."""
         salt = hmac.digest(self._key, f"{mechanism}:{user}".encode(), "sha256")[:_SALT_BYTES]
         size = len(digest(mechanism, b""))
@@ -133,7 +133,7 @@ class Passwords:
             mark = hmac.digest(self._key, credential.stored_key + password.encode(), "sha256")
             if self._verified.get(mark, 0.0) > time.monotonic():
                 return Verified(principal=user_principal(user), credential=credential, user=user)
-        checked = credential or self.stand_in(user, SCRAM_MECHANISMS[0])
+        checked = credential or self.decoy(user, SCRAM_MECHANISMS[0])
         if self._waiting >= _CHECKS_WAITING_MAX:
             raise AuthenticationFailed("too many passwords are being checked; try again")
         self._waiting += 1
@@ -200,7 +200,7 @@ class _Scram:
         self.user = name
         known = self._passwords.state.credential(name, (self._mechanism,))
         self._is_known = known is not None
-        self._credential = credential = known or self._passwords.stand_in(name, self._mechanism)
+        self._credential = credential = known or self._passwords.decoy(name, self._mechanism)
         self._header, self._first = f"{flag},{authorized},", first
         self._nonce = nonce + base64.b64encode(os.urandom(_NONCE_BYTES)).decode()
         salt = base64.b64encode(credential.salt).decode()

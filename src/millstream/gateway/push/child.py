@@ -73,10 +73,10 @@ class PushChild(SupervisedChild):
         self._pushed: list[PushSubscription] = []
         self._news = asyncio.Event()
         self._worker = ""
-        declared.on_change(self._look)
+        declared.on_change(self._refresh)
         if security is not None:
-            security.on_change(self._look)
-        self._look()
+            security.on_change(self._refresh)
+        self._refresh()
 
     @property
     def stop_s(self) -> float:
@@ -148,7 +148,7 @@ class PushChild(SupervisedChild):
                 # Lines that are too long fail too; reading continues after them.
                 _logger.warning("a report of the push process cannot be read", extra={"error": str(error)})
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Follow a change of the subscriptions."""
         found, parked = [], {}
         for declared in self._declared.all():

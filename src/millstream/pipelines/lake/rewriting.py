@@ -90,7 +90,7 @@ Run = Callable[[FileWork[ActiveFile], Sequence[ActiveFile]], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class InexactIntegers:
     """Finds integers that a double cannot hold, at the paths that are to become double."""
 
     source: Files
@@ -353,7 +353,7 @@ class Widening:
 
     def _inexact(self, files: Sequence[ActiveFile], places: Sequence[Place]) -> dict[Place, str]:
         """Return the paths with numbers that doubles cannot hold, with the reasons."""
-        look = Look(source=self._source, places=tuple(places))
+        look = InexactIntegers(source=self._source, places=tuple(places))
         refused: dict[Place, str] = {}
         for found in self._run(look, files).values() if files else ():
             for place, number in zip(places, numbers_found(found), strict=True):

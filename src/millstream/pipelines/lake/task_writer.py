@@ -91,7 +91,7 @@ def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterat
     Row groups written by tasks hold one partition each and are in order, so one group is held at a time. Groups that
     overlap, because the table is partitioned by event time or because other programs wrote them, are merged.
     """
-    for together in _apart(groups):
+    for together in _overlapping(groups):
         if len(together) > 1:
             yield from _merged(files, together, schema)
         else:
@@ -208,7 +208,7 @@ class _Cursor:
             yield batch.slice(0, count)
 
 
-def _apart(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
+def _overlapping(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
     """Yield groups in order, overlapping ones together."""
     together: list[RowGroup] = []
     high = (_LOWEST, _LOWEST)

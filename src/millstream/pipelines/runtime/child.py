@@ -129,11 +129,11 @@ class PipelineChild(SupervisedChild):
         """Parked pipelines that the catalog does not know of yet."""
         self._news = asyncio.Event()
         self._to_park = asyncio.Event()
-        declared.on_change(self._look)
-        owner.on_change(self._look)
+        declared.on_change(self._refresh)
+        owner.on_change(self._refresh)
         if security is not None:
-            security.on_change(self._look)
-        self._look()
+            security.on_change(self._refresh)
+        self._refresh()
 
     @property
     def spare_pid(self) -> int | None:
@@ -178,7 +178,7 @@ class PipelineChild(SupervisedChild):
                 async with asyncio.timeout(LOOK_S if self._idle_reason else None):
                     await self._news.wait()
             except TimeoutError:
-                self._look()
+                self._refresh()
 
     async def _spawn(self) -> Process:
         self._update_board(is_running=True)
@@ -317,7 +317,7 @@ class PipelineChild(SupervisedChild):
 
     # -- what is due ----------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Follow a change of the pipelines or of their owner."""
         declared = self._declared.all()
         self._driver_reports.forget(one.name for one in declared)
@@ -370,7 +370,7 @@ class PipelineChild(SupervisedChild):
             self._attempts[name] += 1
             self._parked[name] = (found, reason)
             self._to_park.set()
-            self._look()
+            self._refresh()
 
     async def _keep_parking(self) -> None:
         while True:
@@ -390,7 +390,7 @@ class PipelineChild(SupervisedChild):
                     self._to_park.set()
                     break
                 del self._parked[name]
-                self._look()
+                self._refresh()
 
     def _is_refused(self, pipeline: Pipeline) -> bool:
         """Whether a pipeline is parked because its owner lacks rights."""

@@ -80,7 +80,7 @@ def parse_payloads(values: pa.Array, columns: Sequence[Column]) -> list[pa.Array
     """Return the fields of every payload, a column each."""
     schema = pa.schema([pa.field(column.name, column.kind) for column in columns])
     parsed = _parse_together(values, schema)
-    return _parse_apart(values, schema) if parsed is None else parsed
+    return _parse_singly(values, schema) if parsed is None else parsed
 
 
 def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | None:
@@ -108,7 +108,7 @@ def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | Non
     return [table.column(field.name).combine_chunks().cast(field.type) for field in schema]
 
 
-def _parse_apart(values: pa.Array, schema: pa.Schema) -> list[pa.Array]:
+def _parse_singly(values: pa.Array, schema: pa.Schema) -> list[pa.Array]:
     documents = [_document(value) for value in values.to_pylist()]
     return [
         pa.array([_fitting(document.get(field.name), field.type) for document in documents], field.type)

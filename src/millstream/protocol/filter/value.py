@@ -47,7 +47,7 @@ class _Part:
         found = self._compiled.search(text, start, end)
         return -1 if found is None else found.end()
 
-    def stands_at(self, text: str, at: int) -> bool:
+    def matches_at(self, text: str, at: int) -> bool:
         """Return whether it occurs at a position."""
         if self.plain is not None:
             return text.startswith(self.plain, at)
@@ -103,9 +103,9 @@ def _general(parts: list[_Part]) -> Matches:
 
     def matches(text: str) -> bool:
         if last is None:
-            return len(text) == width and first.stands_at(text, 0)
+            return len(text) == width and first.matches_at(text, 0)
         end = len(text) - last.width
-        if len(text) < width or not first.stands_at(text, 0) or not last.stands_at(text, end):
+        if len(text) < width or not first.matches_at(text, 0) or not last.matches_at(text, end):
             return False
         at = first.width
         for part in middle:

@@ -68,7 +68,7 @@ class Channel(asyncio.BufferedProtocol):
         self._has_signed_in = False
         self._renew_at: float | None = None
         """When another connection has to take over, since this one's session ends soon."""
-        self.room_for = _new_room
+        self.room_for = _new_buffer
         """Returns the buffer for a response that is too large for the scratch buffer."""
 
     @classmethod
@@ -355,7 +355,7 @@ class Channel(asyncio.BufferedProtocol):
             answer.set_result(frame)
 
 
-def _new_room(size: int) -> memoryview:
+def _new_buffer(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 

@@ -416,7 +416,7 @@ class Decoder:
         if whole is not None:
             return whole
         if len(values) <= _APART_MAX:
-            return self._apart(values)
+            return self._decode_singly(values)
         size = -(-len(values) // _CUTS)
         parts = [self.decode(values.slice(start, size)) for start in range(0, len(values), size)]
         return Decoded(
@@ -497,7 +497,7 @@ class Decoder:
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
-    def _apart(self, values: pa.Array) -> Decoded:
+    def _decode_singly(self, values: pa.Array) -> Decoded:
         rows: list[dict[str, object]] = []
         reasons: list[str | None] = []
         found: list[pa.Schema] = []

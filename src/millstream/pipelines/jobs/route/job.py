@@ -114,7 +114,7 @@ class RouteJob:
             self._context.idle()
             self._context.stopping.wait(1.0)
             return Step()
-        self._look()
+        self._refresh_filters()
         with few_at_a_time():
             plan = self._plan()
             is_idle = not plan.ranges and not self._loop.is_new(plan)
@@ -163,7 +163,7 @@ class RouteJob:
         tasks = Marked(routing(plan.ranges, self._ways, writing, plan.batch, reading))
         return parts_of(plan.numbers(self._context.spark).mapInArrow(tasks, PART_SCHEMA))
 
-    def _look(self) -> None:
+    def _refresh_filters(self) -> None:
         """Update rules that use a subscription's filter, which may change."""
         now = time.monotonic()
         if self._ways and (not self._has_subscriptions or now - self._looked < LOOK_S):
