@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import struct
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -31,9 +32,19 @@ from millstream.core.subscription import (
     START,
     Verb,
 )
+from millstream.core.topic import SUBSCRIPTIONS
 from millstream.embedded import EmbeddedBroker
 from millstream.protocol.filter.batch import DecodedBatch
 from millstream.protocol.filter.node import Payload
+from millstream.protocol.messages.codec import read_correlation_id, request_head, response_body_at
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscription_messages import (
+    SETTLE_KEY,
+    PartitionSettles,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
@@ -126,6 +137,40 @@ async def test_each_message_goes_to_one_worker_until_it_is_accepted(server: Serv
         (reported,) = await work.subscriptions.describe([work.name])
         (queue,) = reported["queues"]
         assert (queue["backlog"], queue["leased"], queue["accepted"], queue["released"]) == (0, 0, 4, 2)
+
+
+async def test_acceptances_that_are_sent_without_waiting_are_stored_together(server: Server) -> None:
+    count = 60
+    async with desk(server, "pipelined", {LEASE: "600000"}) as work:
+        await work.publish(*map(str, range(count)))
+        held = await work.receive(count)
+        requests = b""
+        for message in held:
+            accepted = SettledRange(message.record.offset, message.record.offset + 1, Verb.ACCEPT)
+            body = encode(SettleRequest(work.name, "one", [PartitionSettles(work.topic, 0, [accepted])]))
+            head = request_head(SETTLE_KEY, 0, message.record.offset, "test")
+            requests += struct.pack(">i", len(head) + len(body)) + head + body
+        before = await stored_records(work.client)
+        reader, writer = await asyncio.open_connection(*server.kafka.rsplit(":", 1))
+        writer.write(requests)
+        for message in held:
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            frame = await reader.readexactly(size)
+            assert read_correlation_id(frame) == message.record.offset
+            answer = decode(frame[response_body_at(SETTLE_KEY, 0, frame) :], SettleAnswer)
+            assert (answer.error, answer.results) == (0, [[(0, None)]])
+        writer.close()
+        # One by one it would be a record for each.
+        assert await stored_records(work.client) - before < count // 2
+        (reported,) = await work.subscriptions.describe([work.name])
+        assert [(queue["backlog"], queue["accepted"]) for queue in reported["queues"]] == [(0, count)]
+
+
+async def stored_records(client: Client) -> int:
+    """How many records the log of queue states has had."""
+    partitions = (await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].partitions
+    ends = await client.list_offsets(SUBSCRIPTIONS, dict.fromkeys(partitions, -1))
+    return sum(end.offset for end in ends.values())
 
 
 async def test_a_lease_that_runs_out_gives_the_message_to_another(server: Server) -> None:

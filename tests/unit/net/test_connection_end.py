@@ -15,7 +15,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.presence import Hangups, Presence
-from millstream.broker.net.reply import Buffers, Promise
+from millstream.broker.net.reply import Buffers, Parked, Promise
 
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
 
@@ -24,13 +24,26 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">i", len(body)) + body
 
 
+class Waiting(Parked):
+    """A request that waits for others, until the test answers it."""
+
+    def __init__(self, polls: Polls) -> None:
+        super().__init__()
+        self._polls = polls
+
+    def abandon(self) -> None:
+        self._polls.given_up += 1
+        self.keep(None)
+
+
 class Polls:
-    """Long polls that end when the client leaves ("poll"), or are given up ("join"); promises; and echoes."""
+    """Long polls that end when the client leaves ("poll"), or are given up ("join", "park"); promises; and echoes."""
 
     def __init__(self) -> None:
         self.polls = 0
         self.given_up = 0
         self.promises: list[Promise] = []
+        self.parked: list[Waiting] = []
         self.undone = 0
         """Answers that never left."""
 
@@ -40,6 +53,10 @@ class Polls:
             return self._poll(connection.presence)
         if name == b"join":
             return self._join(connection.presence)
+        if name == b"park":
+            self.polls += 1
+            self.parked.append(Waiting(self))
+            return self.parked[-1]
         if name.startswith(b"lease"):
             return self._lease(connection.presence, int(name[5:]))
         if name == b"promise":
@@ -123,7 +140,35 @@ async def test_a_long_poll_ends_with_what_there_is_when_the_client_ends_its_side
         writer.close()
 
 
-@pytest.mark.parametrize("kind", [b"poll", b"join"])
+async def test_requests_behind_one_that_waits_for_others_are_served_after_it() -> None:
+    service = Polls()
+    async with listening(service) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"first") + framed(b"park") + framed(b"park") + framed(b"last"))
+        for count in (1, 2):
+            await until_polling(service, count)
+            assert len(service.parked) == count
+            service.parked[-1].keep([framed(b"what came")])
+        expected = framed(b"first") + framed(b"what came") * 2 + framed(b"last")
+        assert await reader.readexactly(len(expected)) == expected
+        writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"", framed(b"last")])
+async def test_what_waits_for_others_is_given_up_when_the_client_ends_its_side(behind: bytes) -> None:
+    service = Polls()
+    async with listening(service) as (listener, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(framed(b"park") + behind)
+        await until_polling(service)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 60) == behind
+        await asyncio.wait_for(until_closed(listener), 60)
+        assert service.given_up == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("kind", [b"poll", b"join", b"park"])
 async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> None:
     service = Polls()
     async with listening(service) as (listener, port):
@@ -132,7 +177,7 @@ async def test_a_client_that_closes_leaves_nothing_that_waits(kind: bytes) -> No
         await until_polling(service)
         writer.close()
         await asyncio.wait_for(until_closed(listener), 60)
-        assert service.given_up == (kind == b"join")
+        assert service.given_up == (kind != b"poll")
 
 
 @pytest.mark.parametrize("ends_its_side", [True, False])

@@ -24,7 +24,7 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.reply import Buffers, start
+from millstream.broker.net.reply import Buffers, Promise, start
 from millstream.broker.security.changes import Changes, record_changes
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.credential import Owner
@@ -184,6 +184,10 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
     so nothing there may need one, as timeouts do."""
 
+    def answer_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Answer an ordinary request without decoding it into messages; return None for any other."""
+        return None
+
     @abstractmethod
     async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:
         """Answer a request of the newest version."""
@@ -259,15 +263,30 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
         """Carry out the request of a client; overridden where quotas count."""
         return await self.handle(request)
 
+    def answer_at_once(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Answer or promise an answer without a coroutine, or return None where that takes one."""
+        return None
+
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer once the request is carried out."""
-        answer = self._answer(bytes(frame[header.body_at :]), header, client)
-        return start(answer, is_abandoned_with_client=self.waits_for_others)
+        try:
+            request: RequestT = decode(bytes(frame[header.body_at :]), self.request_type)
+            at_once = self.answer_at_once(request, header, client)
+        except MillstreamError as error:
+            return self.refuse(error, header, client)
+        if at_once is not None:
+            return at_once
+        return start(self.answer_later(request, header, client), is_abandoned_with_client=self.waits_for_others)
 
-    async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
+    def refuse(self, error: BaseException, header: RequestHeader, client: ClientInfo) -> Buffers:
+        """Answer with an error."""
+        log_fenced(error_code(error), str(error), client)
+        return encode_private(header, self.response_type(error=int(error_code(error)), message=error_message(error)))
+
+    async def answer_later(self, request: RequestT, header: RequestHeader, client: ClientInfo) -> Buffers:
+        """Carry out a request, as far as the client may."""
         response: Any
         try:
-            request: RequestT = decode(body, self.request_type)
             if not self.starts_at_once(request):
                 await asyncio.sleep(0)
             if client.rights is None:
@@ -279,8 +298,7 @@ class PrivateApi(ABC, Generic[RequestT, ResponseT]):
                 response = await record_changes(cls.__name__, cls.changes, request, client.rights, work)
                 response = self.redact(response, client.rights)
         except MillstreamError as error:
-            log_fenced(error_code(error), str(error), client)
-            response = self.response_type(error=int(error_code(error)), message=error_message(error))
+            return self.refuse(error, header, client)
         return encode_private(header, response)
 
 

@@ -36,6 +36,7 @@ from millstream.broker.net.presence import End, Hangups, Presence, find_end
 from millstream.broker.net.reply import (
     PIECE_BYTES,
     Outgoing,
+    Parked,
     Piece,
     Promise,
     Reply,
@@ -170,6 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         self._ready: list[Piece | Stored] = []
         self._outgoing = Outgoing()
         self._task: asyncio.Task[None] | None = None
+        self._parked: Parked | None = None
         self._gathering = False
         self._flush_is_due = False
         self._unsent_bytes = 0
@@ -237,6 +239,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._task is not None:
             self._task.cancel()
         self._transport = None
+        if self._parked is not None:
+            self._parked.abandon()
         for reply in self._replies:
             if reply.is_kept:
                 self._turns.keep(self._flow, reply.cost_bytes)
@@ -333,7 +337,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whether nothing is under way, and the client is not being throttled."""
         if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
             return False
-        return not (self._task or self._write_paused or self._partial is not None)
+        return not (self._is_waiting or self._write_paused or self._partial is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
         """Whether the client has left something unfinished and makes no progress; `pressed` is less patient."""
@@ -459,7 +463,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
-        is_busy = self._task is not None or self._has_unserved or self._draining
+        is_busy = self._is_waiting or self._has_unserved or self._draining
         return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
 
     def _release(self, buffer: bytearray) -> None:
@@ -471,11 +475,17 @@ class Connection(asyncio.BufferedProtocol):
     # -- requests -------------------------------------------------------------------------------------------
 
     @property
+    def _is_waiting(self) -> bool:
+        """Whether a request is being answered that the next ones wait for."""
+        return self._task is not None or self._parked is not None
+
+    @property
     def _is_blocked(self) -> bool:
         """Whether something has to finish before the next request is served."""
         return (
             self._awaits_turn
             or self._task is not None
+            or self._parked is not None
             or self._write_paused
             or self._muted is not None
             or bool(self._outgoing)
@@ -513,7 +523,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         if buffer is not None:
             self._release(buffer)
-        if isinstance(answer, Promise):
+        if isinstance(answer, Parked):
+            self._park(answer, len(frame))
+        elif isinstance(answer, Promise):
             answer.cost_bytes = self._turns.promise(self._flow, len(frame))
             answer.on_kept = self._promise_kept
             self._replies.append(answer)
@@ -528,6 +540,41 @@ class Connection(asyncio.BufferedProtocol):
             promise = promise_of(answer, self.fail)
             promise.on_kept = self._promise_kept
             self._replies.append(promise)
+
+    def _park(self, reply: Parked, size: int) -> None:
+        """Make the connection wait for a reply that others bring about; the request counts against the budget."""
+        self._turns.begin_task(self._flow)
+        self._replies.append(reply)
+        self._parked = reply
+        self._budget.take(size + FRAME_COST_BYTES)
+        reply.on_kept = partial(self._unpark, size)
+        if self.presence.has_left:
+            self._loop.call_soon(reply.abandon)
+        else:
+            self.presence.on_disconnect = reply.abandon
+
+    def _unpark(self, size: int) -> None:
+        """Send the reply that the connection waited for; called in the middle of what brings it about."""
+        self._parked = None
+        self.presence.on_disconnect = None
+        self._budget.give_back(size + FRAME_COST_BYTES)
+        if self._transport is None:
+            return
+        began, charged = self._turns.clock(), self._began
+        self._flush_replies()
+        # Large responses are charged as they are sent, which moves `_began`.
+        self._charge_wait(self._turns.clock() - began - (self._began - charged))
+        if self._has_unserved:
+            self._loop.call_soon(self._serve_next)
+
+    def _charge_wait(self, spent_s: float) -> None:
+        """Charge the client for a request that was answered later."""
+        cost_s = TASK_S + spent_s
+        self._turns.end_task(self._flow, cost_s)
+        self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
+        if self._has_unserved and (self._turns.is_crowded or self._turns.spent_s > ROUND_SPENT_MAX_S):
+            # What the next one takes is spent after the round that begins it, so it waits for a round to count it.
+            self._await_turn_if_free()
 
     def _begin_task(self, answer: Started, size: int, buffer: bytearray | None) -> None:
         """Make the connection wait for a coroutine; the frame counts against the budget until it is done."""
@@ -571,12 +618,8 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        cost_s, self._answering_s = TASK_S + answer.spent_s + self._answering_s, 0.0
-        self._turns.end_task(self._flow, cost_s)
-        self._spend(cost_s, self._turns.clock(), is_light=not self._has_unserved)
-        if self._has_unserved and (self._turns.is_crowded or self._turns.spent_s > ROUND_SPENT_MAX_S):
-            # What the next one takes is spent after the round that begins it, so it waits for a round to count it.
-            self._await_turn_if_free()
+        spent_s, self._answering_s = answer.spent_s + self._answering_s, 0.0
+        self._charge_wait(spent_s)
         self._serve_next()
 
     def _serve_next(self) -> None:
@@ -835,7 +878,7 @@ class Connection(asyncio.BufferedProtocol):
             self._read_paused = False
             self.last_activity = self._loop.time()
             transport.resume_reading()
-        self._watch_for_end(wanted=self._read_paused and self._task is not None and not self.presence.has_left)
+        self._watch_for_end(wanted=self._read_paused and self._is_waiting and not self.presence.has_left)
 
     def _watch_for_end(self, *, wanted: bool) -> None:
         """Watch for the end of the stream while a request waits and nothing is read."""
@@ -851,6 +894,6 @@ class Connection(asyncio.BufferedProtocol):
     def _close_when_drained(self) -> None:
         if not self._draining or self._transport is None:
             return
-        if not (self._replies or self._ready or self._outgoing or self._has_unserved or self._task):
+        if not (self._replies or self._ready or self._outgoing or self._has_unserved or self._is_waiting):
             self._is_flushing = True
             self._transport.close()

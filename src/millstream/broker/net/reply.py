@@ -84,6 +84,16 @@ class Promise:
         return self.buffers
 
 
+class Parked(Promise):
+    """A promise that waits for others: the connection serves no further request until it is kept."""
+
+    __slots__ = ()
+
+    def abandon(self) -> None:
+        """Keep the promise without a response: the client has left."""
+        raise NotImplementedError
+
+
 def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseException], None]) -> Promise:
     """Return a promise that a future keeps; call `fail` with its error otherwise."""
     promise = Promise()

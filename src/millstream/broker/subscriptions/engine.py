@@ -226,10 +226,15 @@ class Engine:
         found.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
         return None
 
+    def ready(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery] | None:
+        """Return the queues on some partitions if all of them are open."""
+        ready = [one for partition in partitions if (one := self._ready(subscription, partition)) is not None]
+        return ready if len(ready) == len(partitions) else None
+
     async def deliveries_of(self, subscription: Subscription, partitions: Sequence[Partition]) -> list[Delivery]:
         """Open the queues on some partitions; those that fail are left out unless all fail."""
-        ready = [one for partition in partitions if (one := self._ready(subscription, partition)) is not None]
-        if len(ready) == len(partitions):
+        ready = self.ready(subscription, partitions)
+        if ready is not None:
             return ready
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self.delivery(subscription, partition)) for partition in partitions]

@@ -63,19 +63,40 @@ class _BudgetShare:
             asyncio.get_running_loop().call_soon(self.budget.give_back, self._taken_bytes)
 
 
-class _WaitingWorker:
-    """The wait of one worker, which ends with the first queue that has messages."""
+class Wait:
+    """The wait of one worker, which ends with the first queue that has messages, or without any.
 
-    def __init__(self, demand: Demand, deliveries: Sequence[Delivery], share: _BudgetShare) -> None:
+    It ends with `cancel`, or with a single call of `finish`.
+    """
+
+    def __init__(
+        self,
+        deliveries: Sequence[Delivery],
+        demand: Demand,
+        share: _BudgetShare,
+        finish: Callable[[Grant | None], object],
+    ) -> None:
         self.demand = demand
-        self.found: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
+        self.is_done = False
         self._deliveries = deliveries
         self._share = share
+        self._finish = finish
         self._asked_at = monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._interrupt: asyncio.Future[None] | None = None
 
-    @property
-    def is_done(self) -> bool:
-        return self.found.done()
+    def begin(self, wait_s: float, interrupt: asyncio.Future[None] | None) -> None:
+        """Wait on all queues for this long, or until `interrupt`."""
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self.give_up)
+        if interrupt is not None:
+            self._interrupt = interrupt
+            interrupt.add_done_callback(self.give_up)
+        for delivery in self._deliveries:
+            # Some may be closed; if all were, an error was raised before.
+            with suppress(MillstreamError):
+                delivery.park(self)
+        # Without memory nothing was read yet; ask to be notified when there is some.
+        self.current_demand()
 
     def current_demand(self) -> Demand | None:
         self._asked_at = monotonic()
@@ -86,7 +107,7 @@ class _WaitingWorker:
 
     def deliver(self, delivery: Delivery, received: Received) -> None:
         self._share.take(received)
-        self.found.set_result(Grant.now(delivery, received, self._asked_at))
+        self._end(Grant.now(delivery, received, self._asked_at))
 
     def reject(self, reason: MillstreamError) -> None:
         # Other queues may still deliver; the next request gets the error.
@@ -94,18 +115,57 @@ class _WaitingWorker:
 
     def give_up(self, _reason: object = None) -> None:
         """End the wait without messages."""
-        if not self.found.done():
-            self.found.set_result(None)
+        if not self.is_done:
+            self._end(None)
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Stop waiting on all queues."""
+        self.is_done = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._interrupt is not None:
+            self._interrupt.remove_done_callback(self.give_up)
         self._share.budget.stop_waiting(self)
         for delivery in self._deliveries:
             delivery.forget(self)
 
+    def _end(self, found: Grant | None) -> None:
+        self.cancel()
+        self._finish(found)
+
     def _budget_freed(self) -> None:
         for delivery in self._deliveries:
             delivery.wake_waiting()
+
+
+def receive_or_wait(
+    deliveries: Sequence[Delivery],
+    demand: Demand,
+    budget: Budget,
+    finish: Callable[[Grant | None], object],
+    *,
+    wait_s: float,
+    first: int,
+    interrupt: asyncio.Future[None] | None = None,
+) -> list[Grant] | Wait:
+    """Lease messages that are available to a worker, or begin to wait for some; for leases that need not be durable.
+
+    The messages count towards the memory of clients until the loop's next turn, so the caller and `finish` encode and
+    send them before that.
+    """
+    share = _BudgetShare(budget)
+    grants = _receive_from_any(deliveries, demand, first, share)
+    if grants:
+        share.give_back_soon()
+        return grants
+
+    def found(grant: Grant | None) -> None:
+        finish(grant)
+        share.give_back_soon()
+
+    wait = Wait(deliveries, demand, share, found)
+    wait.begin(wait_s, interrupt)
+    return wait
 
 
 async def receive(
@@ -135,7 +195,7 @@ async def receive(
     try:
         grants = _receive_from_any(deliveries, demand, first, share)
         if not grants and wait_s > 0:
-            grants = await _wait(deliveries, _WaitingWorker(demand, deliveries, share), wait_s, interrupt)
+            grants = await _wait(deliveries, demand, share, wait_s, interrupt)
         elif not grants:
             # A filter may be evaluating the available messages.
             for delivery in deliveries:
@@ -174,29 +234,32 @@ def _receive_from_any(
 
 
 async def _wait(
-    deliveries: Sequence[Delivery], waiting: _WaitingWorker, wait_s: float, interrupt: asyncio.Future[None] | None
+    deliveries: Sequence[Delivery],
+    demand: Demand,
+    share: _BudgetShare,
+    wait_s: float,
+    interrupt: asyncio.Future[None] | None,
 ) -> list[Grant]:
-    timer = asyncio.get_running_loop().call_later(wait_s, waiting.give_up)
-    if interrupt is not None:
-        interrupt.add_done_callback(waiting.give_up)
+    finished: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
+
+    def finish(found: Grant | None) -> None:
+        if not finished.done():
+            finished.set_result(found)
+        elif found is not None:
+            # The worker has left; its task is about to notice.
+            return_leases([found], demand.worker)
+
+    wait = Wait(deliveries, demand, share, finish)
     try:
-        for delivery in deliveries:
-            # Some may be closed; if all were, an error was raised above.
-            with suppress(MillstreamError):
-                delivery.park(waiting)
-        # Without memory nothing was read yet; ask to be notified when there is some.
-        waiting.current_demand()
-        found = await waiting.found
+        wait.begin(wait_s, interrupt)
+        found = await finished
     except asyncio.CancelledError:
         # Messages may have arrived at that very moment; otherwise the cancellation has ended the wait.
-        if not waiting.found.cancelled() and waiting.found.done() and (late := waiting.found.result()) is not None:
-            return_leases([late], waiting.demand.worker)
+        if not finished.cancelled() and finished.done() and (late := finished.result()) is not None:
+            return_leases([late], demand.worker)
         raise
     finally:
-        timer.cancel()
-        if interrupt is not None:
-            interrupt.remove_done_callback(waiting.give_up)
-        waiting.stop()
+        wait.cancel()
     return [] if found is None else [found]
 
 

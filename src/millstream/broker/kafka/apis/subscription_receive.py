@@ -17,21 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, with_owned_worker
+from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, check_needs, encode_private, with_owned_worker
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.net.reply import Buffers, Parked, Promise
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.lease import Origin
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest
-from millstream.core.subscription import Subscription
+from millstream.core.subscription import AT_LEAST_ONCE, Subscription
+from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     LeasedRange,
@@ -41,8 +44,11 @@ from millstream.protocol.private.subscription_messages import (
 )
 
 if TYPE_CHECKING:
+    from millstream.broker.subscriptions.delivery import Demand
     from millstream.broker.subscriptions.engine import Engine
-    from millstream.broker.subscriptions.receiving import Grant
+    from millstream.broker.subscriptions.receiving import Grant, Wait
+
+_logger = logging.getLogger(__name__)
 
 RECORDS_MAX = 100_000
 BYTES_MAX = 64 * 1024 * 1024
@@ -71,11 +77,40 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
 
     async def needs(self, request: Receive) -> Sequence[Need]:
         """READ on the subscription and on its topics: responses carry whole batches."""
-        topics = await self._service.topics_of(request.subscription)
-        return [
-            (Operation.READ, ResourceType.GROUP, request.subscription),
-            *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
-        ]
+        return _needs(request.subscription, await self._service.topics_of(request.subscription))
+
+    def answer_at_once(self, request: Receive, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Answer without a task where nothing has to be looked up and leases need not be durable.
+
+        Nearly every request is of this kind, and most of them wait for a message.
+        """
+        service = self._service
+        engine, subscription = service.loaded, service.declared.get(request.subscription)
+        if engine is None or subscription is None or not subscription.topics or self._quota.is_limiting:
+            return None
+        if not request.wait_ms or service.declared.settings_of(subscription).delivery != AT_LEAST_ONCE:
+            return None
+        _check(request)
+        if client.rights is not None:
+            check_needs(_needs(subscription.name, subscription.topics), client.rights)
+        deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
+        if not deliveries:
+            return None
+        from millstream.broker.subscriptions.receiving import receive_or_wait
+
+        client.fetch_requests += 1
+        waiting = _WaitingReceive(self, request, header, client)
+        demand = _demand(with_owned_worker(request, client), client)
+        wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
+        opening = engine.next_opening(subscription)
+        first = next(self._turn) % len(deliveries)
+        given = receive_or_wait(
+            deliveries, demand, service.budget, waiting.finish, wait_s=wait_s, first=first, interrupt=opening
+        )
+        if isinstance(given, list):
+            return encode_private(header, self.hand_over(given, demand.worker, client, waiting.arrived))
+        waiting.begin(given, wait_s, opening)
+        return waiting
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
         """Lease messages, or wait for some, once the client's quota allows it."""
@@ -96,8 +131,12 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             bytes_max = self._quota.allowance(client, request.max_bytes)
             paid = msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max))
             grants = await self._lease(paid, client)
+        return self.hand_over(grants, request.worker, client, arrived)
+
+    def hand_over(self, grants: list[Grant], worker: str, client: ClientInfo, arrived: float) -> ReceiveAnswer:
+        """Build the response to a client; leases that do not reach it are returned."""
         if grants:
-            client.presence.on_undelivered(partial(self._give_back, grants, request.worker))
+            client.presence.on_undelivered(partial(self._give_back, grants, worker))
         answer = build_answer(grants, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetched_bytes += size
@@ -114,13 +153,12 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     async def _lease(self, request: Receive, client: ClientInfo | None) -> list[Grant]:
         subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
-        origin = Origin() if client is None else Origin(client.client_id, request.address or client.address)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.wait_ms, WAIT_MS_MAX) / 1000
         while True:
             # Partitions may come to this node while a worker waits here.
             opening = engine.next_opening(subscription)
-            grants = await self._receive(engine, subscription, request, origin, deadline - loop.time(), opening)
+            grants = await self._receive(engine, subscription, request, client, deadline - loop.time(), opening)
             if grants or not opening.done() or loop.time() >= deadline:
                 return grants
             subscription = await self._subscriptions.find(request.subscription)
@@ -130,12 +168,11 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         engine: Engine,
         subscription: Subscription,
         request: Receive,
-        origin: Origin,
+        client: ClientInfo | None,
         wait_s: float,
         opening: asyncio.Future[None],
     ) -> list[Grant]:
         # Imported with the first worker, together with the queues.
-        from millstream.broker.subscriptions.delivery import Demand
         from millstream.broker.subscriptions.receiving import receive
 
         topics = () if request.partitions is not None else await self._service.share_topics.of(subscription)
@@ -143,13 +180,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         deliveries = await engine.deliveries_of(subscription, partitions)
         return await receive(
             deliveries,
-            Demand(
-                request.worker,
-                min(request.max_records, RECORDS_MAX),
-                min(request.max_bytes, BYTES_MAX),
-                at_least_one=request.at_least_one,
-                origin=origin,
-            ),
+            _demand(request, client),
             self._service.budget,
             wait_s=max(0.0, wait_s),
             first=next(self._turn) % max(1, len(deliveries)),
@@ -167,6 +198,82 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
             return [self._topics.partition(name, index) for name, index in wanted]
         found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
         return [one for topic in found for one in self._topics.partitions_of(topic) if one.is_leader]
+
+
+class _WaitingReceive(Parked):
+    """A request that waits for a message without a task."""
+
+    __slots__ = ("_api", "_client", "_header", "_later", "_opening", "_request", "_until", "_wait", "arrived")
+
+    def __init__(self, api: SubscriptionReceive, request: Receive, header: RequestHeader, client: ClientInfo) -> None:
+        super().__init__()
+        self.arrived = monotonic()
+        self._api = api
+        self._request = request
+        self._header = header
+        self._client = client
+        self._wait: Wait | None = None
+        self._opening: asyncio.Future[None] | None = None
+        self._until = 0.0
+        self._later: asyncio.Task[Buffers] | None = None
+
+    def begin(self, wait: Wait, wait_s: float, opening: asyncio.Future[None]) -> None:
+        """Note what it waits for."""
+        self._wait = wait
+        self._until = self.arrived + wait_s
+        self._opening = opening
+
+    def finish(self, grant: Grant | None) -> None:
+        """Answer with what was leased, or with nothing; go on waiting if another queue has opened here."""
+        self._wait = None
+        left_ms = int((self._until - monotonic()) * 1000)
+        if grant is None and left_ms > 0 and self._opening is not None and self._opening.done():
+            again = msgspec.structs.replace(self._request, wait_ms=left_ms)
+            answer = self._api.answer_later(again, self._header, self._client)
+            self._later = asyncio.get_running_loop().create_task(answer)
+            self._later.add_done_callback(self._finish_later)
+            return
+        grants = [] if grant is None else [grant]
+        worker = with_owned_worker(self._request, self._client).worker
+        self.keep(encode_private(self._header, self._api.hand_over(grants, worker, self._client, self.arrived)))
+
+    def abandon(self) -> None:
+        """Stop waiting: the client has left."""
+        if self._wait is not None:
+            self._wait.cancel()
+            self._wait = None
+        if self._later is not None:
+            self._later.cancel()
+        self.keep(None)
+
+    def _finish_later(self, later: asyncio.Task[Buffers]) -> None:
+        self._later = None
+        if later.cancelled():
+            return
+        error = later.exception()
+        if error is not None:
+            _logger.error("request failed unexpectedly", exc_info=error, extra={"peer": self._client.address})
+        self.keep(later.result() if error is None else self._api.refuse(error, self._header, self._client))
+
+
+def _needs(subscription: str, topics: Iterable[str]) -> list[Need]:
+    return [
+        (Operation.READ, ResourceType.GROUP, subscription),
+        *((Operation.READ, ResourceType.TOPIC, topic) for topic in topics),
+    ]
+
+
+def _demand(request: Receive, client: ClientInfo | None) -> Demand:
+    # Imported with the first worker, together with the queues.
+    from millstream.broker.subscriptions.delivery import Demand
+
+    return Demand(
+        request.worker,
+        min(request.max_records, RECORDS_MAX),
+        min(request.max_bytes, BYTES_MAX),
+        at_least_one=request.at_least_one,
+        origin=Origin() if client is None else Origin(client.client_id, request.address or client.address),
+    )
 
 
 def _check(request: Receive) -> None:

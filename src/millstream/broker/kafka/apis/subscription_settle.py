@@ -12,17 +12,27 @@ INVALID_RECORD_STATE.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import ClientInfo, Need, PrivateApi, error_code, error_message, with_owned_worker
+from millstream.broker.kafka.api import (
+    ClientInfo,
+    Need,
+    PrivateApi,
+    encode_private,
+    error_code,
+    error_message,
+    with_owned_worker,
+)
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.net.reply import Buffers, Promise
 from millstream.broker.subscriptions.lease import Origin, Settlement
 from millstream.core.acl import Operation, ResourceType
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import Offset
 from millstream.core.subscription import Subscription, Verb
+from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
@@ -57,6 +67,35 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     async def needs(self, request: SettleRequest) -> Sequence[Need]:
         return [(Operation.READ, ResourceType.GROUP, request.subscription)]
 
+    def answer_at_once(
+        self, request: SettleRequest, header: RequestHeader, client: ClientInfo
+    ) -> Buffers | Promise | None:
+        """Settle in one queue that is open, without a task; requests behind it on the connection share its sync."""
+        service = self._service
+        engine, subscription = service.loaded, service.declared.get(request.subscription)
+        if engine is None or subscription is None or len(request.partitions) != 1:
+            return None
+        if client.rights is not None:
+            client.rights.require(Operation.READ, ResourceType.GROUP, request.subscription)
+        asked = request.partitions[0]
+        try:
+            verbs = [_verb(one) for one in asked.verbs]
+            ready = engine.ready(subscription, [self._topics.partition(asked.topic, asked.partition)])
+            if ready is None:
+                return None
+            (delivery,) = ready
+            worker = with_owned_worker(request, client).worker
+            delivery.note_origin(worker, Origin(client.client_id, client.address), replaces=False)
+            results = _results(delivery.settle_now(worker, verbs))
+            written = delivery.pending_write()
+        except MillstreamError as error:
+            return _answer(header, _failed(error, asked))
+        if written is None:
+            return _answer(header, results)
+        promise = Promise()
+        written.listen(lambda error: promise.keep(_answer(header, results if error is None else _failed(error, asked))))
+        return promise
+
     async def handle(self, request: SettleRequest) -> SettleAnswer:
         return await self._settle_all(request, Origin())
 
@@ -82,11 +121,23 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
             delivery.note_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
-            return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
-        return [
-            (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
-            for error in results
-        ]
+            return _failed(error, asked)
+        return _results(results)
+
+
+def _results(errors: Iterable[MillstreamError | None]) -> Results:
+    return [
+        (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
+        for error in errors
+    ]
+
+
+def _failed(error: MillstreamError, asked: PartitionSettles) -> Results:
+    return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
+
+
+def _answer(header: RequestHeader, results: Results) -> Buffers:
+    return encode_private(header, SettleAnswer(0, None, [results]))
 
 
 def _verb(asked: SettledRange) -> Settlement:
