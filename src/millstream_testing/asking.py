@@ -18,15 +18,22 @@ async def ask(api: Api[Any, Any] | RawApi, request: Any, *, client: ClientInfo |
     """Send a request in its own version; the answer is of the same version."""
     frame = codec.write_request(9, "test", request)[4:]
     header = codec.read_request_header(frame)
-    if not isinstance(api, Api):
-        promised: Any = api.handle_frame(memoryview(frame), header, client or client_info())
+    client = client or client_info()
+    promised: Any
+    if isinstance(api, Api):
+        promised = api.answer_frame(memoryview(frame), header, client)
+    else:
+        promised = api.handle_frame(memoryview(frame), header, client)
+    if promised is not None:
         reply = b"".join(promised if isinstance(promised, list) else await promised)
         laid_out = codec.read_response(header.api_key, header.version, reply[4:])
         if reply != codec.write_response(header.api_key, header.version, header.correlation_id, laid_out):
             raise ValueError(f"{type(api).__name__} v{header.version} lays out its answer wrongly: {reply!r}")
         return laid_out
+    if not isinstance(api, Api):
+        return None
     read = codec.read_request(header.api_key, header.version, frame, header.body_at)
-    response = await api.answer(header.version, read, client or client_info())
+    response = await api.answer(header.version, read, client)
     answer = codec.write_response(header.api_key, header.version, header.correlation_id, response)
     return codec.read_response(header.api_key, header.version, answer[4:])
 

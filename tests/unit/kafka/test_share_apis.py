@@ -26,6 +26,7 @@ from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
+from millstream.broker.net.reply import Buffers, Parked, Promise
 from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.security.secrets import StoredSecrets
 from millstream.broker.subscriptions.delivery import Delivery
@@ -36,7 +37,12 @@ from millstream.core.ids import Epoch, NodeId
 from millstream.core.partition_state import PartitionState
 from millstream.core.quota import CONSUMER_BYTE_RATE, QuotaEntity
 from millstream.core.subscription import ATTEMPTS, DELIVERY, LEASE, START
-from millstream.protocol.messages.codec import load_request_class
+from millstream.protocol.messages.codec import (
+    load_request_class,
+    read_request_header,
+    read_response,
+    write_request,
+)
 from millstream.protocol.messages.shape import default_of
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.asking import ask
@@ -120,6 +126,7 @@ class Sharer:
         self.group = group
         self.epoch = 0
         self.session = 0
+        self.wait_ms = 0
         self.client = ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
 
     async def beat(self, **given: Any) -> Any:
@@ -134,7 +141,8 @@ class Sharer:
         opens = given.get("share_session_epoch", self.session) == 0
         wanted = places if places is not None else ((self.desk.topic_id, 0),) if opens or batches else ()
         parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
-        values = {**self._who(), **LIMITS, "topics": self._topics(FETCH, version, wanted, batches, parts), **given}
+        topics = self._topics(FETCH, version, wanted, batches, parts)
+        values = {**self._who(), **LIMITS, "max_wait": self.wait_ms, "topics": topics, **given}
         return self._counted(await self.desk.ask(FETCH, version, self.client, **values), given)
 
     async def acknowledge(self, *batches: tuple[int, ...], version: int = 2, places: Any = None, **given: Any) -> Any:
@@ -238,11 +246,12 @@ async def desk(
     await served.close()
 
 
-@pytest.fixture
-async def one(desk: Desk) -> Sharer:
-    """A member with ten messages in front of it."""
+@pytest.fixture(params=[0, 1], ids=["without a wait", "with a wait"])
+async def one(desk: Desk, request: pytest.FixtureRequest) -> Sharer:
+    """A member with ten messages in front of it; requests that may wait are answered without a task."""
     await desk.publish(*map(str, range(10)))
     made = Sharer(desk, "one")
+    made.wait_ms = request.param
     assert (await made.beat()).error_code == ErrorCode.none
     return made
 
@@ -322,6 +331,51 @@ async def test_leases_are_reported_as_long_as_they_were_granted(one: Sharer, mon
 
     monkeypatch.setattr(Delivery, "leases_durable", altered_meanwhile)
     assert (await one.fetch()).acquisition_lock_timeout == timedelta(seconds=600)
+
+
+def asks_for_more(one: Sharer, *batches: tuple[int, ...]) -> Buffers | Promise | None:
+    """Send a request that continues the session of a member and may wait; return what its connection gets."""
+    parts = {"topic": "FetchTopic", "partition": "FetchPartition"}
+    topics = one._topics(FETCH, 1, ((one.desk.topic_id, 0),), batches, parts)
+    request = built(FETCH, 1, **{**one._who(), **LIMITS, "max_wait": 60_000, "topics": topics})
+    frame = memoryview(write_request(9, "test", request)[4:])
+    one.session += 1
+    return one.desk.apis[FETCH].answer_frame(frame, read_request_header(frame), one.client)
+
+
+async def test_a_member_that_waits_is_given_the_first_message_without_a_task(one: Sharer) -> None:
+    assert await one.got() == [(0, 9, 1)]
+    tasks = asyncio.all_tasks()
+    waiting = asks_for_more(one, (0, 9, ACCEPT))
+    assert isinstance(waiting, Parked)
+    await one.desk.publish("late")
+    reply = await waiting
+    assert isinstance(reply, list)
+    answer = read_response(FETCH, 1, b"".join(reply)[4:])
+    assert (ranges(answer), refusals(answer)) == ([(10, 10, 1)], [("none", 0)])
+    assert asyncio.all_tasks() == tasks
+    assert await one.desk.starts(0) == [(0, 10)]
+
+
+async def test_what_is_acknowledged_wrongly_is_refused_together_with_messages(one: Sharer) -> None:
+    assert await one.got(max_records=4, share_acquire_mode=1) == [(0, 3, 1)]
+    reply = asks_for_more(one, (5, 6, ACCEPT))
+    assert isinstance(reply, list)
+    answer = read_response(FETCH, 1, b"".join(reply)[4:])
+    assert refusals(answer) == [("none", int(ErrorCode.invalid_record_state))]
+    assert ranges(answer) == [(4, 9, 1)]
+
+
+async def test_a_member_that_leaves_while_it_waits_keeps_nothing(one: Sharer) -> None:
+    assert await one.got() == [(0, 9, 1)]
+    waiting = asks_for_more(one)
+    assert isinstance(waiting, Parked)
+    waiting.abandon()
+    assert await waiting is None
+    await one.desk.publish("late")
+    two = Sharer(one.desk, "two")
+    await two.beat()
+    assert await two.got() == [(10, 10, 1)]
 
 
 async def test_messages_are_given_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:

@@ -90,7 +90,10 @@ class Dispatch:
                 # which this request would be taken to belong.
                 connection.abort()
                 return None
-            return self._answer(api, header, frame, client, started)
+            at_once = api.answer_frame(frame, header, client)
+            if at_once is None:
+                return self._answer(api, header, frame, client, started)
+            return self._observe(self._latencies[api.key], at_once, started)
         answer = api.handle_frame(frame, header, client)
         if isinstance(answer, list):
             self._latencies[api.key].observe(time.perf_counter() - started)

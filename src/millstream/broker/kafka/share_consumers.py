@@ -176,6 +176,11 @@ class ShareSessions:
         session.epoch = 1 if session.epoch == _EPOCH_MAX else session.epoch + 1
         return session
 
+    def get(self, member: SessionKey, epoch: int) -> ShareSession | None:
+        """Return the session that a request would continue, without counting the request."""
+        session = self._by_member.get(member)
+        return session if session is not None and session.epoch == epoch else None
+
     def close(self, member: SessionKey) -> ShareSession | None:
         """Forget the session of a member."""
         session = self._by_member.pop(member, None)
@@ -276,6 +281,20 @@ class ShareConsumers:
             return ErrorCode.share_session_limit_reached
         return opened
 
+    def ready(
+        self, subscription: Subscription, member: SessionKey, epoch: int, wanted: Iterable[SharePartition]
+    ) -> dict[SharePartition, Delivery] | None:
+        """Return the queues of a session that a request continues, if all are open; the request is not counted."""
+        engine, session = self.service.loaded, self._sessions.get(member, epoch)
+        if engine is None or session is None or epoch in (OPENS, CLOSES):
+            return None
+        places = {**session.partitions, **dict.fromkeys(wanted)}
+        try:
+            found = engine.ready(subscription, [self.partition(*place) for place in places])
+        except MillstreamError:
+            return None
+        return None if found is None else dict(zip(places, found, strict=True))
+
     def partition(self, topic_id: UUID, index: int) -> Partition:
         """Return a partition that this node leads."""
         topic = self.service.topics.by_id(topic_id)
@@ -326,8 +345,17 @@ class ShareConsumers:
         renews: bool,
     ) -> PendingWrite | MillstreamError | None:
         try:
-            verbs, gaps = settlements_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
+        except MillstreamError as error:
+            return error
+        return self.settle_in(delivery, member_id, batches, renews=renews)
+
+    def settle_in(
+        self, delivery: Delivery, member_id: str, batches: Sequence[AcknowledgementBatch], *, renews: bool = False
+    ) -> PendingWrite | MillstreamError | None:
+        """Settle acknowledgements in one queue, all or none; return the write that stores them, or the error."""
+        try:
+            verbs, gaps = settlements_of(batches, renews=renews)
             delivery.settle_all(self.worker(member_id), verbs, gaps)
             return delivery.pending_write()
         except MillstreamError as error:
@@ -358,7 +386,9 @@ class ShareConsumers:
         self, errors: Mapping[SharePartition, MillstreamError | None], client: ClientInfo
     ) -> list[tuple[Node, str, int]]:
         """Return the nodes to ask instead, each with its address for this client."""
-        leaders = {self.leader(place, error).node_id for place, error in errors.items()}
+        leaders = {self.leader(place, error).node_id for place, error in errors.items() if error is not None}
+        if not leaders:
+            return []
         nodes = self._membership.nodes_of(client.listener, client.reached_at)
         return [one for one in nodes if one[0].node_id in leaders]
 

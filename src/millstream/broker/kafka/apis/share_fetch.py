@@ -20,10 +20,10 @@ within it again. It is neither muted nor throttled, since that would delay its a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
@@ -39,6 +39,7 @@ from kio.schema.share_fetch.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
+from millstream.broker.kafka import share_codec
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, error_code, error_message
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.share_consumers import (
@@ -51,9 +52,15 @@ from millstream.broker.kafka.share_consumers import (
     ShareSession,
     check_member_id,
 )
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.reply import Buffers, Parked, Promise
 from millstream.broker.subscriptions.lease import Lease, Origin
 from millstream.core.errors import InvalidRequest, MillstreamError
-from millstream.core.subscription import Subscription
+from millstream.core.subscription import AT_LEAST_ONCE, Subscription
+from millstream.protocol.messages.codec import RequestHeader, write_response
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.receiving import Grant, Wait
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
@@ -90,6 +97,14 @@ class _Results:
         self.lease_ms: int | None = None
         """How long the leases were granted for, the shortest of them."""
 
+    def add(self, grants: Sequence[Grant]) -> None:
+        """Add what was leased."""
+        for one in grants:
+            place = one.delivery.key.topic_id, int(one.delivery.key.partition)
+            self.leases[place] = one.received.leases
+            self.records[place] = b"".join(one.received.batches)
+        self.lease_ms = min((one.lease_ms for one in grants if one.lease_ms is not None), default=None)
+
 
 class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     """Leases messages to share consumers."""
@@ -103,6 +118,77 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         self._consumers = consumers
         self._quota = quota
         self._bytes_max = bytes_max
+
+    @property
+    def budget(self) -> Budget:
+        """The memory of all clients."""
+        return self._consumers.service.budget
+
+    def answer_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Buffers | Promise | None:
+        """Answer a request that continues a session on open queues, without a task and the generic codec."""
+        if client.rights is not None or self._quota.is_limiting:
+            return None
+        request = share_codec.read_plain(frame, header)
+        if request is None or min(request.max_wait_ms, request.max_records, request.max_bytes) <= 0:
+            return None
+        consumers = self._consumers
+        subscription = consumers.service.declared.get(request.group_id)
+        if subscription is None:
+            return None
+        settings = consumers.service.declared.settings_of(subscription)
+        member = request.group_id, request.member_id
+        deliveries = consumers.ready(subscription, member, request.epoch, request.wanted)
+        if not deliveries or settings.delivery != AT_LEAST_ONCE or len({topic for topic, _ in deliveries}) > 1:
+            return None
+        session = consumers.session(member, request.epoch, client.presence, wanted=request.wanted)
+        if isinstance(session, ErrorCode):
+            return None
+        settled: Settled = {
+            place: consumers.settle_in(deliveries[place], request.member_id, ranges)
+            for place, ranges in request.acknowledged.items()
+        }
+        from millstream.broker.subscriptions.delivery import Demand
+        from millstream.broker.subscriptions.receiving import receive_or_wait
+
+        wanted = Demand(
+            consumers.worker(request.member_id),
+            request.max_records,
+            min(request.max_bytes, self._bytes_max, _BYTES_MAX),
+            whole_batches=request.acquire_mode != _RECORD_LIMIT,
+            origin=Origin(client.client_id, client.address),
+        )
+        session.turn += 1
+        client.fetch_requests += 1
+        waiting = _WaitingFetch(self, header, client, subscription, settled, settings.lease_ms)
+        given = receive_or_wait(
+            list(deliveries.values()),
+            wanted,
+            consumers.service.budget,
+            waiting.found,
+            wait_s=min(request.max_wait_ms, _WAIT_MS_MAX if not settled else _ACKNOWLEDGED_MS_MAX) / 1000,
+            first=session.turn % len(deliveries),
+        )
+        waiting.begin(given, wanted.worker)
+        return cast("Buffers", waiting.buffers) if waiting.is_kept else waiting
+
+    def encode(
+        self,
+        header: RequestHeader,
+        client: ClientInfo,
+        subscription: Subscription,
+        results: _Results,
+        lease_ms: int,
+    ) -> Buffers:
+        """Account for a response and encode it."""
+        size = sum(map(len, results.records.values()))
+        client.fetched_bytes += size
+        if self._quota.is_limiting:
+            self._quota.take(client, size)
+        if any(results.acknowledged.values()):
+            response = self._answer(subscription, results, client)
+            return [write_response(self.key, header.version, header.correlation_id, response)]
+        places = list(dict.fromkeys([*results.acknowledged, *results.leases]))
+        return share_codec.write_plain(header, results.lease_ms or lease_ms, places, results.leases, results.records)
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
         client.fetch_requests += 1
@@ -158,7 +244,6 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 deliveries[place] = await self._consumers.delivery(subscription, place)
             except MillstreamError as error:
                 results.failed[place] = error
-        places = {delivery.key: place for place, delivery in deliveries.items()}
         wanted = Demand(
             self._consumers.worker(request.member_id or ""),
             request.max_records,
@@ -183,11 +268,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             first=session.turn % max(1, len(deliveries)),
             also_after=partial(self._consumers.confirm, settled) if settled else None,
         )
-        for one in given:
-            place = places[one.delivery.key]
-            results.leases[place] = one.received.leases
-            results.records[place] = b"".join(one.received.batches)
-        results.lease_ms = min((one.lease_ms for one in given if one.lease_ms is not None), default=None)
+        results.add(given)
 
     async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
@@ -236,6 +317,107 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
                 for lease in results.leases.get(place, ())
             ),
         )
+
+
+class _WaitingFetch(Parked):
+    """A request that waits for messages, and until its acknowledgements are durable, without a task."""
+
+    __slots__ = (
+        "_api",
+        "_client",
+        "_grants",
+        "_header",
+        "_held_bytes",
+        "_lease_ms",
+        "_settled",
+        "_subscription",
+        "_unconfirmed",
+        "_wait",
+        "_worker",
+    )
+
+    def __init__(
+        self,
+        api: ShareFetch,
+        header: RequestHeader,
+        client: ClientInfo,
+        subscription: Subscription,
+        settled: Settled,
+        lease_ms: int,
+    ) -> None:
+        super().__init__()
+        self._api = api
+        self._header = header
+        self._client = client
+        self._subscription = subscription
+        self._settled = settled
+        self._lease_ms = lease_ms
+        self._unconfirmed = 0
+        """How many of the queues have not stored the acknowledgements yet."""
+        self._grants: list[Grant] | None = None
+        self._held_bytes = 0
+        self._wait: Wait | None = None
+        self._worker = ""
+
+    def begin(self, given: list[Grant] | Wait, worker: str) -> None:
+        """Wait for what is missing; answer at once if that is nothing."""
+        self._worker = worker
+        if isinstance(given, list):
+            self._hold(given)
+        else:
+            self._wait = given
+        for place, outcome in self._settled.items():
+            if outcome is not None and not isinstance(outcome, MillstreamError):
+                self._unconfirmed += 1
+                outcome.listen(partial(self._confirmed, place))
+        self._answer_if_done()
+
+    def found(self, grant: Grant | None) -> None:
+        """Take what was leased, or nothing because the time is up."""
+        self._wait = None
+        self._hold([] if grant is None else [grant])
+        self._answer_if_done()
+
+    def abandon(self) -> None:
+        """Stop waiting: the client has left."""
+        from millstream.broker.subscriptions.receiving import return_leases
+
+        if self.is_kept:
+            return
+        if self._wait is not None:
+            self._wait.cancel()
+            self._wait = None
+        grants, self._grants = self._grants, None
+        self._release()
+        self.keep(None)
+        if grants:
+            return_leases(grants, self._worker)
+
+    def _hold(self, grants: list[Grant]) -> None:
+        """Keep messages until the acknowledgements are durable; they count towards the memory of clients."""
+        self._grants = grants
+        self._held_bytes = sum(len(batch) for one in grants for batch in one.received.batches)
+        self._api.budget.take(self._held_bytes)
+
+    def _release(self) -> None:
+        self._api.budget.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    def _confirmed(self, place: SharePartition, error: MillstreamError | None) -> None:
+        self._settled[place] = error
+        self._unconfirmed -= 1
+        self._answer_if_done()
+
+    def _answer_if_done(self) -> None:
+        if self._grants is None or self._unconfirmed or self.is_kept:
+            return
+        results = _Results()
+        results.add(self._grants)
+        results.acknowledged = {
+            place: outcome if isinstance(outcome, MillstreamError) else None for place, outcome in self._settled.items()
+        }
+        self._release()
+        self.keep(self._api.encode(self._header, self._client, self._subscription, results, self._lease_ms))
 
 
 def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
