@@ -381,6 +381,47 @@ async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_
     assert again.queue.in_flight("one") == 2
 
 
+async def test_acceptances_that_come_while_one_is_being_stored_are_stored_together(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish(*map(str, range(6)))
+    delivery.try_receive(wanted(6))
+    before, bench.store.holds = bench.store.writes, True
+    accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(6)]
+    await turns()
+    assert bench.store.writes == before + 1
+    bench.store.let_go()
+    await turns()
+    assert [one.done() for one in accepting] == [True] + [False] * 5
+    assert bench.store.writes == before + 2
+    bench.store.let_go()
+    assert await asyncio.gather(*accepting) == [[None]] * 6
+    again = await bench.open()
+    assert again.queue.oldest == 6
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_acceptances_that_wait_behind_a_write_are_answered_when_the_queue_closes(
+    bench: Workbench, is_stored: bool
+) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b")
+    delivery.try_receive(wanted(2))
+    bench.store.holds = True
+    accepting = [asyncio.ensure_future(delivery.settle("one", settle(offset, Verb.ACCEPT))) for offset in range(2)]
+    await turns()
+    if is_stored:
+        delivery.close(PartitionClosed("the broker is stopping"))
+    else:
+        bench.store.refusal = StorageFailure("the disk is full")
+    bench.store.let_go()
+    bench.store.let_go()
+    outcomes = await asyncio.gather(*accepting, return_exceptions=True)
+    if is_stored:
+        assert outcomes == [[None], [None]]
+    else:
+        assert [type(one) for one in outcomes] == [StorageFailure] * 2
+
+
 async def test_an_acceptance_that_could_not_be_written_is_not_answered_and_the_queue_is_read_back(
     bench: Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:

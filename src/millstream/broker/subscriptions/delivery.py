@@ -206,6 +206,8 @@ class Delivery:
         self._filter = queue_filter
         self._opener = opener
         self._scanning: asyncio.Task[None] | None = None
+        # What was scanned last, while it is being leased, so that it is read once.
+        self._scanned: ScannedRange | None = None
         # By worker: those with leases, and some that had some.
         self._origins: dict[str, Origin] = {}
         # In the order of arrival.
@@ -224,6 +226,8 @@ class Delivery:
         self._message_bytes = 1024
         self._scanned_offsets = 0
         self._last_write: PendingWrite | None = None
+        # What requests wait for that came while the last write was under way: it is written as a whole after that.
+        self._next_write: PendingWrite | None = None
         self.outcomes = OutcomeHistory()
         self._marked_sequence = 0
         self._closed: MillstreamError | None = None
@@ -276,7 +280,9 @@ class Delivery:
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver or self._is_drained(self.last_used_ms):
             return NOTHING
+        self._prepare(demand.max_records)
         found = self._lease(demand)
+        self._scanned = None
         self._after_change()
         return found
 
@@ -450,6 +456,8 @@ class Delivery:
         if self._closed is not None:
             return
         self._write_leases()
+        if self._next_write is not None:
+            self._write_pending()
         self._closed = reason
         self.partition.forget(self)
         if self._alarm is not None:
@@ -491,7 +499,7 @@ class Delivery:
         queue, partition = self.queue, self.partition
         return (
             queue.is_ready
-            and not queue.counts.available
+            and not queue.available_count
             and queue.skip_tick(now_ms)
             and partition.log_start <= queue.oldest
             and queue.next_scan_offset >= readable_end(partition, self.settings.isolation)
@@ -531,18 +539,17 @@ class Delivery:
 
     def _lease(self, demand: Demand) -> Received:
         queue = self.queue
-        self._prepare(demand.max_records)
         # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
         found = self._read_oldest(demand)
         if found is None:
             return NOTHING
         oldest, records = found
-        headers = list(iterate_whole_headers(records))
-        until = headers[-1].next_offset if headers else Offset(0)
-        if until <= oldest:
+        headers = [header for header in iterate_whole_headers(records) if header.next_offset > oldest]
+        if not headers:
             return NOTHING
-        self._message_bytes = len(records) // (until - oldest) + 1
+        until = headers[-1].next_offset
+        self._message_bytes = (len(records) - headers[0].position) // (until - oldest) + 1
         leases = queue.acquire(
             demand.worker,
             now_ms=now_ms,
@@ -561,12 +568,15 @@ class Delivery:
     def _read_oldest(self, demand: Demand) -> tuple[Offset, Buffer] | None:
         """Read the log from the oldest available message, skipping what the disk has lost."""
         while (oldest := self.queue.next_available) is not None:
+            scanned, limit = self._scanned, self._read_limit(demand)
+            if scanned is not None and scanned.first <= oldest < scanned.next_offset and len(scanned.records) <= limit:
+                return oldest, scanned.records
             try:
                 records, _ = read_batches(
                     self.partition,
                     oldest,
                     self.settings.isolation,
-                    max_bytes=self._read_limit(demand),
+                    max_bytes=limit,
                     at_least_one=demand.at_least_one,
                 )
             except OffsetOutOfRange:
@@ -626,6 +636,7 @@ class Delivery:
                 self._scan_in_background(demand)
                 return
             self._apply_scan(scanned, None)
+            self._scanned = scanned
             scanned_bytes += scanned.scanned_bytes
             if scanned_bytes > SCANNED_BYTES_MAX:
                 break
@@ -678,7 +689,7 @@ class Delivery:
     def _needs_more(self, demand: int) -> bool:
         queue = self.queue
         # Some available messages may turn out to wait behind their key, and some keys may not be known yet.
-        if (queue.next_available is not None and queue.counts.available >= demand) or queue.room <= 0:
+        if (queue.available_count >= demand and queue.next_available is not None) or queue.room <= 0:
             return False
         return max(queue.next_scan_offset, self.partition.log_start) < readable_end(
             self.partition, self.settings.isolation
@@ -731,7 +742,7 @@ class Delivery:
         self.outcomes.check_finished(self.queue.fold)
         if self.queue.counter(DeltaKind.DROPPED) > self._dropped and self._drops_timer is None:
             self._warn_dropped()
-        if self.queue.counts.rejecting:
+        if self.queue.rejecting_count:
             self.on_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
             self._wake()
@@ -754,7 +765,20 @@ class Delivery:
         """Write pending changes that must be stored; return None when everything is durable."""
         if self._closed is not None:
             raise self._closed
-        frame = self.queue.drain() if is_all or self.queue.is_urgent else None
+        last = self._last_write
+        is_idle = last is None or last.is_done
+        if is_all or self.queue.is_urgent:
+            if is_idle or self.queue.has_many_pending:
+                return self._write_pending()
+            if self._next_write is None:
+                self._next_write = PendingWrite()
+            return self._next_write
+        return None if last is None or (is_idle and last.error is None) else last
+
+    def _write_pending(self) -> PendingWrite | None:
+        """Write all pending changes; return None when everything is durable."""
+        waiting, self._next_write = self._next_write, None
+        frame = self.queue.drain()
         if frame is not None:
             self.outcomes.add_frame(frame)
             written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
@@ -762,6 +786,11 @@ class Delivery:
             self._last_write = written
             written.listen(self._written)
         last = self._last_write
+        if waiting is not None:
+            if last is None:
+                waiting.finish()
+            else:
+                last.listen(waiting.finish)
         return None if last is None or (last.is_done and last.error is None) else last
 
     def _write_leases(self) -> None:
@@ -778,7 +807,10 @@ class Delivery:
             if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
                 self._log_restart(logging.WARNING, "the last changes of a queue could not be stored", str(error))
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
-        elif self._is_store_full:
+            return
+        if self._next_write is not None and self._last_write is not None and self._last_write.is_done:
+            self._write_pending()
+        if self._is_store_full:
             self._wake()
 
     def _wake(self) -> None:
@@ -813,10 +845,12 @@ class Delivery:
                 # Other queues fill the store, and do not notify this one when they have made room.
                 asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._wake)
             return
+        self.last_used_ms = self._clock.now_ms()
         self._prepare(self._total_demand())
         for waiter in list(self._waiting):
             if self._closed is not None or not self._serve(waiter):
                 break
+        self._scanned = None
         if self._closed is None:
             self._after_change()
 
@@ -833,11 +867,11 @@ class Delivery:
         if waiter.is_done:
             self._waiting.pop(waiter, None)
             return True
-        share = -(-max(1, self.queue.counts.available) // len(self._waiting))
+        share = -(-max(1, self.queue.available_count) // len(self._waiting))
         demand = waiter.current_demand()
         if demand is None:
             return False
-        found = self.try_receive(demand._replace(max_records=min(demand.max_records, share)))
+        found = self._lease(demand if demand.max_records <= share else demand._replace(max_records=share))
         if found.leases:
             self._waiting.pop(waiter, None)
             waiter.deliver(self, found)

@@ -217,6 +217,16 @@ class Queue:
             stragglers=self._fold.stragglers.unfinished,
         )
 
+    @property
+    def available_count(self) -> int:
+        """The number of messages that can be leased, which is asked for with every message."""
+        return self._fold.counts[AVAILABLE]
+
+    @property
+    def rejecting_count(self) -> int:
+        """The number of messages on their way to the dead letter topic."""
+        return self._fold.counts[REJECTING]
+
     def counter(self, kind: DeltaKind) -> int:
         """Return how often an event has happened to messages since the queue started."""
         return self._fold.counters[kind]
@@ -706,7 +716,12 @@ class Queue:
     @property
     def is_urgent(self) -> bool:
         """Whether pending deltas would be lost in a crash, or have become many."""
-        return self._is_urgent or len(self._pending) > _PENDING_MAX
+        return self._is_urgent or self.has_many_pending
+
+    @property
+    def has_many_pending(self) -> bool:
+        """Whether pending deltas have become so many that they should be stored now."""
+        return len(self._pending) > _PENDING_MAX
 
     def drain(self) -> bytes | None:
         """Return the frame of all deltas since the last one, to be stored whole and in order."""

@@ -228,20 +228,43 @@ LARGE: Final = 2000
 """Encoding a snapshot of this many messages takes up to half a millisecond."""
 
 
+UNFOLDED_MAX: Final = 16
+UNFOLDED_BYTES_MAX: Final = 4096
+"""How many frames of an image wait to be folded together, which is cheaper than one by one between other work."""
+
+
 class FoldImage:
     """A queue as the state store holds it."""
 
-    __slots__ = ("fold",)
+    __slots__ = ("_fold", "_unfolded", "_unfolded_bytes")
 
     def __init__(self, key: QueueKey) -> None:
-        self.fold = Fold(key)
+        self._fold = Fold(key)
+        self._unfolded: list[bytes] = []
+        self._unfolded_bytes = 0
+
+    @property
+    def fold(self) -> Fold:
+        """The state with everything that was replayed."""
+        if self._unfolded:
+            self._fold_frames()
+        return self._fold
+
+    def _fold_frames(self) -> None:
+        frames, self._unfolded, self._unfolded_bytes = self._unfolded, [], 0
+        for frame in frames:
+            self._fold.replay(frame)
 
     def replay(self, data: bytes) -> None:
         """Apply a frame of deltas, or a snapshot, which replaces everything before it."""
         if is_snapshot(data):
-            self.fold = read_snapshot(data)
-        else:
-            self.fold.replay(data)
+            self._unfolded, self._unfolded_bytes = [], 0
+            self._fold = read_snapshot(data)
+            return
+        self._unfolded.append(data)
+        self._unfolded_bytes += len(data)
+        if len(self._unfolded) >= UNFOLDED_MAX or self._unfolded_bytes >= UNFOLDED_BYTES_MAX:
+            self._fold_frames()
 
     @property
     def has_ledger(self) -> bool:

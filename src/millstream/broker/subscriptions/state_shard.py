@@ -7,6 +7,7 @@ import logging
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -158,6 +159,9 @@ _KEY: Final = struct.Struct(">B16s16si")
 
 _HEAD: Final = struct.Struct(">iq")
 
+KEYS_CACHED: Final = 1024
+"""How many queues' keys are kept decoded, since every write has one."""
+
 
 class QueueRecord(NamedTuple):
     """A snapshot or deltas of a queue, and the write they came with."""
@@ -179,13 +183,18 @@ def write_record(record: QueueRecord) -> StateRecord:
     return StateRecord(key, _HEAD.pack(record.leader_epoch, record.sequence) + record.content)
 
 
+@lru_cache(maxsize=KEYS_CACHED)
+def _read_key(key: bytes) -> tuple[int, QueueKey]:
+    kind, subscription, topic, partition = _KEY.unpack(key)
+    if kind not in (SNAPSHOT, DELTAS, OVERFLOW, REPEATED):
+        raise CorruptState(f"unknown record kind {kind}; a newer version may have written it")
+    return kind, QueueKey(UUID(bytes=subscription), UUID(bytes=topic), PartitionIndex(partition))
+
+
 def read_record(record: StateRecord) -> QueueRecord:
     """Decode a record, or raise `CorruptState`."""
     try:
-        kind, subscription, topic, partition = _KEY.unpack(record.key)
-        key = QueueKey(UUID(bytes=subscription), UUID(bytes=topic), PartitionIndex(partition))
-        if kind not in (SNAPSHOT, DELTAS, OVERFLOW, REPEATED):
-            raise CorruptState(f"unknown record kind {kind}; a newer version may have written it")
+        kind, key = _read_key(record.key)
         if record.value is None:
             return QueueRecord(kind, key, Epoch(-1), -1, None)
         epoch, sequence = _HEAD.unpack_from(record.value)
