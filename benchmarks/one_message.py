@@ -1,12 +1,15 @@
 """Where one message waits, and what it costs the server, at ordinary rates.
 
     python -m benchmarks.one_message [--rates 100,1000] [--workers N] [--seconds S] [--rounds N] [--flush always|os]
-                                     [--against FOLDER] [--trace] [--strace]
+                                     [--against FOLDER] [--trace] [--strace] [--floor]
 
 A message is published, leased to a worker and accepted, over bare sockets. At each rate: the time from when a message
 is due until its publisher is answered and until a worker has it, and the time until the worker's acceptance is
 answered; the server's CPU time, context switches and wake-ups of its loop for each message. `--against` measures
 another working tree in turn with this one, in the same run, since a shared machine is never quiet for long.
+
+`--floor` shows what a publish takes by itself, without workers, beside what it cannot do without at that rate: a sync
+of a file, and a round trip to the limit server that keeps nothing.
 
 `--trace` lets messages pass one by one through a server whose hand-overs are timed, and prints the median of each
 step. `--strace` counts the system calls for each message, where strace may attach.
@@ -19,6 +22,7 @@ import asyncio
 import functools
 import importlib
 import json
+import os
 import re
 import selectors
 import shutil
@@ -40,6 +44,7 @@ from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 from benchmarks.processes import cpu_of
 from benchmarks.report import Table
 from benchmarks.requests import connect, produce_frame
+from benchmarks.subjects import LimitServer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
@@ -128,6 +133,7 @@ class Load:
         self._publisher.on_answer = self._published
         self._frame = produce_frame(topic, SIZE_BYTES)
         self._peers = [self._publisher]
+        self._workers = workers
         self._base = 0
         self._sent = self._answered = self.received = self.accepted = 0
         self._times = Times(np.zeros(0, np.int64), np.zeros(0, np.int64), [])
@@ -218,7 +224,7 @@ class Load:
 
     def _finish(self) -> None:
         deadline = time.monotonic() + END_S_MAX
-        while min(self._answered, self.accepted) < self._sent:
+        while (min(self._answered, self.accepted) if self._workers else self._answered) < self._sent:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._sent - self.accepted} messages were not accepted within {END_S_MAX:g} s")
             self._step(END_S_MAX)
@@ -346,7 +352,7 @@ POINTS: Final = (
     ("broker.log.commit", "Commit.finish", "before", "commit back on the loop"),
     ("broker.subscriptions.delivery", "Delivery._serve_waiting", "before", "queue woken"),
     ("broker.subscriptions.delivery", "Delivery.settle_now", "after", "settled in memory"),
-    ("broker.subscriptions.receiving", "_WaitingWorker.deliver", "before", "leased"),
+    ("broker.subscriptions.receiving", "Wait.deliver", "before", "leased"),
     ("broker.net.connection", "Connection._send", "before", "answer handed to the socket"),
 )
 """Where the hand-overs are: module, function, whether its start or its end counts, and what has happened then."""
@@ -505,6 +511,50 @@ def system_calls(name: str, server: Server, load: Load, given: argparse.Namespac
     return table
 
 
+def sync_at_rate(folder: Path, rate_per_s: int, seconds: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Milliseconds of a bare sync behind a small write, at a rate."""
+    schedule = Schedule(time.monotonic_ns(), rate_per_s, int(rate_per_s * seconds))
+    took_ms = np.zeros(schedule.count)
+    descriptor = os.open(folder / "synced", os.O_CREAT | os.O_WRONLY)
+    try:
+        for number in range(schedule.count):
+            time.sleep(max(0.0, (schedule.due_at(number) - time.monotonic_ns()) / NS_PER_S))
+            os.pwrite(descriptor, bytes(SIZE_BYTES), number * SIZE_BYTES)
+            began = time.monotonic_ns()
+            os.fdatasync(descriptor)
+            took_ms[number] = (time.monotonic_ns() - began) / 1e6
+    finally:
+        os.close(descriptor)
+    return took_ms
+
+
+def floor(console: Console, given: argparse.Namespace, folder: Path) -> None:
+    """What a publish takes beside a sync and a round trip, in turn."""
+    with ExitStack() as stack:
+        limits = {}
+        for name, flush in (("the limit server, keeping nothing", "discard"), ("the limit server", given.flush)):
+            settings = {"flush": flush, "partitions": 1}
+            server = stack.enter_context(LimitServer(folder / flush, settings=settings))
+            limits[name] = Load(server.kafka, "floor", 0)
+        own = stack.enter_context(TreeServer(folder / "own", ROOT))
+        limits["this tree"] = stack.enter_context(opened(own, "floor", given.flush, 0))
+        for rate in given.rates:
+            rounds: dict[str, list[list[float]]] = {}
+            for _ in range(given.rounds):
+                synced = sync_at_rate(folder, rate, given.seconds)
+                rounds.setdefault("a bare fdatasync", []).append([percentile(synced, 50), percentile(synced, 99)])
+                for name, load in limits.items():
+                    load.run(rate, WARM_S)
+                    schedule, times = load.run(rate, given.seconds)
+                    late = schedule.latencies_ms(times.published)
+                    rounds.setdefault(name, []).append([percentile(late, 50), percentile(late, 99)])
+            table = Table(f"Published at {rate:,}/s, no workers, flush={given.flush}", ["", "p50 ms", "p99"])
+            for name, measured in rounds.items():
+                medians = [statistics.median(column) for column in zip(*measured, strict=True)]
+                table.rows.append([name, *(f"{value:.2f}" for value in medians)])
+            console.print(table.rich())
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -516,6 +566,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flush", choices=("always", "os"), default="always")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another working tree, measured in turn")
+    parser.add_argument("--floor", action="store_true", help="measure a publish beside a bare sync instead")
     parser.add_argument("--trace", action="store_true", help="print the steps of one message instead")
     parser.add_argument("--strace", action="store_true", help="also count system calls")
     return parser.parse_args(arguments)
@@ -530,6 +581,9 @@ def main() -> None:
     console = Console() if Console().is_terminal else Console(width=160)
     trees = {"this tree": ROOT} | ({"the other": given.against.resolve()} if given.against else {})
     with tempfile.TemporaryDirectory(prefix="millstream-bench-") as folder:
+        if given.floor:
+            floor(console, given, Path(folder))
+            return
         if not given.trace:
             compare(console, given, trees, Path(folder))
             return

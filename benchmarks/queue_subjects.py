@@ -15,12 +15,12 @@ import tempfile
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from benchmarks.cases import ALWAYS
+from benchmarks.cases import ALWAYS, OS
 from benchmarks.peers.nats import BUILD_S_MAX, Nats
 from benchmarks.peers.rabbitmq import RabbitMq
 from benchmarks.peers.redis import Redis
@@ -90,8 +90,12 @@ class QueueSubject(ABC):
     batch = 500
     window = 1000
 
+    flushes: tuple[str, ...] = (ALWAYS, OS)
+    """The ways of syncing in which it is comparable."""
+
     def __init__(self) -> None:
         self.version = ""
+        self.flush = ALWAYS
         self.stack = ExitStack()
 
     def __exit__(self, *exception: object) -> None:
@@ -231,7 +235,7 @@ class MillstreamSubject(QueueSubject):
         """A topic that is deleted afterwards."""
         admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
         with super().queue() as name:
-            admin.create_topics([NewTopic(name, 1, 1, config={"flush": "always"})])[name].result(_ADMIN_S_MAX)
+            admin.create_topics([NewTopic(name, 1, 1, config={"flush": self.flush})])[name].result(_ADMIN_S_MAX)
             try:
                 yield name
             finally:
@@ -292,7 +296,7 @@ class JetStream(GoSubject):
         """Start it."""
         nats = self.stack.enter_context(Nats())
         self.version = nats.version
-        server = nats.server(ALWAYS)
+        server = nats.server(self.flush)
         if server is None:
             raise PeerUnavailable("this nats-server cannot sync before it acknowledges")
         self._server = server
@@ -330,6 +334,8 @@ class Rabbit:
 
 class RabbitQueue(GoSubject):
     """RabbitMQ by AMQP 0.9.1."""
+
+    flushes = (ALWAYS,)
 
     def __init__(self, shared: Rabbit) -> None:
         super().__init__()
@@ -384,7 +390,7 @@ class RedisStream(GoSubject):
         """Start it."""
         redis = self.stack.enter_context(Redis())
         self.version = redis.version
-        self._server = redis.server(ALWAYS)
+        self._server = redis.server(self.flush)
         return self
 
     @property
@@ -404,10 +410,10 @@ class RedisStream(GoSubject):
         )
 
 
-def started(names: Sequence[str], stack: ExitStack) -> tuple[list[QueueSubject], dict[str, str]]:
-    """Start all that can be had, and why the others cannot."""
+def started(names: Sequence[str], stack: ExitStack, flush: str = ALWAYS) -> tuple[list[QueueSubject], dict[str, str]]:
+    """Start all that can be had and can sync in this way, and why the others cannot."""
     millstream_server, rabbit = Millstream(), Rabbit()
-    makers = {
+    makers: dict[str, Callable[[], QueueSubject]] = {
         SHARE: lambda: ShareGroup(millstream_server),
         OWN: lambda: OwnClient(millstream_server),
         NATS: JetStream,
@@ -419,7 +425,11 @@ def started(names: Sequence[str], stack: ExitStack) -> tuple[list[QueueSubject],
     missing: dict[str, str] = {}
     for name in names:
         try:
-            subjects.append(stack.enter_context(makers[name]()))
+            subject = makers[name]()
+            if flush not in subject.flushes:
+                raise PeerUnavailable(f"it cannot be set to flush={flush}")
+            subject.flush = flush
+            subjects.append(stack.enter_context(subject))
         except PeerUnavailable as reason:
             missing[name] = str(reason)
     return subjects, missing

@@ -1,6 +1,7 @@
 """`make bench-queues`: subscriptions beside RabbitMQ, NATS JetStream and Redis Streams, interleaved in the same run.
 
     python -m benchmarks.queues [--quick] [--only PART] [--subjects NAMES] [--rounds N] [--seconds S] [--out FILE]
+                                [--flush always|os]
 
 Messages are published, delivered to workers and accepted; publishers stop while too many wait, so it is one load that
 goes on. In each round of a line every server is measured once, each round begins with another one, and what is shown
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import machine, queue_backlog, queue_report
+from benchmarks.cases import ALWAYS, OS
 from benchmarks.queue_report import Found
 from benchmarks.queue_subjects import NAMES, QueueCase, QueueFailed, QueueSubject, started
 from rich.console import Console
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = Found(machine.facts(), time=time.strftime("%Y-%m-%d %H:%M"))
     machine.touch_memory()
     with ExitStack() as stack:
-        subjects, missing = started(given.subjects, stack)
+        subjects, missing = started(given.subjects, stack, given.flush)
         for name, reason in missing.items():
             console.print(f"{name}: not measured: {reason}")
         found.missing = missing
@@ -75,6 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--subjects", default=",".join(NAMES), help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, help=f"how often each server is measured (default: {ROUNDS})")
     parser.add_argument("--seconds", type=float, help=f"for how long messages are published (default: {SECONDS:g})")
+    parser.add_argument("--flush", choices=(ALWAYS, OS), default=ALWAYS, help="os: messages are in the page cache only")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where the tables go (default: {OUT})")
     parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, but show what a run wrote as JSON")
     given = parser.parse_args(arguments)
