@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.net.connection import Answer, Connection
-from millstream.broker.net.reply import Buffers, Promise, Reply, Started, Stream, start
+from millstream.broker.net.reply import Buffers, Parked, Promise, Reply, Started, Stream, start
 from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram, Metric, Sample
 from millstream.protocol.messages.codec import (
@@ -105,6 +105,8 @@ class Dispatch:
         answer = self.handle(memoryview(frame), connection)
         if isinstance(answer, Started) and answer.is_abandoned_with_client:
             connection.presence.cancel_on_disconnect()
+        elif isinstance(answer, Parked):
+            connection.presence.on_disconnect = answer.abandon
         if isinstance(answer, Awaitable):
             return await answer
         return answer

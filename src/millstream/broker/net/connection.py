@@ -8,8 +8,8 @@ memory is reused. A partly received frame costs little more than what has arrive
 A large response is handed to the transport piece by piece, as the client reads it; parts in files are read only then.
 
 Requests are served one after the other, as Kafka does, with one exception: after a promised reply the next request is
-served at once. Produce uses this, so that pipelined requests share one sync. Replies always leave in the order of their
-requests.
+served at once. Produce and settlements use this, so that pipelined requests share one sync. A long poll is a parked
+reply, which holds up what is behind it, or a task. Replies always leave in the order of their requests.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Parked(Promise):
     __slots__ = ()
 
     def abandon(self) -> None:
-        """Keep the promise without a response: the client has left."""
+        """Keep the promise without a response, unless it is kept: the client has left."""
         raise NotImplementedError
 
 

@@ -239,6 +239,8 @@ class _WaitingReceive(Parked):
 
     def abandon(self) -> None:
         """Stop waiting: the client has left."""
+        if self.is_kept:
+            return
         if self._wait is not None:
             self._wait.cancel()
             self._wait = None
