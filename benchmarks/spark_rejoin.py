@@ -24,7 +24,7 @@ from typing import Final
 
 import psutil
 from benchmarks import machine
-from benchmarks.processes import tree_of
+from benchmarks.processes import cpu_of, tree_of
 from benchmarks.report import Table
 from confluent_kafka import Consumer, Producer, TopicPartition
 from rich.console import Console
@@ -38,8 +38,9 @@ OUT: Final = Path("build/bench/spark-rejoin.md")
 DRIVER: Final = "millstream.pipelines.runtime.driver"
 PIPELINES: Final = 3
 WAIT_S: Final = 300.0
-SETTLE_S: Final = 20.0
-"""How long a spare has to get ready after its process has started."""
+QUIET_S: Final = 3.0
+QUIET_CPU_S: Final = 0.5
+"""Drivers are ready when they use no more CPU than this for a while; on a busy machine a spare starts for a minute."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,13 +76,11 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
         consumer = reader(server, targets)
         stack.callback(consumer.close)
         passed(producer, consumer)
-        wait_until(lambda: len(drivers(server)) == (2 if spare == "on" else 1), patience_s=WAIT_S)
-        time.sleep(SETTLE_S)
+        settle(server, 2 if spare == "on" else 1)
         memory = sum(private_of(one) for driver in drivers(server) for one in tree_of(driver))
         pauses = []
         for _ in range(kills):
-            wait_until(lambda: len(drivers(server)) == (2 if spare == "on" else 1), patience_s=WAIT_S)
-            time.sleep(SETTLE_S)
+            settle(server, 2 if spare == "on" else 1)
             # The one that was started first has the work.
             working = min(drivers(server), key=lambda pid: psutil.Process(pid).create_time())
             began = time.perf_counter()
@@ -89,6 +88,20 @@ def measured(spare: str, kills: int) -> tuple[list[float], int]:
             passed(producer, consumer)
             pauses.append(time.perf_counter() - began)
     return pauses, memory
+
+
+def settle(server: Server, count: int) -> None:
+    """Wait until there are this many drivers, and all of them have nothing to do."""
+    wait_until(lambda: len(drivers(server)) == count, patience_s=WAIT_S)
+    before, used = 0.0, QUIET_CPU_S + 1
+    while used > QUIET_CPU_S:
+        time.sleep(QUIET_S)
+        try:
+            now = sum(sum(cpu_of(one)) for one in drivers(server))
+        except FileNotFoundError:
+            # A worker has just ended.
+            continue
+        used, before = now - before, now
 
 
 def declare(server: Server) -> list[str]:

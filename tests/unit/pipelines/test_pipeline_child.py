@@ -407,6 +407,18 @@ async def test_a_spare_driver_takes_over_and_ends_with_the_last_pipeline(tmp_pat
             os.kill(pid, 0)
 
 
+async def test_a_spare_driver_is_started_as_soon_as_all_pipelines_run(tmp_path: Path) -> None:
+    async with scene_in(tmp_path, spare_s=3600) as scene:
+        child = scene.child
+        await scene.declare("a", "orders")
+        await scene.board.until(lambda: child.spare_pid is not None)
+        first, spare = child.pid, child.spare_pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        # So is the one that takes the place of the spare.
+        await scene.board.until(lambda: child.pid == spare and child.spare_pid not in (None, spare))
+
+
 async def test_a_spare_driver_ends_with_a_node_that_fails(tmp_path: Path) -> None:
     catalog = Catalog.open_folder(tmp_path)
     scene = Scene(Pipelines(CatalogDeclarations(catalog), SystemClock()), spare_s=0.05)

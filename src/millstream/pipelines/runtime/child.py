@@ -54,7 +54,7 @@ SILENT_S: Final = 60.0
 SILENT_LOOKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 SPARE_S: Final = 30.0
-"""How long a driver runs before another one is started as its spare: two starts at once would delay both."""
+"""How long a spare driver waits at most for the first steps of all pipelines: two starts at once would delay both."""
 
 
 def driver_options(config: Config, kafka: str) -> Options:
@@ -103,8 +103,8 @@ class PipelineChild(SupervisedChild):
     ) -> None:
         """Take `missing`, which returns why nothing can be run here: what has to be installed or set.
 
-        With `security`, pipelines run with the rights of their owners. With `spare_s`, a second driver is started that
-        long after the first, and takes its place when that dies.
+        With `security`, pipelines run with the rights of their owners. With `spare_s`, a second driver is started when
+        all pipelines run in the first, or after that time, and takes its place when that dies.
         """
         super().__init__(backoff_min_s=backoff_min_s)
         self._options = options
@@ -117,6 +117,10 @@ class PipelineChild(SupervisedChild):
         self._silent_s = silent_s
         self._spare_s = spare_s
         self._spare: Process | None = None
+        self._stepped: set[str] = set()
+        """The pipelines that have done a step in the running driver."""
+        self._settled = asyncio.Event()
+        """Set when all of them have."""
         self._promotions = 0
         self._driver_reports = DriverReports(options.node)
         self._due: list[Pipeline] = []
@@ -203,22 +207,26 @@ class PipelineChild(SupervisedChild):
         )
 
     async def _keep_spare(self) -> None:
-        """Start a driver that has nothing to run, a while after the one that runs the pipelines, and again if it ends.
+        """Start a driver that has nothing to run once the other one has settled, and again if it ends.
 
         What it sends meanwhile is a few bytes every few seconds, and is read when it takes over.
         """
+        if self._spare_s is None:
+            return
         # The driver that runs the pipelines may have been a spare itself, and keeps its log.
         stem, suffix = os.path.splitext(self._options.log)
         log = f"{stem}-spare{self._promotions % 2}{suffix}"
         options = msgspec.structs.replace(self._options, log=log, is_spare=True)
-        while self._spare_s is not None:
-            await asyncio.sleep(self._spare_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._spare_s):
+                await self._settled.wait()
+        while True:
             try:
                 self._spare = spare = await self._start(options)
+                await spare.wait()
             except OSError as error:
                 _logger.warning("no spare driver could be started", extra={"reason": str(error)})
-                continue
-            await spare.wait()
+            await asyncio.sleep(self._spare_s)
 
     async def _end_spare(self) -> None:
         spare, self._spare = self._spare, None
@@ -232,6 +240,8 @@ class PipelineChild(SupervisedChild):
             os.killpg(process.pid, signal.SIGKILL)
 
     async def _ended(self, process: Process) -> int:
+        self._stepped.clear()
+        self._settled.clear()
         sending = asyncio.get_running_loop().create_task(
             self._send_wanted(process), name="send pipelines to the driver"
         )
@@ -294,6 +304,10 @@ class PipelineChild(SupervisedChild):
                 _logger.warning("a report of the driver cannot be read", extra={"error": str(error)})
                 continue
             self._driver_reports.apply(event)
+            if event.is_well:
+                self._stepped.add(event.ended)
+                if self._stepped.issuperset(one.name for one in self._due):
+                    self._settled.set()
             for report in event.reports or ():
                 if report.state == "parked":
                     self._park(report.name, report.last_error)
