@@ -41,6 +41,13 @@ _ORDERED = (
 CORES_MAX = 256
 _ALL_CORES = "auto"
 
+SPARK_CONNECT = "sc://"
+"""Begins the address of a Spark Connect server."""
+NO_CONNECT = (
+    "pipelines and jobs have their own Spark driver, which a Spark Connect server (sc://…) does not allow; name a "
+    "master such as spark://HOST:PORT"
+)
+
 DEFAULT_LISTENER = "default"
 """The name of the listener that `kafka` describes."""
 NO_AUTHENTICATION, AUTHENTICATION_REQUIRED = "none", "required"
@@ -632,6 +639,8 @@ class Config:
         if self.cores != _ALL_CORES and not (self.cores.isdecimal() and 1 <= int(self.cores) <= CORES_MAX):
             raise InvalidSetting(f"cores must be `auto` or a number from 1 to {CORES_MAX}, not {self.cores!r}")
         self.spark_settings()
+        if self.pipelines_master.startswith(SPARK_CONNECT):
+            raise InvalidSetting(f"pipelines-master: {NO_CONNECT}")
         self._check_listeners()
         for smaller, larger in _ORDERED:
             if getattr(self, smaller) > getattr(self, larger):

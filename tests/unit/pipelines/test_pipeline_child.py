@@ -353,6 +353,8 @@ def test_a_node_says_where_its_driver_works() -> None:
     assert driver_options(config.replace(pipelines_master="spark://host:7077"), "x:1").kafka == "broker:9092"
     with pytest.raises(InvalidSetting, match=r"spark\.NAME=VALUE"):
         Config.of({"pipelines-spark": "memory=2g"})
+    with pytest.raises(InvalidSetting, match=r"pipelines-master: .* Spark Connect"):
+        Config.of({"pipelines-master": "sc://host:15002"})
     assert "pipelines-enabled" in idle_reason_of(Config(pipelines_enabled=False))
     assert idle_reason_of(Config()) == ""
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.core.errors import MillstreamError
+from millstream.core.config import NO_CONNECT, SPARK_CONNECT
+from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.scratch import LockedFolder, create_locked_folder
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.source.session import session
@@ -94,6 +95,8 @@ def open_session(
     this process goes. With `ends_with_java` the process
     ends with its Java.
     """
+    if master.startswith(SPARK_CONNECT):
+        raise InvalidRequest(NO_CONNECT)
     scratch = make_scratch()
     chosen = {**_SETTINGS, **_in_scratch(master, scratch), "spark.driver.memory": memory, **settings}
     try:

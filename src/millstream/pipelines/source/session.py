@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from millstream.core.config import SPARK_CONNECT
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
@@ -130,7 +131,11 @@ def session(
 
     Arguments override the configuration of Spark (spark-submit, spark-defaults.conf), which overrides the defaults of
     this function. Without any master, Spark runs in this process on all cores but one: a broker may share the machine.
+    A master that begins with `sc://`, or else `SPARK_REMOTE`, is a Spark Connect server, which needs no Java here.
     """
+    remote = master or os.environ.get("SPARK_REMOTE", "")
+    if remote.startswith(SPARK_CONNECT):
+        return _connected(remote, name, settings or {})
     use_fitting_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark import SparkConf, SparkContext
@@ -151,6 +156,14 @@ def session(
         defaults = {**_SETTINGS, **(_local() if is_local else {})}
         chosen |= {key: value for key, value in defaults.items() if key not in given | asked}
     return SparkSession.builder.config(map=dict[str, Any](chosen)).getOrCreate()
+
+
+def _connected(remote: str, name: str | None, settings: Mapping[str, str]) -> SparkSession:
+    """Return a session of a Spark Connect server, which has its own configuration."""
+    from pyspark.sql import SparkSession
+
+    given = {**({} if name is None else {"spark.app.name": name}), **settings}
+    return SparkSession.builder.remote(remote).config(map=dict[str, Any](given)).getOrCreate()
 
 
 def _local() -> dict[str, str]:
