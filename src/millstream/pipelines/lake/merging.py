@@ -163,11 +163,14 @@ class MergeRule:
         `schema` has the columns of the table's files. Stored rows and changes have `KEY` and `ORDER` in addition,
         changes also `DELETED`.
         """
-        present, gone, new = len(stored), len(tombstones), len(changes)
+        # Most rows of a bucket have keys that no change names; they stay as they are.
+        met, recalled = _named(stored, changes), _named(tombstones, changes)
+        present, gone, new = len(met), len(recalled), len(changes)
         shared = [KEY, ORDER, TOPIC_ID, "partition", "offset"]
-        every = pa.concat_tables([stored.select(shared), tombstones.select(shared), changes.select(shared)])
+        rivals = (stored.select(shared).take(met), tombstones.select(shared).take(recalled), changes.select(shared))
+        every = pa.concat_tables(rivals)
         if not len(every):
-            return Merged(rows=stored.select(schema.names), tombstones=tombstones)
+            return Merged(rows=stored.select(schema.names), tombstones=self._remembered(tombstones))
         codes = _codes(every.column(KEY))
         offsets = every.column("offset").to_numpy()
         partitions = every.column("partition").to_numpy()
@@ -185,32 +188,25 @@ class MergeRule:
         deleted = np.concatenate(
             [np.zeros(present, np.bool_), np.ones(gone, np.bool_), changes.column(DELETED).to_numpy()]
         )
+        has_won = np.zeros(len(every), np.bool_)
+        has_won[winners] = True
+        moments = pa.chunked_array([pa.repeat(pa.scalar(self.now_ms, pa.int64()), new)])
+        deletes = changes.append_column(DELETED_MS, moments)
+        of_stored, of_tombstones, of_changes = np.split(has_won, [present, present + gone])
+        is_delete = deleted[present + gone :]
         return Merged(
-            rows=self._rows(schema, stored, changes, winners[~deleted[winners]], gone),
-            tombstones=self._tombstones(stored, tombstones, changes, winners[deleted[winners]]),
-            upserted=int(np.count_nonzero(~deleted[winners] & (winners >= present + gone))),
+            rows=_kept(schema.names, (stored, met, of_stored), (changes, of_changes & ~is_delete)),
+            tombstones=self._remembered(
+                _kept(tombstones.schema.names, (tombstones, recalled, of_tombstones), (deletes, of_changes & is_delete))
+            ),
+            upserted=int(np.count_nonzero(of_changes & ~is_delete)),
             deleted=int(np.count_nonzero(deleted[winner_of[codes[:present]]])),
             late=_late(every, winner_of[codes], first=present + gone),
         )
 
-    def _rows(
-        self, schema: pa.Schema, stored: pa.Table, changes: pa.Table, winners: npt.NDArray[np.int64], gone: int
-    ) -> pa.Table:
-        """Return the rows of winners, in a stable order; tombstones are not among them."""
-        ordered = np.sort(winners)
-        positions = np.where(ordered < len(stored), ordered, ordered - gone)
-        both = pa.concat_tables([stored.select(schema.names), changes.select(schema.names)])
-        return both.take(pa.array(positions)).combine_chunks()
-
-    def _tombstones(
-        self, stored: pa.Table, tombstones: pa.Table, changes: pa.Table, winners: npt.NDArray[np.int64]
-    ) -> pa.Table:
-        """Return the deletes to remember, without those that are too old."""
-        moments = pa.chunked_array([pa.repeat(pa.scalar(self.now_ms, pa.int64()), len(changes))])
-        new = changes.append_column(DELETED_MS, moments).select(tombstones.schema.names)
-        positions = np.sort(winners) - len(stored)
-        kept = pa.concat_tables([tombstones, new]).take(pa.array(positions)).combine_chunks()
-        return kept.filter(pc.greater(kept.column(DELETED_MS), self.now_ms - self.remembered_ms))
+    def _remembered(self, tombstones: pa.Table) -> pa.Table:
+        """Return the deletes that are not too old."""
+        return tombstones.filter(pc.greater(tombstones.column(DELETED_MS), self.now_ms - self.remembered_ms))
 
     def _check_one_partition(
         self,
@@ -233,6 +229,27 @@ class MergeRule:
             f"{partitions[order[at]]} and {partitions[order[at + 1]]}, whose order is not known; name a column that "
             "orders them with order.by (--order-by), or publish each key to one partition"
         )
+
+
+def _named(rows: pa.Table, changes: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the positions of rows whose keys changes name."""
+    return np.flatnonzero(pc.is_in(rows.column(KEY), changes.column(KEY).combine_chunks()).to_numpy())
+
+
+def _kept(
+    names: list[str],
+    there: tuple[pa.Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+    new: tuple[pa.Table, npt.NDArray[np.bool_]],
+) -> pa.Table:
+    """Return the rows that stay, in their order, and behind them the new ones.
+
+    `there` are rows, the positions of those that were compared with changes, and which of these have won.
+    """
+    rows, met, has_won = there
+    stays = np.ones(len(rows), np.bool_)
+    stays[met] = has_won
+    kept = rows.select(names).filter(pa.array(stays))
+    return pa.concat_tables([kept, new[0].select(names).filter(pa.array(new[1]))]).combine_chunks()
 
 
 def _codes(keys: pa.ChunkedArray) -> npt.NDArray[np.int64]:
