@@ -27,6 +27,7 @@ from millstream_testing.spark_cluster import spark_cluster
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 600.0
+KEYS = 50
 DRIVER = "millstream.pipelines.runtime.driver"
 WORKER = "127.0.0.2"
 EXECUTOR = "CoarseGrainedExecutorBackend"
@@ -67,7 +68,7 @@ class Land:
     def publish(self, number: int) -> None:
         producer = Producer({"bootstrap.servers": self.brokers, "enable.idempotence": True})
         for at in range(self.published, self.published + number):
-            producer.produce(self.topic, str(at))
+            producer.produce(self.topic, str(at), str(at % KEYS))
         assert producer.flush(WAIT_S) == 0
         self.published += number
 
@@ -75,12 +76,17 @@ class Land:
         reported = self.millstream("pipeline", "describe", f"land-{self.topic}", "--json").document
         return {**(reported["report"] or {}), "state": reported["state"]}
 
-    def landed(self) -> list[int]:
+    def landed(self, lake: Path | None = None) -> list[int]:
         """The payloads in the table."""
-        if not DeltaTable.is_deltatable(str(self.lake / self.topic)):
+        place = str((lake or self.lake) / self.topic)
+        if not DeltaTable.is_deltatable(place):
             return []
-        values = DeltaTable(str(self.lake / self.topic)).to_pyarrow_table(columns=["value"])["value"]
+        values = DeltaTable(place).to_pyarrow_table(columns=["value"])["value"]
         return sorted(map(int, values.to_pylist()))
+
+    def newest(self) -> list[int]:
+        """The last payload of each key."""
+        return list(range(self.published - KEYS, self.published))
 
     def is_complete(self) -> bool:
         return len(self.landed()) >= self.published
@@ -237,7 +243,12 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.publish(1000)
         create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
         assert land.millstream(*create).code == 0
+        # The same messages as a table with one row per key.
+        keyed = tmp_path / "keyed"
+        upsert = ("pipeline", "create", "land", f"upsert-{topic}", "--topic", topic, "--mode", "upsert")
+        assert land.millstream(*upsert, "--lake", str(keyed), "--every", "0.1").code == 0
         wait_until(land.is_complete)
+        wait_until(lambda: land.landed(keyed) == land.newest())
         owner = wait_until(lambda: land.report().get("node"))
         others = [number for number in cluster.nodes if number != owner]
         assert [children(cluster[number].pid, DRIVER) for number in others] == [[], []]
@@ -250,6 +261,7 @@ def test_another_node_takes_over_when_the_owner_dies(
         assert wait_until(lambda: land.report().get("node")) in others
         wait_until(lambda: not is_alive(driver))
         land.check()
+        wait_until(lambda: land.landed(keyed) == land.newest())
         # One that stops in order hands over too.
         second = land.report()["node"]
         assert cluster[second].stop() == 0
@@ -260,6 +272,7 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.publish(1000)
         wait_until(land.is_complete)
         land.check()
+        wait_until(lambda: land.landed(keyed) == land.newest())
 
 
 @pytest.mark.trial
