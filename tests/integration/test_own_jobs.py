@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from millstream.core.errors import InvalidRequest, NotFound
 from millstream.core.pipeline import JobSettings
 from millstream.pipelines.jobs.group_offsets import stable_offsets
 from millstream.pipelines.jobs.own_job import JobApi, Surroundings, load_code, queries_of
+from millstream.pipelines.runtime.fault import Fault, fault_of
 from millstream.pipelines.source.link import Link
 from millstream_testing.command import CommandLine
 from millstream_testing.committed_messages import committed_messages
@@ -59,20 +61,15 @@ def publish(server: Server, topic: str, numbers: range) -> None:
     assert producer.flush(WAIT_S) == 0
 
 
-def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
-    spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
-) -> None:
-    millstream = CommandLine(server.kafka)
-    for name in (topic, f"{topic}-a", f"{topic}-b"):
-        assert millstream("topic", "create", name, "--partitions", "2").code == 0
-    publish(server, topic, range(20))
-    pins: list[dict[str, Any]] = []
-    around = Surroundings(
+def surroundings(
+    spark: SparkSession, server: Server, topic: str, link: Link, folder: Path, pins: list[dict[str, Any]]
+) -> Surroundings:
+    return Surroundings(
         spark=spark,
         link=link,
         brokers=server.kafka,
-        lake=str(tmp_path),
-        folder=str(tmp_path),
+        lake=str(folder),
+        folder=str(folder),
         name="twice",
         pipeline_id=uuid.uuid4(),
         group=f"pipeline-{topic}",
@@ -82,6 +79,17 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
         scheduled_ms=0,
         keep_pin=pins.append,
     )
+
+
+def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
+    spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
+) -> None:
+    millstream = CommandLine(server.kafka)
+    for name in (topic, f"{topic}-a", f"{topic}-b"):
+        assert millstream("topic", "create", name, "--partitions", "2").code == 0
+    publish(server, topic, range(20))
+    pins: list[dict[str, Any]] = []
+    around = surroundings(spark, server, topic, link, tmp_path, pins)
     run = load_code(CODE, f"job-{topic}", "<job.py>")
     first = JobApi(around)
     with pytest.raises(ValueError, match="after the first write"):
@@ -108,3 +116,25 @@ def test_a_repeated_run_takes_the_same_messages_and_writes_only_what_is_missing(
         last.table(topic)
     with pytest.raises(InvalidRequest, match="returned int"):
         queries_of(7)
+
+
+def test_a_run_whose_messages_retention_has_deleted_continues_only_if_it_says_so(
+    spark: SparkSession, server: Server, topic: str, link: Link, tmp_path: Path
+) -> None:
+    from pyspark.errors import PySparkException
+
+    assert CommandLine(server.kafka)("topic", "create", topic).code == 0
+    publish(server, topic, range(10))
+    pins: list[dict[str, Any]] = []
+    around = surroundings(spark, server, topic, link, tmp_path, pins)
+    assert JobApi(around).new_messages(topic).count() == 10
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    start = TopicPartition(topic, 0, 4)
+    admin.delete_records([start])[start].result(WAIT_S)
+    again = JobApi(replace(around, attempt=2, pin=pins[-1]))
+    with pytest.raises(PySparkException, match=r"offsets 0 to 3.* set failOnDataLoss to false") as refused:
+        again.new_messages(topic).count()
+    assert fault_of(refused.value) is Fault.DECLARED
+    assert again.new_messages(topic, failOnDataLoss=False).count() == 6
+    again.finish()
+    assert link.call(stable_offsets(link.client, f"pipeline-{topic}")) == {topic: {0: 10}}
