@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 
+from millstream.broker.log.ledger import LEDGER_NAME
 from millstream.broker.log.log import AppendedRange, Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import BatchTooLarge, DamagedRange, InvalidBatch, InvalidTimestamp
@@ -443,6 +444,54 @@ def test_a_log_knows_beyond_which_offset_compaction_has_looked(
     assert (log.cleaned_offset, log.superseded_by) == (0, 19)
     log.restart_at(5)
     assert log.superseded_by == 5
+
+
+def test_a_log_without_its_checkpoint_shows_whether_it_was_compacted(
+    open_store: OpenStore, clock: ManualClock, files: MemoryFiles
+) -> None:
+    store = open_store()
+    log = opened(store)
+    for number in range(20):
+        put(log, clock, (b"k", b"%d" % number), (b"other", b"x"))
+    settle(store, log)
+    put(log, clock, (b"tail", b"x"))
+    settle(store, log)
+
+    files.kill()
+    files.remove(f"/data/{LEDGER_NAME}")
+    store = open_store()
+    log = opened(store)
+    assert log.superseded_by == 0
+    compact(store, log)
+    assert pairs_of(log) == [(38, b"k", b"19"), (39, b"other", b"x"), (40, b"tail", b"x")]
+    files.kill()
+    files.remove(f"/data/{LEDGER_NAME}")
+    log = opened(open_store())
+    assert log.superseded_by == log.end_offset == 41
+
+
+def test_a_log_that_was_fetched_with_gaps_knows_as_much_as_the_one_that_was_compacted(
+    open_store: OpenStore, clock: ManualClock, files: MemoryFiles
+) -> None:
+    store = open_store()
+    log = opened(store)
+    follower = store.open_log(TOPIC_ID, TopicPartition("t", PartitionIndex(1)), SETTINGS)
+    for number in range(20):
+        put(log, clock, (b"k", b"%d" % number))
+    follower.append_replica(
+        log.read(0, max_bytes=99, up_to=log.end_offset), leader_epoch=Epoch(0), compacted_until=log.end_offset
+    )
+    assert follower.superseded_by == 0
+    compact(store, log)
+    data = log.read(int(follower.end_offset), max_bytes=9999, up_to=19)
+    follower.append_replica(data, leader_epoch=Epoch(0), compacted_until=log.end_offset)
+    assert follower.superseded_by == 20
+    # Also after a crash before the next checkpoint.
+    store.sync_soon(follower)
+    store.commit_once()
+    files.kill()
+    follower = open_store().open_log(TOPIC_ID, TopicPartition("t", PartitionIndex(1)), SETTINGS)
+    assert follower.superseded_by == follower.end_offset
 
 
 def test_the_journal_does_not_bring_back_what_was_compacted(

@@ -8,7 +8,7 @@ included, so replicas of a topic that is not compacted are identical byte for by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from crc32c import crc32c
@@ -372,7 +372,7 @@ def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:
 _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
-def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -> None:
+def append_replica(log: Log, batches: Buffer, leader_epoch: int, compacted_until: int, files: Files) -> None:
     """Validate batches from a leader and write them behind the last; nothing is synced yet."""
     headers, in_row = _checked(log, batches, leader_epoch)
     start_offset = log.start_offset
@@ -400,8 +400,15 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
             log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
     log.advance_end(headers[-1].next_offset, segment.size - start)
     log.settle_transactions()
+    if log.settings.compacts and compacted_until > log.superseded_by and has_gaps(headers):
+        log.note_superseding(compacted_until)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
+
+
+def has_gaps(headers: Iterable[BatchHeader]) -> bool:
+    """Whether compaction has removed records of contiguous batches."""
+    return any(header.record_count <= header.last_offset_delta for header in headers)
 
 
 def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:

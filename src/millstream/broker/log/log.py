@@ -191,8 +191,7 @@ class Log:
         """Everything below is durable in the segments themselves, not only in the journal."""
         self.cleaned_offset = contents.cleaned_offset
         """Everything below is compacted: each key occurs once."""
-        is_unknown = settings.compacts and not contents.known
-        self.superseded_by = contents.end_offset if is_unknown else contents.superseded_by
+        self.superseded_by = contents.superseded_by
         """Compaction may have removed records because of later ones below this offset. Truncated below it, the log may
         lack the last value of a key, and has to be fetched again as a whole."""
         self.producers: Producers = contents.producers
@@ -675,11 +674,14 @@ class Log:
 
     # -- replication ----------------------------------------------------------------------------------------
 
-    def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
-        """Append batches as the leader of an epoch wrote them; nothing is synced yet."""
+    def append_replica(self, batches: Buffer, *, leader_epoch: Epoch, compacted_until: int = 0) -> None:
+        """Append batches as the leader of an epoch wrote them; nothing is synced yet.
+
+        Records may be missing among them because of later ones below `compacted_until`.
+        """
         if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._refusal()
-        append_replica(self, batches, leader_epoch, self._files)
+        append_replica(self, batches, leader_epoch, compacted_until, self._files)
 
     def restart_at(self, offset: int) -> None:
         """Drop everything and restart at an offset; durable when this returns."""

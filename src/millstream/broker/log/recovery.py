@@ -244,6 +244,9 @@ class Recovery:
         self._trusted: dict[int, Segment] = {}
         self._tail: tuple[Segment, int] | None = None
         self._names_changed = False
+        self._has_gaps = False
+        """Whether records are missing among those that the checkpoint does not know: compaction has removed them, here
+        or where they were fetched."""
         self._swaps = state.swaps if state is not None else []
         if state is not None:
             self._contents = _trust_state(opening, directory, state)
@@ -267,6 +270,8 @@ class Recovery:
             elif base >= self._checkpoint:
                 self._take(Segment(self._directory, base), limit)
         self._resolve_tail()
+        if self._has_gaps:
+            contents.superseded_by = contents.end_offset
         for segment in contents.segments[:-1]:
             segment.sealed = True
         return contents, self._report
@@ -392,6 +397,7 @@ class Recovery:
         if segment.first_append_ms < 0:
             segment.first_append_ms = now_ms
         segment.last_append_ms = now_ms
+        self._has_gaps |= header.record_count != header.next_offset - segment.next_offset
         segment.note(header, header.base_offset, header.position, index, self._opening.index_interval_bytes)
         self._report.scanned_batches += 1
         if replay:

@@ -139,7 +139,8 @@ class Replica:
         self._check_following(leader_epoch)
         log = self.log
         if records:
-            log.append_replica(records, leader_epoch=leader_epoch)
+            # Compaction of the leader reads no further than its high watermark.
+            log.append_replica(records, leader_epoch=leader_epoch, compacted_until=high_watermark)
             self.bytes_in += len(records)
         self.note_watermark(high_watermark)
         if log.start_offset < log_start <= log.end_offset:
