@@ -496,17 +496,61 @@ def test_a_switch_takes_topics_along_that_were_failed_over_before(
     assert berlin("mirror", "delete", mirror).code == 0
 
 
+COMPACTED = tuple(
+    part
+    for flag in ("cleanup.policy=compact", "segment.ms=100", "min.cleanable.dirty.ratio=0.01")
+    for part in ("--set", flag)
+)
+
+
+def put_value(site: CommandLine, topic: str, *pairs: tuple[str, str]) -> None:
+    """Publish values by key, each in a batch of its own."""
+    producer = Producer({"bootstrap.servers": site.brokers, "linger.ms": 0})
+    for key, value in pairs:
+        producer.produce(topic, value, key=key)
+        assert producer.flush(PATIENCE_S) == 0
+
+
+def test_a_failover_goes_back_to_where_no_value_of_a_compacted_topic_is_missing(
+    paris: CommandLine, berlin: CommandLine, topic: str
+) -> None:
+    """The source has removed a value that was not copied, because of a newer one that is not copied either."""
+    paris("topic", "create", topic, *COMPACTED)
+    put_value(paris, topic, ("key", "old"))
+    mirror = mirrored(paris, berlin, topic)
+    wait_for(lambda: caught_up(berlin, mirror, topic, paris), what="the copy has caught up")
+    assert berlin("mirror", "pause", mirror).code == 0
+    others = [(f"other-{number}", "x" * 2000) for number in range(40)]
+    put_value(paris, topic, ("key", "newer"), *others, ("key", "newest"))
+    wait_for(lambda: read(paris.brokers, topic, 41)[0][1] == 2, what="paris has removed the old values")
+    # So slow that it is interrupted in between.
+    assert berlin("mirror", "update", mirror, "--set", "rate=3000").code == 0
+    assert berlin("mirror", "resume", mirror).code == 0
+
+    def has_some() -> bool:
+        partitions = described(berlin, mirror)["partitions"]
+        return bool(partitions) and 2 < partitions[0]["end"] < 40
+
+    wait_for(has_some, what="some of the later records are copied")
+    assert berlin("mirror", "failover", mirror).code == 0
+    assert cuts_of(berlin, mirror) == {topic: {0: 1}}
+    put_value(berlin, topic, ("another", "value"))
+    assert read(berlin.brokers, topic, 2) == [(0, 0, "old"), (0, 2, "value")]
+    assert berlin("mirror", "reverse", mirror).code == 0
+    wait_for(lambda: caught_up(paris, mirror, topic, berlin), what="paris follows berlin")
+    assert read(paris.brokers, topic, 2) == [(0, 0, "old"), (0, 2, "value")]
+    paris("mirror", "failover", mirror)
+    assert paris("mirror", "delete", mirror).code == 0
+
+
 def test_compaction_beyond_the_cut_costs_no_key_on_the_way_back(
     paris: CommandLine, berlin: CommandLine, topic: str
 ) -> None:
     """The old source has replaced a value that both sides had by one that it gives up."""
-    flags = ("cleanup.policy=compact", "segment.ms=100", "min.cleanable.dirty.ratio=0.01")
-    paris("topic", "create", topic, *(part for flag in flags for part in ("--set", flag)))
+    paris("topic", "create", topic, *COMPACTED)
 
     def put(site: CommandLine, key: str, value: str) -> None:
-        producer = Producer({"bootstrap.servers": site.brokers})
-        producer.produce(topic, value, key=key)
-        assert producer.flush(PATIENCE_S) == 0
+        put_value(site, topic, (key, value))
 
     put(paris, "first", "old")
     put(paris, "second", "old")

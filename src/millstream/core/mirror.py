@@ -193,6 +193,8 @@ class Mirror:
     """As an old source that follows: where the ranges end that it has dropped; they begin at the cuts."""
     verified: TopicOffsets = field(default_factory=dict)
     """Up to where each partition holds whole transactions; from there on, readers wait at a commit."""
+    gaps: TopicOffsets = field(default_factory=dict)
+    """From where on copies may lack values that the source has removed because of records that have not arrived."""
     is_gated: bool = False
     """Whether readers wait at commits at all: once the source was seen to be Millstream."""
     cut_epochs: TopicOffsets = field(default_factory=dict)
@@ -224,6 +226,10 @@ class Mirror:
     def verified_until(self, topic: str, partition: int) -> int | None:
         """Return up to where a partition holds whole transactions; None if the source cannot say."""
         return self.verified.get(topic, {}).get(partition, 0) if self.is_gated else None
+
+    def gap_of(self, topic: str, partition: int) -> int | None:
+        """Return from where on a copy may lack values of keys; None if it lacks none."""
+        return self.gaps.get(topic, {}).get(partition)
 
     def source_name(self, topic: Topic) -> str:
         """Return the name that a copy's original has on the source."""

@@ -22,7 +22,14 @@ def test_fetches_of_all_lines_together_keep_to_the_rate(monkeypatch: pytest.Monk
 
     make: Any = Copier
     limited = make(
-        None, None, SimpleNamespace(monotonic=lambda: 10.0), rate=1000, gates=False, cut_of=None, on_commit=None
+        None,
+        None,
+        SimpleNamespace(monotonic=lambda: 10.0),
+        rate=1000,
+        gates=False,
+        cut_of=None,
+        note_gaps=None,
+        on_commit=None,
     )
     answer = FetchAnswer(memoryview(bytes(500)), Offset(0), Offset(0), Offset(0))
     answers = {TopicPartition("orders", PartitionIndex(index)): answer for index in range(2)}
@@ -42,7 +49,14 @@ def test_the_current_rate_is_that_of_the_last_seconds() -> None:
     now = [100.0]
     make: Any = Copier
     copier = make(
-        None, None, SimpleNamespace(monotonic=lambda: now[0]), rate=0, gates=False, cut_of=None, on_commit=None
+        None,
+        None,
+        SimpleNamespace(monotonic=lambda: now[0]),
+        rate=0,
+        gates=False,
+        cut_of=None,
+        note_gaps=None,
+        on_commit=None,
     )
     answers = {
         TopicPartition("orders", PartitionIndex(0)): FetchAnswer(

@@ -19,6 +19,8 @@ from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.topic import Topic, TopicPartition
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.mirror_messages import ExposeRequest, ExposeResponse, MirrorDescriptions
+from millstream.protocol.records.batch import iterate_whole_headers, place_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream.protocol.wire.fetch import FetchAnswer
 
@@ -92,24 +94,78 @@ class CopiedPartition:
     is_leader, leader_epoch, index, topic, high_watermark = True, 0, PartitionIndex(0), ORDERS, Offset(0)
 
     def __init__(self) -> None:
-        self.log = SimpleNamespace(end_offset=Offset(3), start_offset=Offset(0))
+        settings = SimpleNamespace(compacts=False)
+        self.log = SimpleNamespace(end_offset=Offset(3), start_offset=Offset(0), settings=settings, partition=WHERE)
         self.appended: list[bytes] = []
+        self.exposed: list[Offset | None] = []
 
-    def append_mirrored(self, records: memoryview, *, exposed: Offset | None) -> None:
+    def append_mirrored(self, records: memoryview, *, exposed: Offset | None, compacted_until: int) -> None:
         self.appended.append(bytes(records))
+        for header in iterate_whole_headers(memoryview(records)):
+            self.log.end_offset = header.next_offset
+        self.expose(exposed)
+
+    def expose(self, offset: Offset | None) -> None:
+        self.exposed.append(offset)
+
+    @property
+    def replicated_offset(self) -> Offset:
+        offset: Offset = self.log.end_offset
+        return offset
 
 
 @pytest.mark.parametrize(("asked", "is_taken"), [(3, True), (9, False), (0, False)])
 async def test_what_was_asked_for_before_a_copy_was_truncated_is_not_appended(asked: int, is_taken: bool) -> None:
     partition: Any = CopiedPartition()
     make: Any = Copier
-    copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, on_commit=None)
+    copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, note_gaps=None, on_commit=None)
     copy = Copy(partition, WHERE, commits=array("q"))
     copier.follow([copy])
     records = bytes(empty_batch(asked, asked + 5, 0))
     answer = FetchAnswer(memoryview(records), Offset(asked + 5), Offset(0), Offset(asked + 5))
     await copier._take({copy.key: copy}, {copy.key: Offset(asked)}, {WHERE: answer})
     assert partition.appended == ([records] if is_taken else [])
+
+
+# -- values that the source has compacted away ------------------------------------------------------------------
+
+
+async def test_clients_read_up_to_a_gap_until_all_records_are_here_that_may_have_caused_it() -> None:
+    partition: Any = CopiedPartition()
+    partition.log.settings.compacts = True
+    noted: list[dict[TopicPartition, int | None]] = []
+
+    async def note(gaps: dict[TopicPartition, int | None]) -> None:
+        noted.append(dict(gaps))
+
+    make: Any = Copier
+    copier = make(None, None, SystemClock(), rate=0, gates=False, cut_of=None, note_gaps=note, on_commit=None)
+    copy = Copy(partition, WHERE, commits=array("q"))
+    copier.follow([copy])
+
+    async def take(records: bytes, high_watermark: int) -> None:
+        answer = FetchAnswer(memoryview(records), Offset(high_watermark), Offset(0), Offset(high_watermark))
+        await copier._take({copy.key: copy}, {copy.key: copy.end}, {WHERE: answer})
+
+    def whole(base: int) -> bytes:
+        batch = bytearray(encode_batch([NewRecord(b"k", b"v")]))
+        (header,) = iterate_whole_headers(memoryview(batch))
+        place_batch(batch, header, base, 0)
+        return bytes(batch)
+
+    await take(whole(3), 20)
+    assert (noted, partition.exposed) == ([], [None])
+    # Offset 4 is missing. It may have been removed because of any record below 20.
+    await take(whole(5), 20)
+    assert (noted, partition.exposed[-1]) == ([{WHERE: 4}], 4)
+    waiting = asyncio.create_task(copier.without_gaps())
+    # Meanwhile the source gets more, which is not the reason; another gap extends the range.
+    await take(whole(6) + whole(10), 30)
+    await take(whole(11), 40)
+    assert (noted, partition.exposed[-1], waiting.done()) == ([{WHERE: 4}], 4, False)
+    await take(b"".join(whole(at) for at in range(12, 30)), 50)
+    await waiting
+    assert (noted, partition.exposed[-1]) == ([{WHERE: 4}, {WHERE: None}], None)
 
 
 # -- lags that are not known ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from millstream.broker.mirror import service
+from millstream.broker.mirror import copier, service
 from millstream.broker.mirror.copier import Copier
 from millstream.broker.mirror.follower import Follower
 from millstream.broker.mirror.service import MirrorService
@@ -72,6 +72,7 @@ def _no_commits(*_: Any) -> array[int]:
         pytest.param(MirrorService, "_restrict", _expose_everything, id="a restarted leader exposes everything"),
         pytest.param(service, "commits_from", _no_commits, id="a failover keeps halves of transactions"),
         pytest.param(service, "own_history_start", lambda *_: None, id="a repeated failover cuts again"),
+        pytest.param(copier, "_has_gaps", lambda *_: False, id="a compacted copy is exposed where values are missing"),
         pytest.param(Replica, "_truncate_to_fetch", _keep_what_is_below, id="a compacted log is cut like any other"),
     ],
 )

@@ -160,14 +160,15 @@ mirrors = Table(
     Column("cuts", JSON, nullable=False),
     Column("dropped", JSON, nullable=False),
     Column("verified", JSON, nullable=False),
+    Column("gaps", JSON, nullable=False),
     Column("is_gated", Boolean, nullable=False),
     Column("cut_epochs", JSON, nullable=False),
     Column("resumes", Boolean, nullable=False),
     Column("sightings_source", String(64), nullable=False),
     Column("sightings_owner", String(64), nullable=False),
 )
-"""Mirrors of other clusters. `cuts`, `dropped` and `verified` hold offsets, by topic and partition, `cut_epochs` leader
-epochs.
+"""Mirrors of other clusters. `cuts`, `dropped`, `verified` and `gaps` hold offsets, by topic and partition, and
+`cut_epochs` leader epochs.
 
 `sightings_source` is the cluster that `mirror_sightings` are of, `sightings_owner` the only node that may change them.
 """

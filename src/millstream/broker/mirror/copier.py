@@ -8,6 +8,10 @@ kernel, which grows them with the round trip; a fixed size would turn that off.
 
 A copy never exposes a torn transaction. Where it holds a commit marker that is not known to have arrived on all
 mirrored partitions of its transaction, clients read up to there (`Partition.expose`); `transactions` moves that on.
+
+Nor does it expose a compacted partition where the last value of a key is missing. If a fetch brings records with gaps,
+compaction at the source may have removed values because of later ones that have not arrived. They are below the high
+watermark that the source had then; until the copy reaches it, clients read up to where the gap begins.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -83,6 +87,10 @@ class Copy:
     """Every transaction that is committed below has arrived as a whole."""
     commits: array[int] = field(default_factory=lambda: array("q"))
     """The commit markers from there on."""
+    gap: int | None = None
+    """From where on values of keys may be missing, as recorded in the catalog."""
+    gap_end: int = -1
+    """Up to where the records lie because of which they are missing; -1 until the source says so."""
     source_end: int = -1
     """The source's high watermark, as of the last fetch; -1 before the first."""
     checked_epoch: int = -2
@@ -112,7 +120,8 @@ class Copy:
     @property
     def exposed(self) -> Offset | None:
         """Up to where clients may read; None for everything that is acknowledged."""
-        return Offset(self.commits[0]) if self.commits else None
+        limits = [*self.commits[:1], *([] if self.gap is None else [self.gap])]
+        return Offset(min(limits)) if limits else None
 
     @property
     def lag(self) -> int | None:
@@ -148,6 +157,7 @@ class Copier:
         rate: int,
         gates: bool,
         cut_of: Callable[[Partition], int | None],
+        note_gaps: Callable[[Mapping[TopicPartition, int | None]], Awaitable[None]],
         on_commit: Callable[[], None],
     ) -> None:
         self._topics = topics
@@ -158,6 +168,8 @@ class Copier:
         """Whether the source can say which transactions have ended everywhere."""
         self._cut_of = cut_of
         """Where a partition may be truncated, because it was the source's own before; None if it may not."""
+        self._note_gaps = note_gaps
+        """Records durably from where on copies may lack values of keys, or that they lack none."""
         self._on_commit = on_commit
         """Called when clients begin to wait at a commit."""
         self.copies: dict[CopyKey, Copy] = {}
@@ -166,6 +178,8 @@ class Copier:
         self._changed = asyncio.Event()
         self._assigned = asyncio.Event()
         """Set after each assignment, and replaced by the next."""
+        self._gap_closed = asyncio.Event()
+        """Set when a copy lacks no values any more, and replaced."""
         self._next_slot_s = 0.0
         self.bytes_copied = 0
         self._copied_at: deque[tuple[float, int]] = deque()
@@ -202,6 +216,11 @@ class Copier:
                 # Copying had to wait for this.
                 self._changed.set()
             copy.verify(offset_in(offsets, copy.partition))
+
+    async def without_gaps(self) -> None:
+        """Wait until no copy lacks values of keys."""
+        while any(copy.gap is not None for copy in self.copies.values()):
+            await self._gap_closed.wait()
 
     def drop(self, key: CopyKey) -> Copy | None:
         """Stop copying a partition: nothing is appended to it once this returns."""
@@ -394,6 +413,7 @@ class Copier:
         answers: dict[TopicPartition, FetchAnswer | MillstreamError],
     ) -> None:
         syncing: list[tuple[Copy, asyncio.Future[None]]] = []
+        await self._open_gaps(members, asked, answers)
         for copy in members.values():
             answer = answers.get(copy.source)
             # A copy that was truncated meanwhile must not continue behind a gap.
@@ -418,6 +438,7 @@ class Copier:
                 await stored
             except MillstreamError as error:
                 self._hold(copy, error)
+        await self._close_gaps(members, answers)
 
     async def _take_one(self, copy: Copy, answer: FetchAnswer | MillstreamError) -> asyncio.Future[None] | None:
         partition, log = copy.partition, copy.partition.log
@@ -458,7 +479,78 @@ class Copier:
             if copy.commits:
                 self._on_commit()
         copy.bytes_copied += len(records)
-        return partition.append_mirrored(records, exposed=copy.exposed)
+        return partition.append_mirrored(records, exposed=copy.exposed, compacted_until=answer.high_watermark)
+
+    # -- gaps of compacted partitions -----------------------------------------------------------------------
+
+    async def _open_gaps(
+        self,
+        members: dict[CopyKey, Copy],
+        asked: dict[CopyKey, Offset],
+        answers: dict[TopicPartition, FetchAnswer | MillstreamError],
+    ) -> None:
+        """Before records with gaps are appended, record from where on values of keys may be missing."""
+        found: dict[TopicPartition, int | None] = {}
+        copies = []
+        for key, copy in members.items():
+            answer, end = answers.get(copy.source), copy.end
+            if not copy.partition.log.settings.compacts or not isinstance(answer, FetchAnswer):
+                continue
+            if asked.get(key) != end or not _has_gaps(answer.records, end):
+                continue
+            copy.gap_end = max(copy.gap_end, answer.high_watermark)
+            if copy.gap is None or copy.gap > end:
+                found[copy.partition.log.partition] = end
+                copies.append(copy)
+        if not found:
+            return
+        try:
+            await self._note_gaps(found)
+        except MillstreamError as error:
+            for copy in copies:
+                self._hold(copy, error)
+            return
+        for copy in copies:
+            copy.gap = found[copy.partition.log.partition]
+
+    async def _close_gaps(
+        self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
+    ) -> None:
+        """Expose copies again that have all the records because of which values were missing."""
+        closed = []
+        for copy in members.values():
+            answer = answers.get(copy.source)
+            if copy.gap is None or not isinstance(answer, FetchAnswer) or not self._may_fetch(copy):
+                continue
+            if copy.gap_end < 0:
+                # An earlier leader has recorded it.
+                copy.gap_end = answer.high_watermark
+            if copy.partition.replicated_offset >= copy.gap_end:
+                closed.append(copy)
+        if not closed:
+            return
+        try:
+            await self._note_gaps(dict.fromkeys((copy.partition.log.partition for copy in closed), None))
+        except MillstreamError as error:
+            for copy in closed:
+                self._hold(copy, error)
+            return
+        for copy in closed:
+            copy.gap, copy.gap_end = None, -1
+            if self.copies.get(copy.key) is copy:
+                copy.partition.expose(copy.exposed)
+        done, self._gap_closed = self._gap_closed, asyncio.Event()
+        done.set()
+
+
+def _has_gaps(records: memoryview, offset: int) -> bool:
+    """Whether the batches that follow an offset have fewer records than offsets, because of compaction."""
+    for header in iterate_whole_headers(records):
+        if header.next_offset > offset:
+            if header.base_offset > offset or header.record_count <= header.last_offset_delta:
+                return True
+            offset = header.next_offset
+    return False
 
 
 def _is_commit(records: memoryview, header: BatchHeader) -> bool:

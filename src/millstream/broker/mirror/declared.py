@@ -12,6 +12,7 @@ from millstream.broker.cluster.declarations import NamedHolder
 from millstream.core.errors import InvalidMirror, MirrorExists, UnknownMirror
 from millstream.core.mirror import Mirror, TopicOffsets, check_mirror
 from millstream.core.tasks import finishing
+from millstream.core.topic import TopicPartition
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +103,28 @@ class Mirrors(NamedHolder[Mirror]):
             if mirror.name in self._by_name:
                 self._by_name[mirror.name] = stored
 
+    async def note_gaps(self, mirror: Mirror, gaps: Mapping[TopicPartition, int | None]) -> None:
+        """Record durably from where on copies may lack values of keys, or that they lack none.
+
+        Not once the mirror is stopped: a failover that has begun would not learn of it.
+        """
+
+        def noted(now: Mirror) -> Mirror:
+            if not now.is_wanted:
+                raise InvalidMirror(f"mirror {now.name!r} is paused")
+            merged: dict[str, dict[int, int]] = {topic: dict(starts) for topic, starts in now.gaps.items()}
+            for where, start in gaps.items():
+                of_topic = merged.setdefault(where.topic, {})
+                of_topic.pop(where.partition, None)
+                if start is not None:
+                    of_topic[where.partition] = start
+            return dataclasses.replace(now, gaps={topic: starts for topic, starts in merged.items() if starts})
+
+        async with self._changing:
+            stored = await self._declarations.change(Catalog.alter_mirror, mirror.mirror_id, noted)
+            if mirror.name in self._by_name:
+                self._by_name[mirror.name] = stored
+
     def unfinished_cuts(self, name: str) -> Collection[str]:
         """Return the copies of a mirror whose failover has begun and not finished."""
         found = self._by_name.get(name)
@@ -110,13 +133,14 @@ class Mirrors(NamedHolder[Mirror]):
     async def forget_topic(self, name: str, topic: str) -> None:
         """Forget durably what is recorded of a copy, because it is recreated."""
         known = self._by_name.get(name)
-        if known is None or (topic not in known.verified and topic not in known.cut_epochs):
+        if known is None or not any(topic in noted for noted in (known.verified, known.gaps, known.cut_epochs)):
             return
 
         def forgotten(now: Mirror) -> Mirror:
             return dataclasses.replace(
                 now,
                 verified={one: offsets for one, offsets in now.verified.items() if one != topic},
+                gaps={one: offsets for one, offsets in now.gaps.items() if one != topic},
                 cut_epochs={one: epochs for one, epochs in now.cut_epochs.items() if one != topic},
             )
 

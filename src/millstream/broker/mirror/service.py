@@ -131,6 +131,7 @@ class MirrorRun:
                         rate=self.settings.rate,
                         gates=source.is_millstream,
                         cut_of=self._cut_of,
+                        note_gaps=self._note_gaps,
                         on_commit=self._commit_waits.set,
                     )
                     self.error = ""
@@ -153,6 +154,9 @@ class MirrorRun:
         """Return up to where a copy may be truncated: only one that was reversed."""
         mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
         return mirror.cuts.get(partition.topic.name, {}).get(partition.index)
+
+    async def _note_gaps(self, gaps: Mapping[TopicPartition, int | None]) -> None:
+        await self.service.mirrors.note_gaps(self.mirror, gaps)
 
     async def _refresh(self, copier: Copier) -> None:
         """Follow the partitions that this node leads; runs forever."""
@@ -188,6 +192,7 @@ class MirrorRun:
                     partition,
                     TopicPartition(mirror.source_name(topic), partition.index),
                     verified=mirror.verified_until(topic.name, partition.index) or 0,
+                    gap=mirror.gap_of(topic.name, partition.index),
                     caught_up_ms=self.service.clock.now_ms(),
                 )
 
@@ -359,7 +364,7 @@ class MirrorService:
             if mirror is None or not partition.is_leader:
                 continue
             verified = mirror.verified_until(partition.topic.name, partition.index)
-            partition.expose(None if verified is None else _commit_from(partition, verified))
+            partition.expose(_whole_until(partition, verified, mirror.gap_of(partition.topic.name, partition.index)))
 
     async def _run(self) -> None:
         try:
@@ -374,8 +379,7 @@ class MirrorService:
     async def _apply(self) -> None:
         """Start, restart and stop what the declarations have changed."""
         self._restrict(self.topics.hosted())
-        known = {mirror.mirror_id for mirror in self.mirrors.all()}
-        self.cutting = {mirror_id: keys for mirror_id, keys in self.cutting.items() if mirror_id in known}
+        self._forget_given_up()
         declared = {mirror.name: mirror for mirror in self.mirrors.all() if mirror.is_due}
         for name, run in list(self._runs.items()):
             now = declared.get(name)
@@ -386,6 +390,16 @@ class MirrorService:
                 run = self._runs[name] = MirrorRun(mirror, self)
                 run.task = self._supervise(f"mirror {name}", run.run())
             self._runs[name].refreshed.set()
+
+    def _forget_given_up(self) -> None:
+        """Forget the cuts of deleted mirrors, and those that were given up: copying continues."""
+        known = {mirror.mirror_id: mirror.cut_epochs for mirror in self.mirrors.all()}
+        names = {topic.topic_id: topic.name for topic in self.topics.all()}
+        for mirror_id, cuts in list(self.cutting.items()):
+            for key in [key for key in cuts if names.get(key[0]) not in known.get(mirror_id, ())]:
+                del cuts[key]
+            if mirror_id not in known:
+                del self.cutting[mirror_id]
 
     async def _stop(self, name: str) -> None:
         run = self._runs.pop(name)
@@ -472,9 +486,25 @@ class MirrorService:
 
         def ended(now: Mirror) -> Mirror:
             left = {name: epochs for name, epochs in now.cut_epochs.items() if name in copied}
-            return dataclasses.replace(now, cut_epochs=left, is_wanted=now.is_wanted or now.resumes, resumes=False)
+            gaps = {name: offsets for name, offsets in now.gaps.items() if name in copied}
+            is_wanted = now.is_wanted or now.resumes
+            return dataclasses.replace(now, cut_epochs=left, gaps=gaps, is_wanted=is_wanted, resumes=False)
 
         await self.mirrors.change(mirror.name, ended)
+
+    async def give_up_cut(self, mirror: Mirror, ends: TopicOffsets) -> None:
+        """Let a mirror copy again that was stopped for a planned switch, of which the source has nothing beyond `ends`.
+
+        Copies that are cut already are truncated there: they have nothing else of their own than the mark of the cut.
+        """
+
+        def resumed(now: Mirror) -> Mirror:
+            begun = {name: ends.get(name, {}) for name in now.cut_epochs}
+            return dataclasses.replace(
+                now, cut_epochs={}, cuts=merged_offsets(now.cuts, begun), is_wanted=now.is_wanted or bool(begun)
+            )
+
+        await self.mirrors.change(mirror.name, resumed)
 
     async def cut(self, request: CutRequest) -> CutPartition:
         """Cut a copy that this node leads where its transactions are whole, and lead it in a later epoch.
@@ -487,6 +517,12 @@ class MirrorService:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
         key = topic.topic_id, partition.index
         mirror = await self.mirrors.find(request.mirror)
+        if not _is_cut_in(mirror, request):
+            # This node may not have heard of it yet.
+            await self.mirrors.load()
+            mirror = await self.mirrors.find(request.mirror)
+            if not _is_cut_in(mirror, request):
+                raise InvalidMirror(f"the cut of {partition.log.partition} was given up")
         cutting = self.cutting.setdefault(mirror.mirror_id, {})
         before = cutting.get(key)
         if before is not None and before.epoch == partition.leader_epoch:
@@ -501,7 +537,7 @@ class MirrorService:
             end = log.end_offset
             begun_at = own_history_start(partition, request.epoch)
             if begun_at is None:
-                limit = None if request.verified is None else _commit_from(partition, request.verified)
+                limit = _whole_until(partition, request.verified, request.gap)
                 if limit is not None and limit < end:
                     await partition.cut_mirrored(limit, refetches=False)
                 else:
@@ -531,6 +567,9 @@ class MirrorService:
         except BaseException:
             cutting.pop(key, None)
             raise
+        finally:
+            # It may have been given up meanwhile.
+            self._forget_given_up()
 
     async def ask_leader(self, where: TopicPartition, key: int, request: Any, kind: type[R]) -> R:
         """Send a request to the node that leads a partition."""
@@ -550,6 +589,7 @@ class MirrorService:
             topic=where.topic,
             partition=where.partition,
             verified=mirror.verified_until(where.topic, where.partition),
+            gap=mirror.gap_of(where.topic, where.partition),
             epoch=mirror.cut_epochs[where.topic][where.partition],
         )
         answer = await self.ask_leader(where, CUT_KEY, asked, CutResponse)
@@ -607,13 +647,19 @@ class MirrorService:
                     else:
                         arrivals = [partition.arrived(offset) for partition, offset in wanted.items()]
                         await asyncio.gather(*(arrival for arrival in arrivals if arrival is not None))
+                        if (run := self._runs.get(request.mirror)) is not None and run.copier is not None:
+                            await run.copier.without_gaps()
         run = self._runs.get(request.mirror)
         if request.is_verified and run is not None and run.copier is not None:
             run.copier.verify(request.offsets)
+        # A failover cuts them where values are missing, so no transaction beyond that is whole.
+        lacking = {copy.key for copy in ([] if run is None else run.copies()) if copy.gap is not None}
         reached: dict[str, dict[int, int]] = {}
         for partition in self.led(request.mirror):
             reached.setdefault(partition.topic.name, {})[partition.index] = (
-                partition.high_watermark if request.is_readable else partition.replicated_offset
+                partition.high_watermark
+                if request.is_readable or (partition.topic.topic_id, partition.index) in lacking
+                else partition.replicated_offset
             )
         waiting = [
             (copy.partition.topic.name, int(copy.partition.index))
@@ -906,19 +952,27 @@ class _Readable:
                 partition.forget(self)
 
 
+def _is_cut_in(mirror: Mirror, request: CutRequest) -> bool:
+    """Whether a cut belongs to a failover or switch of a mirror that has begun and not ended."""
+    return mirror.cut_epochs.get(request.topic, {}).get(request.partition) == request.epoch
+
+
 def own_history_start(partition: Partition, epoch: int) -> Offset | None:
     """Return from where on a copy holds records of this cluster, which begin in an epoch; None if it holds none."""
     log = partition.log
     return log.end_of_epoch(epoch - 1)[1] if log.latest_epoch >= epoch else None
 
 
-def _commit_from(partition: Partition, verified: int) -> Offset | None:
-    """Return the first commit of a copy that may lack other parts of its transaction; None if there is none.
+def _whole_until(partition: Partition, verified: int | None, gap: int | None) -> Offset | None:
+    """Return up to where a copy has whole transactions and every value of a key; None if all of it does.
 
     Whatever clients could read before has arrived as a whole.
     """
-    commits = commits_from(partition, max(verified, partition.high_watermark))
-    return Offset(commits[0]) if commits else None
+    before = partition.high_watermark
+    limits = [] if verified is None else commits_from(partition, max(verified, before))[:1].tolist()
+    if gap is not None:
+        limits.append(max(gap, before))
+    return Offset(min(limits)) if limits else None
 
 
 def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:

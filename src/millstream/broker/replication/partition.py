@@ -360,10 +360,13 @@ class Partition(Replica):
 
     # -- mirroring ------------------------------------------------------------------------------------------
 
-    def append_mirrored(self, batches: Buffer, *, exposed: Offset | None) -> asyncio.Future[None] | None:
+    def append_mirrored(
+        self, batches: Buffer, *, exposed: Offset | None, compacted_until: int = 0
+    ) -> asyncio.Future[None] | None:
         """Append batches as the source of a mirror has them: offsets, epochs and producers included.
 
-        `exposed` is up to where clients may read from now on. The future is done when this node has them as durably
+        `exposed` is up to where clients may read from now on. Records may be missing because of later ones below
+        `compacted_until`. The future is done when this node has them as durably
         as the topic requires. An epoch above this partition's has to be raised first (`Topics.raise_epoch`), so that
         followers and consumers never see a batch from a later epoch than its leader's.
         """
@@ -371,7 +374,7 @@ class Partition(Replica):
             raise self._not_leader()
         log, in_sync = self.log, self._in_sync
         before = log.end_offset
-        log.append_replica(batches, leader_epoch=self.leader_epoch)
+        log.append_replica(batches, leader_epoch=self.leader_epoch, compacted_until=compacted_until)
         self.bytes_in += len(batches)
         self.records_in += log.end_offset - before
         self.exposed, self.awaits_exposure = exposed, False

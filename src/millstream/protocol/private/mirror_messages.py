@@ -145,6 +145,8 @@ class CutRequest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """The epoch in which this cluster continues the copy; the same each time a failover is repeated."""
     verified: int | None = None
+    gap: int | None = None
+    """From where on the copy may lack values of keys."""
 
 
 class CutResponse(Response, frozen=True, kw_only=True):
