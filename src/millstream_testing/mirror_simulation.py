@@ -429,8 +429,8 @@ class World:
         self.is_cut = False
         self.delay_s = self.random.choice((0.001, 0.02, 0.2))
         self.fetch_bytes = self.random.choice(((150,), (300, 1 << 20)))
-        """How much an answer to a fetch holds. If it is little, a copy catches up so slowly that the source compacts what
-        has not been copied yet."""
+        """How much an answer to a fetch holds. A copy that gets little is so slow that the source compacts what it has
+        not copied yet."""
         self.sites: dict[str, Site] = {}
         self._number = 0
         self._batches = 0

@@ -21,7 +21,7 @@ from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
-from millstream.core.errors import InvalidMirror, MillstreamError, NotLeader, RequestTimedOut
+from millstream.core.errors import BrokerUnreachable, InvalidMirror, MillstreamError, NotLeader, RequestTimedOut
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
@@ -296,42 +296,88 @@ async def test_a_side_that_was_failed_over_since_it_followed_is_scanned_again(
     assert len(scans) == 2
 
 
+class OtherSide:
+    """The source of a switch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+        self.asked: list[str] = []
+        self.refused: dict[str, list[MillstreamError]] = {}
+        """The errors with which it answers each step, one after the other."""
+        monkeypatch.setattr(failover, "Source", lambda *_, **__: self)
+        target.service.follower_of = self.follower_of
+
+    async def __aenter__(self) -> OtherSide:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def ask(self, _node: Any, _key: int, request: AdoptRequest, _kind: Any, *, waits: bool) -> AdoptResponse:
+        self.asked.append(request.step)
+        if refused := self.refused.get(request.step):
+            raise refused.pop(0)
+        return AdoptResponse(ends={name: {0: 40, 1: 40} for name in (EU, EUX, US)})
+
+    async def follower_of(self, *_: Any) -> OtherSide:
+        return self
+
+    async def drain(self, *_: Any) -> None:
+        pass
+
+    async def sync_all(self) -> None:
+        pass
+
+
+@pytest.fixture
+def other_side(target: Target, monkeypatch: pytest.MonkeyPatch) -> OtherSide:
+    return OtherSide(monkeypatch, target)
+
+
+SWITCH = ReverseRequest(name=NAME, address="berlin:9092")
+
+
 @pytest.mark.parametrize(
     "refused", [InvalidMirror("run `reverse --save-to TOPIC`"), NotLeader("the link is down")], ids=["advice", "link"]
 )
 async def test_a_switch_whose_old_source_does_not_follow_advises_to_save_its_records(
-    target: Target, monkeypatch: pytest.MonkeyPatch, refused: MillstreamError
+    target: Target, other_side: OtherSide, refused: MillstreamError
 ) -> None:
-    class OtherSide:
-        async def __aenter__(self) -> OtherSide:
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            pass
-
-        async def ask(self, _node: Any, _key: int, request: AdoptRequest, _kind: Any, *, waits: bool) -> AdoptResponse:
-            if request.step == "follow":
-                raise refused
-            return AdoptResponse()
-
-    class Drained:
-        async def drain(self, *_: Any) -> None:
-            pass
-
-        async def sync_all(self) -> None:
-            pass
-
-    async def follower_of(*_: Any) -> Drained:
-        return Drained()
-
-    monkeypatch.setattr(failover, "Source", lambda *_, **__: OtherSide())
-    target.service.follower_of = follower_of
+    other_side.refused["follow"] = [refused]
     expected = InvalidMirror if isinstance(refused, InvalidMirror) else RequestTimedOut
     with pytest.raises(expected, match="clients can write here now") as raised:
-        await failover.switch(target.service, ReverseRequest(name=NAME, address="berlin:9092"))
+        await failover.switch(target.service, SWITCH)
     assert str(refused) in str(raised.value)
     assert "--save-to TOPIC`" in str(raised.value)
     assert f"reverse {NAME}`" not in str(raised.value)
+
+
+async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_back(
+    target: Target, other_side: OtherSide
+) -> None:
+    target.has_leaders = False
+    other_side.refused["release"] = [BrokerUnreachable("the line is down for a moment")]
+    with pytest.raises(NotLeader):
+        await failover.switch(target.service, SWITCH)
+    assert other_side.asked == ["fence", "release", "release"]
+    mirror = await target.mirror()
+    # It copies again, and copies that were cut may be truncated where the source ends.
+    assert (mirror.is_wanted, mirror.cut_epochs) == (True, {})
+    assert mirror.cuts == {name: {0: 40, 1: 40} for name in (EU, EUX, US)}
+    assert target.copies == [EU, EUX, US]
+    target.has_leaders = True
+    await failover.switch(target.service, SWITCH)
+    assert other_side.asked[3:] == ["fence", "follow"]
+    assert target.copies == []
+
+
+async def test_a_source_that_cannot_be_told_that_a_switch_was_given_up_is_named(
+    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failover, "RELEASE_S", 0.0)
+    target.has_leaders = False
+    other_side.refused["release"] = [BrokerUnreachable("the line is down")]
+    with pytest.raises(RequestTimedOut, match=f"mirror failover {NAME}` there"):
+        await failover.switch(target.service, SWITCH)
 
 
 class OldSource:

@@ -18,6 +18,7 @@ import msgspec
 
 from millstream.broker.mirror.service import MirrorService, merged_offsets
 from millstream.broker.mirror.source import Source
+from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
 from millstream.core.ids import PartitionIndex
 from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets
@@ -41,6 +42,7 @@ from millstream.protocol.private.mirror_messages import (
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
 from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
+from millstream.protocol.wire.error_codes import TRANSIENT
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ Step = Literal["fence", "follow"]
 SOURCE_S: Final = 2.0
 """How long a failover waits for the source to say what is missing."""
 AT_ONCE: Final = 32
+RELEASE_S: Final = 30.0
+"""How long a switch that is given up tries to let the source accept writers again."""
 TURN_S: Final = 60.0
 """How long a switch takes at most, without the drain."""
 SAVED_AT_ONCE: Final = 500
@@ -269,20 +273,24 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         # A mirror that was reversed has cuts of topics that are copies again.
         failed_over = {name: cuts for name, cuts in mirror.cuts.items() if name not in names}
         fence = _adoption(service, dataclasses.replace(mirror, cuts=failed_over), request, step="fence")
+        ends: TopicOffsets = {}
         try:
             fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
             if fenced.removed:
                 raise _would_drop(mirror, fenced.removed)
+            ends = {name: found for name, found in fenced.ends.items() if name in names}
             follower = await service.follower_of(mirror, deadline)
-            await follower.drain({name: ends for name, ends in fenced.ends.items() if name in names}, deadline)
+            await follower.drain(ends, deadline)
             await follower.sync_all()
+            mirror = await service.begin_cut(mirror, topics)
+            cuts = await cut_topics(service, mirror, topics)
         except BaseException:
-            # Nothing has changed hands yet.
-            release = msgspec.structs.replace(fence, step="release")
-            await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
+            # No client writes here yet, so the source can keep its role.
+            try:
+                await service.give_up_cut(mirror, ends)
+            finally:
+                await _release(source, msgspec.structs.replace(fence, step="release"))
             raise
-        mirror = await service.begin_cut(mirror, topics)
-        cuts = await cut_topics(service, mirror, topics)
         await make_writable(service, topics)
         mirror = await service.mirrors.find(mirror.name)
         follow = msgspec.structs.replace(_adoption(service, mirror, request, step="follow"), is_fenced=True)
@@ -302,6 +310,25 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         partitions=cuts,
         waited_ms=int((service.clock.monotonic() - started) * 1000),
     )
+
+
+async def _release(source: Source, release: AdoptRequest) -> None:
+    """Let the source of a switch that is given up accept writers again; raise what to do if it cannot be told."""
+    backoff = Backoff(max_s=5.0)
+    try:
+        async with asyncio.timeout(RELEASE_S):
+            while True:
+                try:
+                    await source.ask(None, ADOPT_KEY, release, AdoptResponse, waits=True)
+                    return
+                except (RequestTimedOut, *TRANSIENT) as error:
+                    _logger.warning("a source cannot be released", extra={"mirror": release.name, "error": str(error)})
+                await backoff.pause()
+    except TimeoutError:
+        raise RequestTimedOut(
+            "the switch was given up, and the source could not be told, so it still refuses writers; run `millstream "
+            f"mirror failover {release.name}` there"
+        ) from None
 
 
 def _would_drop(mirror: Mirror, removed: Sequence[RemovedRange]) -> InvalidMirror:
