@@ -192,7 +192,26 @@ async def test_the_advice_after_an_interruption_cuts_no_other_copies(target: Tar
     target.has_leaders = True
     await target.fail_over()
     assert not (await target.mirror()).is_wanted
-    assert await target.notes() == []
+    (note,) = await target.notes()
+    # The source was never reached, so it is not known to be one that can follow.
+    assert "delete the mirror" in note
+    await target.mirrors.note_gated(await target.mirror())
+    (note,) = await target.notes()
+    assert note == (
+        f"clients can write {EUX}, {EU}, {US} here since a failover; `millstream mirror reverse {NAME}` lets the old "
+        "source follow"
+    )
+
+
+async def test_a_copy_that_cannot_be_read_to_its_end_is_named(target: Target) -> None:
+    mirror = await target.mirror()
+    where = TopicPartition(EU, PartitionIndex(1))
+    await target.mirrors.note_gaps(mirror, {where: 40, TopicPartition(EU, PartitionIndex(0)): 7})
+    await target.mirrors.note_gaps(mirror, {TopicPartition(EU, PartitionIndex(0)): None})
+    (note,) = await target.notes()
+    assert note.startswith(f"{EU}-1 can be read up to offset 40 until its copy has caught up")
+    await target.fail_over(PATTERN)
+    assert (await target.mirror()).gaps == {}
 
 
 # -- the old source -----------------------------------------------------------------------------------------------

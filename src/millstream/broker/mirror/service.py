@@ -81,6 +81,8 @@ NOTICE_S: Final = 0.05
 NOTICE_RETRY_S: Final = 0.5
 HOLDS_MAX: Final = 100
 TRUNCATED_AT_ONCE: Final = 32
+NAMED_MAX: Final = 5
+"""How many topics a note names."""
 OFFER_BYTES_MAX: Final = 8 * 1024 * 1024
 EPOCH_STEP: Final = 1000
 """How far a failover raises the leader epoch: more than the old source can in elections before it follows."""
@@ -412,12 +414,6 @@ class MirrorService:
     def describe(self, mirror: Mirror) -> dict[str, Any]:
         """Return a mirror as declared, and its state on this node."""
         run, copied = self._runs.get(mirror.name), self.copied_topics(mirror.name)
-        notes = []
-        if unfinished := self.unfinished_cuts(mirror):
-            notes.append(
-                f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
-                f"`{self.failover_command(mirror)}` again"
-            )
         return {
             "name": mirror.name,
             "mirror_id": str(mirror.mirror_id),
@@ -430,9 +426,30 @@ class MirrorService:
             "topics": [topic.name for topic in copied],
             "copies": {topic.name: topic.partitions for topic in copied if not topic.is_draining},
             "cuts": {topic: dict(offsets) for topic, offsets in mirror.cuts.items()},
-            "notes": notes,
+            "notes": list(self._notes(mirror)),
             "report": None if run is None else run.describe(self.clock.now_ms()),
         }
+
+    def _notes(self, mirror: Mirror) -> Iterator[str]:
+        """Yield what an operator should know of a mirror, and what to do about it."""
+        if unfinished := self.unfinished_cuts(mirror):
+            yield (
+                f"a failover of {', '.join(unfinished)} has not finished, and nothing is copied there any more; run "
+                f"`{self.failover_command(mirror)}` again"
+            )
+        if taken_over := [name for name in mirror.cuts if (topic := self.topics.get(name)) and not topic.mirror]:
+            more = f" and {len(taken_over) - NAMED_MAX} more" if len(taken_over) > NAMED_MAX else ""
+            what = f"clients can write {', '.join(sorted(taken_over)[:NAMED_MAX])}{more} here since a failover"
+            if not mirror.is_gated or mirror.settings.rename:
+                yield f"{what}; delete the mirror once its source is not needed any more"
+            else:
+                yield f"{what}; `millstream mirror reverse {mirror.name}` lets the old source follow"
+        for name, gaps in sorted(mirror.gaps.items()):
+            for index, offset in sorted(gaps.items()):
+                yield (
+                    f"{name}-{index} can be read up to offset {offset} until its copy has caught up: the source has "
+                    "compacted records that were not copied"
+                )
 
     def unfinished_cuts(self, mirror: Mirror) -> list[str]:
         """Return the copies of a mirror whose failover has begun and not finished, by name."""
