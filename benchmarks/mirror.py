@@ -1,6 +1,6 @@
 """`make bench-mirror`: the lag of a mirror, what it costs beside MirrorMaker 2, and how long failover and reverse take.
 
-    python -m benchmarks.mirror [--full] [--peer] [--delay-ms MS]
+    python -m benchmarks.mirror [--full] [--peer] [--move] [--delay-ms MS]
 
 One node on each side, on loopback, or behind a line that delays. Measured are
 
@@ -8,7 +8,8 @@ One node on each side, on loopback, or behind a line that delays. Measured are
 - the CPU seconds for each GB that is copied, of the source and of the target; with `--peer` also those of MirrorMaker 2
   (fetched by Maven) and of the same two servers, for the same backlog;
 - how long `mirror failover` takes;
-- how many bytes `reverse` sends when both sides have written 1 MB since they were equal.
+- how many bytes `reverse` sends when both sides have written 1 MB since they were equal;
+- with `--move`, how long it takes to move a backlog from Apache Kafka, and its cutover.
 
 The short form takes less than a minute without `--peer`; `--full` copies 1 GB and measures for longer. A rate that this
 machine cannot produce is reported as what it was.
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from benchmarks.peers.kafka import fetch
+from benchmarks.peers.kafka import fetch, kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import percentile
 from benchmarks.processes import cpu_of
@@ -99,6 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mirror", description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="copy 1 GB and measure for longer")
     parser.add_argument("--peer", action="store_true", help="measure MirrorMaker 2, too")
+    parser.add_argument("--move", action="store_true", help="measure the move of a backlog from Apache Kafka, too")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="how long the line takes, in each direction")
     arguments = parser.parse_args()
     sizes = Sizes(1000, 20.0) if arguments.full else Sizes(200, 5.0)
@@ -120,6 +122,11 @@ def main() -> int:
                 print(measure_peer(pair, sizes.backlog_mb, Path(folder)), flush=True)
             except PeerUnavailable as reason:
                 print(f"MirrorMaker 2 was not measured: {reason}", flush=True)
+        if arguments.move:
+            try:
+                print(measure_move(pair, sizes.backlog_mb, Path(folder)), flush=True)
+            except PeerUnavailable as reason:
+                print(f"The move from Apache Kafka was not measured: {reason}", flush=True)
     return 0
 
 
@@ -253,11 +260,33 @@ emit.heartbeats.enabled = false
         maker.wait()
 
 
+def measure_move(pair: Pair, megabytes: int, folder: Path) -> str:
+    """Copy a backlog from Apache Kafka to the target, and cut over to it; return how long that took."""
+    topic, name = "moved", f"{MIRROR}-moved"
+    with kafka(folder / "kafka", "os", partitions=PARTITIONS) as peer:
+        end = _fill(peer, topic, megabytes)
+        target = CommandLine(pair.target.kafka)
+        with _cpu_of({"Kafka": peer.pid, "target": pair.target.pid}) as used:
+            _done(target("mirror", "create", name, "--from", peer.kafka, "--topics", topic))
+            took_s = _await_end(pair.target, topic, end)
+        began = time.monotonic()
+        done = _done(target("mirror", "cutover", name, "--json", "--yes")).document
+        cutover_s = time.monotonic() - began
+        if not done["complete"]:
+            raise SystemExit("the cutover was not complete")
+    return f"{_cost('move from Apache Kafka', used, megabytes, took_s)}; cutover: {cutover_s:.1f} s"
+
+
 @contextmanager
 def _cpu(pair: Pair, *others: int) -> Iterator[dict[str, float]]:
     """Measure the CPU seconds of both servers, and of other processes."""
     pids = {"source": pair.source.pid, "target": pair.target.pid}
-    pids |= {f"process {number + 1}": pid for number, pid in enumerate(others)}
+    with _cpu_of(pids | {f"process {number + 1}": pid for number, pid in enumerate(others)}) as used:
+        yield used
+
+
+@contextmanager
+def _cpu_of(pids: dict[str, int]) -> Iterator[dict[str, float]]:
     before = {name: cpu_of(pid) for name, pid in pids.items()}
     used: dict[str, float] = {}
     yield used

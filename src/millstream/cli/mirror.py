@@ -277,7 +277,7 @@ def cutover(
     )
     if not common.as_json:
         print_line(f"The copies are complete, and nothing was written for {still:g} s (waited {waited:.1f} s).")
-    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics))
+    report = _ask(common, lambda mirrors: mirrors.fail_over(name, topics, is_planned=True))
     late = [cut for cut in report.partitions if cut.missing]
     if common.as_json:
         cuts = [_cut_document(cut) for cut in report.partitions]

@@ -75,6 +75,9 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
         await service.end_cut(mirror)
         return FailoverResponse(partitions=earlier, source_error="the source was not contacted again")
     topics = chosen_topics(service, mirror, request.topics)
+    if request.is_planned:
+        follower = await service.follower_of(mirror, started + TURN_S)
+        await follower.sync_all()
     # Nothing is verified from here on, so every copy is cut at the same moment.
     mirror = await service.begin_cut(mirror, topics, is_partial=request.topics is not None)
     ends, source_error = await _source_ends(mirror, topics)

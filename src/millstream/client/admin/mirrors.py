@@ -62,9 +62,14 @@ class MirrorClient:
         """Delete a mirror without copies."""
         await self._ask(None, DELETE_KEY, MirrorName(name=name), Response)
 
-    async def fail_over(self, name: str, topics: Sequence[str] | None = None) -> FailoverResponse:
-        """Make copies writable; topics are regular expressions for names, None means all."""
-        body = FailoverRequest(name=name, topics=None if topics is None else list(topics))
+    async def fail_over(
+        self, name: str, topics: Sequence[str] | None = None, *, is_planned: bool = False
+    ) -> FailoverResponse:
+        """Make copies writable; topics are regular expressions for names, None means all.
+
+        With `is_planned`, the last offsets of groups are fetched from the source first, which has to be reachable.
+        """
+        body = FailoverRequest(name=name, topics=None if topics is None else list(topics), is_planned=is_planned)
         return await self._ask(None, FAILOVER_KEY, body, FailoverResponse)
 
     async def reverse(self, request: ReverseRequest) -> ReverseResponse:

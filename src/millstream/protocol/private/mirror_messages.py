@@ -71,6 +71,8 @@ class FailoverRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     topics: list[str] | None = None
+    is_planned: bool = False
+    """Whether the source is there, and offsets of groups and states of queues are to be carried over once more."""
 
 
 class CutPartition(msgspec.Struct, frozen=True, kw_only=True):
