@@ -29,7 +29,7 @@ from millstream.cli.local_process import ReservedPort, is_free
 from millstream_testing.fork_server import ForkedProcess, fork
 from millstream_testing.waiting import wait_until
 
-READY_S_MAX = 120.0
+READY_S_MAX = 300.0
 STOP_S_MAX = 60.0
 _LOG_TAIL_BYTES = 4000
 _WATCH = 'read -r _; kill -9 "-$1"'
