@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from millstream.broker.catalog.catalog import Catalog
@@ -397,6 +398,40 @@ async def test_a_source_that_cannot_be_told_that_a_switch_was_given_up_is_named(
     other_side.refused["release"] = [BrokerUnreachable("the line is down")]
     with pytest.raises(RequestTimedOut, match=f"mirror failover {NAME}` there"):
         await failover.switch(target.service, SWITCH)
+
+
+async def test_a_release_waits_for_the_fence_that_it_undoes(target: Target) -> None:
+    service, fencing, may_end = target.service, asyncio.Event(), asyncio.Event()
+
+    async def fence(*_: Any) -> None:
+        fencing.set()
+        await may_end.wait()
+        raise RequestTimedOut("records that were written before are not replicated yet")
+
+    service.fence_everywhere = fence
+    for name in (EU, EUX, US):
+        await target.topics.set_mirror(name, "", is_draining=False)
+    await target.mirrors.delete(NAME)
+    asked = AdoptRequest(
+        name=NAME,
+        step="fence",
+        settings={"from": "paris:9092"},
+        cuts={},
+        topic_ids=[one.topic_id for one in target.topics.all()],
+    )
+    fence_step = asyncio.create_task(failover.adopt(service, asked))
+    await fencing.wait()
+    # Topics that the step has not come to yet.
+    target.topics.by_name[US] = dataclasses.replace(target.topics.by_name[US], mirror="", is_draining=False)
+    release = asyncio.create_task(failover.adopt(service, msgspec.structs.replace(asked, step="release")))
+    await asyncio.sleep(0)
+    await target.topics.set_mirror(US, NAME, is_draining=True)
+    may_end.set()
+    with pytest.raises(RequestTimedOut):
+        await fence_step
+    await release
+    assert [one.mirror for one in target.topics.all()] == ["", "", ""]
+    assert target.mirrors.get(NAME) is None
 
 
 class OldSource:

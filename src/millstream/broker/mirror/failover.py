@@ -374,7 +374,15 @@ def _adoption(service: MirrorService, mirror: Mirror, request: ReverseRequest, *
 
 
 async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
-    """As an old source: follow the cluster that took over, in the steps that it asks for."""
+    """As an old source: follow the cluster that took over, in the steps that it asks for.
+
+    Steps wait for each other: a switch that is given up may ask for the release while its fence is still under way.
+    """
+    async with service.adopting:
+        return await _adopt(service, request)
+
+
+async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     wanted = set(request.topic_ids)
     topics = [
         topic for topic in service.topics.all() if topic.topic_id in wanted and topic.mirror in ("", request.name)

@@ -265,6 +265,8 @@ class MirrorService:
         self.clock = clock
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
+        self.adopting = asyncio.Lock()
+        """Held by a step in which this cluster becomes the target of its own mirror."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
