@@ -23,6 +23,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step, TimeWindow
 from millstream.pipelines.jobs.land.backfill import make_requarantine
 from millstream.pipelines.jobs.land.job import make_job
+from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
 if TYPE_CHECKING:
@@ -332,3 +333,27 @@ def test_quarantined_messages_are_decoded_again_after_a_fix(keys: Keys, mode: st
     keys.land(**how)
     assert sorted(row["id"] for row in keys.rows()) == [1, 4, 5]
     assert len(keys.rows("__quarantine")) == 2
+
+
+def test_a_dry_run_of_changes_shows_rows_and_counts_deletes_and_fields_without_a_column(
+    server: Server, topic: str, tmp_path: Path
+) -> None:
+    millstream = CommandLine(server.kafka)
+    assert millstream("topic", "create", topic).code == 0
+    changes = [
+        {"op": "c", "after": {"id": 1, "a;b": 2}, "source": {"lsn": 1}},
+        {"op": "d", "before": {"id": 1}, "after": None, "source": {"lsn": 2}},
+    ]
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for value in (*map(json.dumps, changes), None):
+        producer.produce(topic, value, key='{"id": 1}')
+    assert producer.flush(WAIT_S) == 0
+    flags = ("--format", "debezium", "--key", "id", "--order-by", "source.lsn", "--lake", str(tmp_path), "--dry-run")
+    tried = millstream("pipeline", "run", "land", topic, *flags)
+    assert tried.code == 0, tried.err
+    *_, dropped, counted, ignored, row = tried.out.splitlines()
+    assert dropped == "without a column: 1 field (a;b)"
+    assert counted == "Of 3 messages it would land 2 (1 of them delete their key) and quarantine 0."
+    assert ignored == "1 tombstone after a delete would be ignored."
+    assert {"__source_lsn", "id"} < json.loads(row).keys()
+    assert not any(name.startswith("=") for name in json.loads(row))

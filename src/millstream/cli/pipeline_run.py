@@ -70,6 +70,10 @@ def unwound_by_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+NAMED: Final = 10
+"""How many fields without a column are named."""
+
+
 def show_landing(pipeline: Pipeline, brokers: str, lake: str, *, as_json: bool) -> None:
     """Decode the newest messages as landing would, and print what would be landed."""
     from millstream.pipelines.jobs.error_reason import reason_of
@@ -98,10 +102,18 @@ def _landing_lines(document: dict[str, Any]) -> list[str]:
     ]
     if document["exists"] and document["added"]:
         lines.append(f"new columns: {', '.join(map(one_line, document['added']))}")
+    if document["dropped"]:
+        named = ", ".join(map(one_line, document["dropped"][:NAMED]))
+        more = ", …" if len(document["dropped"]) > NAMED else ""
+        lines.append(f"without a column: {counted(len(document['dropped']), 'field')} ({named}{more})")
+    deletes = f" ({document['deletes']:,} of them delete their key)" if document["deletes"] else ""
+    ignored = document["sampled"] - document["landed"] - document["quarantined"]
     lines.append(
-        f"Of {counted(document['sampled'], 'message')} it would land {document['landed']:,} and quarantine "
+        f"Of {counted(document['sampled'], 'message')} it would land {document['landed']:,}{deletes} and quarantine "
         f"{document['quarantined']:,}."
     )
+    if ignored > 0:
+        lines.append(f"{counted(ignored, 'tombstone')} after a delete would be ignored.")
     lines += [f"quarantined, {number:,}: {one_line(reason)}" for reason, number in document["reasons"].items()]
     lines += [json.dumps(row, ensure_ascii=False) for row in document["rows"]]
     return lines

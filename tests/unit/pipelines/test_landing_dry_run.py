@@ -7,11 +7,26 @@ import json
 import pyarrow as pa
 
 from millstream.pipelines.jobs.land.dry_run import CHARACTERS_MAX, ROW_BYTES_MAX, SHOWN, KeptRows, shown_row
+from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 
 
 def test_a_row_is_shown_as_it_is() -> None:
     row = {"offset": 7, "value": b'{"a": 1}', "order": {"id": [1, None]}, "is_new": True, "price": 1.5}
     assert shown_row(row) == {**row, "value": '{"a": 1}'}
+
+
+def test_fields_without_a_value_and_entries_of_maps_are_shown_as_in_the_payload() -> None:
+    columns = {"labels": pa.array([[("a", "1")]], pa.map_(pa.string(), pa.string())), "tags": pa.array([{"x": None}])}
+    kept = KeptRows()
+    kept.write(pa.RecordBatch.from_pydict(columns))
+    assert kept.shown == [{"labels": {"a": "1"}, "tags": {}}]
+
+
+def test_of_changes_by_key_the_rows_are_shown_and_deletes_are_counted() -> None:
+    kept = KeptRows()
+    columns = {"id": [1, 2], KEY: [b"1", b"2"], ORDER: [7, 8], DELETED: [False, True]}
+    kept.write(pa.RecordBatch.from_pydict(columns))
+    assert (kept.count, kept.deletes, kept.shown) == (2, 1, [{"id": 1}])
 
 
 def test_long_values_are_cut() -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from millstream.pipelines.lake.merging import DELETED, KEY, ORDER
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table_file import Written
 
@@ -32,6 +34,8 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.count = 0
+        self.deletes = 0
+        """Changes that delete their key; they have no row to show."""
         self.shown: list[dict[str, Any]] = []
         self.reasons: Counter[str] = Counter()
         """Of rows in quarantine."""
@@ -44,6 +48,12 @@ class KeptRows:
     def write(self, batch: pa.RecordBatch) -> None:
         """Count rows, and keep the first ones."""
         self.count += len(batch)
+        if DELETED in batch.schema.names:
+            deleted = batch.column(DELETED)
+            self.deletes += deleted.true_count
+            batch = batch.filter(pc.invert(deleted)).drop_columns(
+                [name for name in (KEY, ORDER, DELETED) if name in batch.schema.names]
+            )
         self.shown += map(shown_row, batch.slice(0, SHOWN - len(self.shown)).to_pylist())
         if "reason" in batch.schema.names:
             self.reasons.update(batch.column("reason").to_pylist())
@@ -54,7 +64,7 @@ class KeptRows:
 
     def abort(self) -> None:
         """Drop the rows."""
-        self.count = 0
+        self.count = self.deletes = 0
         self.shown.clear()
         self.reasons.clear()
 
@@ -73,6 +83,8 @@ class LandedSample:
     columns: pa.Schema
     added: Sequence[str]
     """The columns that the table would get."""
+    dropped: Sequence[str]
+    """The fields that have no column."""
     sampled: int
     """Messages in the sample."""
     rows: KeptRows
@@ -88,8 +100,10 @@ class LandedSample:
             "exists": self.exists,
             "columns": {field.name: from_arrow_type(field.type).simpleString() for field in self.columns},
             "added": list(self.added),
+            "dropped": list(self.dropped),
             "sampled": self.sampled,
             "landed": self.rows.count,
+            "deletes": self.rows.deletes,
             "rows": self.rows.shown,
             "quarantined": self.quarantined.count,
             "reasons": {_cut(reason): count for reason, count in self.quarantined.reasons.most_common(SHOWN)},
@@ -119,8 +133,11 @@ def _shown(value: Any) -> Any:
         # A character has at most four bytes.
         return _cut(bytes(value[: 4 * (CHARACTERS_MAX + 1)]).decode("utf-8", "replace"))
     if isinstance(value, dict):
-        return {name: _shown(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
+        # Of an object whose field names are data, most fields are null.
+        return {name: _shown(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list) and value and isinstance(value[0], tuple):
+        return {str(name): _shown(part) for name, part in value}
+    if isinstance(value, list):
         return [_shown(part) for part in value]
     return value if value is None or isinstance(value, int | float | bool) else _cut(str(value))
 

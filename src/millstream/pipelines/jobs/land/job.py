@@ -290,6 +290,7 @@ class LandJob:
             exists=batch.schema is not None,
             columns=batch.table_schema(),
             added=[name for name in batch.table_schema().names if name not in known],
+            dropped=sorted({name for report in batch.reports for name in report.dropped}),
             sampled=batch.rows,
             rows=rows,
             quarantined=refused,
