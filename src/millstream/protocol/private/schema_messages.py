@@ -55,7 +55,7 @@ class SchemaBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegisterSchema(SchemaBody, frozen=True, kw_only=True):
-    """Registers a schema; id and version are given only in IMPORT mode."""
+    """Registers a schema; an id is given only in IMPORT mode. Version -1 compares it with the latest version only."""
 
     id: int | None = None
     version: int | None = None

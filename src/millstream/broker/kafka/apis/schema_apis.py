@@ -170,8 +170,10 @@ class SchemaRegister(RegistryApi[RegisterSchema, SchemaResponse]):
         answer: {"error": 0, "message": null, "code": 0, "schema": {"id": 1, "guid": "…", "subject": …, "version": 1,
         …}}
 
-    A schema that a version of the subject has already is not registered again. `id` and `version` are given in IMPORT
-    mode only. A refusal has Confluent's code: 409 if the schema is incompatible, 42201 if it is invalid.
+    A schema that a version of the subject has already is not registered again, unless its `version` is given, which is
+    the next one, or any in IMPORT mode; -1 is the latest. Only IMPORT mode takes an `id`. Without a text, the schema is
+    that of the latest version. A refusal has Confluent's code: 409 if the schema is incompatible, 42201 if invalid,
+    42210 if its rules are.
     """
 
     key = REGISTER_KEY
