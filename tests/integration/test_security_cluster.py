@@ -186,7 +186,7 @@ def open_with(locked: Locked, node: Server, assertion: str) -> Any:
     """Connect to a node as a gateway does that acts for a caller."""
     host, port = node.kafka.rsplit(":", 1)
     credentials = Credentials(tls=client_tls(locked.ca), token=lambda: assertion, mechanism=ASSERTION)
-    return Channel.open(host, int(port), client_id="x", timeout_s=10, credentials=credentials)
+    return Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
 
 
 async def test_a_gateway_acts_for_its_caller_at_every_node(locked: Locked) -> None:
@@ -290,9 +290,9 @@ async def test_a_certificate_of_the_same_authority_does_not_make_a_follower(lock
     host, port = locked.nodes[0].kafka.rsplit(":", 1)
 
     async def ask() -> None:
-        channel = await Channel.open(host, int(port), client_id="x", timeout_s=10, credentials=credentials)
+        channel = await Channel.open(host, int(port), client_id="x", timeout_s=WAIT_S, credentials=credentials)
         try:
-            await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=10)
+            await channel.exchange(FETCH_KEY, VERSION, [write_replica_fetch(fetch)], timeout_s=WAIT_S)
         finally:
             await channel.close()
 
