@@ -166,6 +166,21 @@ async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> Non
     assert given_offsets(await waiting) == [0]
 
 
+async def test_those_who_wait_ask_again_when_the_delivery_mode_changes(bench: Workbench) -> None:
+    delivery = await bench.open()
+    waiting = waits(delivery)
+    await turns()
+    delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE), None)
+    assert await waiting == []
+    delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE, paused=True), None)
+    waiting = waits(delivery)
+    await turns()
+    assert not waiting.done()
+    bench.publish("a")
+    delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE), None)
+    assert given_offsets(await waiting) == [0]
+
+
 async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)

@@ -71,7 +71,7 @@ class Waiter(Protocol):
         """Hand over messages."""
 
     def reject(self, reason: MillstreamError) -> None:
-        """End the wait because the queue was closed."""
+        """End the wait because the queue was closed or has to be asked again."""
 
 
 _logger = logging.getLogger(__name__)
@@ -430,6 +430,9 @@ class Delivery:
             # The last event, so that what follows is not missed.
             self.mark_window(LEDGER_OFF)
             self.queue_changed()
+        if settings.delivery != self.settings.delivery:
+            # When a worker may be answered depends on it, so those who wait ask again.
+            self._end_waits(CoordinatorUnavailable("the delivery mode of the subscription has changed"))
         self.queue.settings = settings
         if self._filter is not None:
             self._filter.close()
@@ -469,10 +472,13 @@ class Delivery:
         if self._filter is not None:
             self._filter.close()
         self.outcomes.close()
+        self._end_waits(reason)
+        self.on_closed(self)
+
+    def _end_waits(self, reason: MillstreamError) -> None:
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
             waiter.reject(reason)
-        self.on_closed(self)
 
     def queue_changed(self) -> None:
         """Write changes made to the queue from outside, and wake who can continue."""

@@ -135,10 +135,12 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         subscription = consumers.service.declared.get(request.group_id)
         if subscription is None:
             return None
-        settings = consumers.service.declared.settings_of(subscription)
+        lease_ms = consumers.service.declared.settings_of(subscription).lease_ms
         member = request.group_id, request.member_id
         deliveries = consumers.ready(subscription, member, request.epoch, request.wanted)
-        if not deliveries or settings.delivery != AT_LEAST_ONCE or len({topic for topic, _ in deliveries}) > 1:
+        if not deliveries or len({topic for topic, _ in deliveries}) > 1:
+            return None
+        if any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries.values()):
             return None
         session = consumers.session(member, request.epoch, client.presence, wanted=request.wanted)
         if isinstance(session, ErrorCode):
@@ -159,7 +161,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         )
         session.turn += 1
         client.fetch_requests += 1
-        waiting = _WaitingFetch(self, header, client, subscription, settled, settings.lease_ms)
+        waiting = _WaitingFetch(self, header, client, subscription, settled, lease_ms)
         given = receive_or_wait(
             list(deliveries.values()),
             wanted,

@@ -88,13 +88,13 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         engine, subscription = service.loaded, service.declared.get(request.subscription)
         if engine is None or subscription is None or not subscription.topics or self._quota.is_limiting:
             return None
-        if not request.wait_ms or service.declared.settings_of(subscription).delivery != AT_LEAST_ONCE:
+        if not request.wait_ms:
             return None
         _check(request)
         if client.rights is not None:
             check_needs(_needs(subscription.name, subscription.topics), client.rights)
         deliveries = engine.ready(subscription, self._partitions(subscription.topics, request.partitions))
-        if not deliveries:
+        if not deliveries or any(one.settings.delivery != AT_LEAST_ONCE for one in deliveries):
             return None
         from millstream.broker.subscriptions.receiving import receive_or_wait
 
