@@ -24,7 +24,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.peers import LeaderAppender
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import POSITION, Rejected
+from millstream.broker.subscriptions.lease import LOST_REASON, POSITION, Rejected
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -111,7 +111,6 @@ FIRST_PUBLISHED: Final = "dlq-timestamp"
 
 READ_BYTES: Final = 1
 
-LOST_REASON: Final = "the log no longer has the message"
 
 _PLAN: Final = struct.Struct(">qii")
 

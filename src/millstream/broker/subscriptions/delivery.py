@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.filter_cache import QueueFilter
-from millstream.broker.subscriptions.frame import LedgerNames
+from millstream.broker.subscriptions.frame import LEDGER_OFF, LEDGER_ON, LEDGER_OPENED, LEDGER_PERIODIC, LedgerNames
 from millstream.broker.subscriptions.lease import DeltaKind, HeldRange, Lease, Origin, Revival, Settlement
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
@@ -116,9 +116,6 @@ ALARM_S_MAX: Final = 3600.0
 
 WINDOW_FRAMES: Final = 2000
 """How many frames of a queue with a ledger lie between two windows."""
-
-LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_ASKED = "on", "off", "opened", "periodic", "asked"
-"""Why a window is recorded for the ledger."""
 
 _RESTARTS: Final = (
     "it restarts from its stored state: nothing confirmed is lost, and messages held by workers may be delivered again"

@@ -141,6 +141,10 @@ def _encode_names(names: LedgerNames) -> list[bytes]:
     return [name.encode("utf-8", "replace") for name in names]
 
 
+LEDGER_ON, LEDGER_OFF, LEDGER_OPENED, LEDGER_PERIODIC, LEDGER_ASKED = "on", "off", "opened", "periodic", "asked"
+"""Why a window is recorded for the ledger."""
+
+
 class LedgerWindow(msgspec.Struct, frozen=True, array_like=True):
     """What a `WINDOW` delta holds: the unfinished messages, and the settings that a reader of the ledger needs."""
 

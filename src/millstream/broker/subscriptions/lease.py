@@ -130,6 +130,10 @@ POSITION: Final = struct.Struct(">iq")
 """The partition and offset of a dead letter, as a `DEAD_LETTERED` delta holds them before the topic's name."""
 
 
+LOST_REASON: Final = "the log no longer has the message"
+"""Why a rejected message is dropped that cannot be written to the dead letter topic any more."""
+
+
 class Rejected(NamedTuple):
     """A message on its way to the dead letter topic."""
 

@@ -628,7 +628,7 @@ class LedgerMark(_SubscriptionApi[LedgerMarkRequest, LedgerMarkResponse]):
         return [] if topic is None else [one for one in topics.partitions_of(topic) if one.is_leader]
 
     async def _mark(self, subscription: Subscription, partition: Partition, mark: str) -> MarkedQueue:
-        from millstream.broker.subscriptions.delivery import LEDGER_ASKED
+        from millstream.broker.subscriptions.frame import LEDGER_ASKED
         from millstream.broker.subscriptions.log_scan import readable_end
 
         engine = await self._service.engine()

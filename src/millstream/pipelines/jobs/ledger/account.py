@@ -19,9 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.broker.subscriptions.dead_letters import LOST_REASON
-from millstream.broker.subscriptions.delivery import LEDGER_OFF, LEDGER_ON
-from millstream.broker.subscriptions.frame import LedgerWindow, read_window
+from millstream.broker.subscriptions.frame import LEDGER_OFF, LEDGER_ON, LedgerWindow, read_window
+from millstream.broker.subscriptions.lease import LOST_REASON
 from millstream.core.ids import OffsetRange
 from millstream.core.subscription import EXACTLY_ONCE
 from millstream.protocol.records.kernels.compiled import compiled

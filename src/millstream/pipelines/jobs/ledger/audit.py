@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from millstream.broker.subscriptions.delivery import LEDGER_ASKED
+from millstream.broker.subscriptions.frame import LEDGER_ASKED
 from millstream.core.errors import MillstreamError, OffsetOutOfRange
 from millstream.core.ids import OffsetRange
 from millstream.core.pipeline import LandSettings
