@@ -191,6 +191,40 @@ def test_topics_are_searched_as_one_types(console: Console) -> None:
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
+def test_a_keyboard_is_enough(console: Console) -> None:
+    watched = console.page("/topics")
+    page = watched.page
+    focused = page.locator("*:focus")
+    page.keyboard.press("Tab")
+    expect(focused).to_have_text("Skip to the content")
+    page.keyboard.press("Enter")
+    expect(focused).to_have_id("main")
+    page.keyboard.press("/")
+    page.keyboard.type("pay")
+    expect(page.get_by_role("rowheader")).to_have_text(["payments"])
+    page.goto(f"{console.url}/subscriptions/shipping")
+    page.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_contain_text("millstream subscription pause shipping")
+    page.get_by_role("button", name="Resume").focus()
+    page.keyboard.press("Space")
+    expect(page.get_by_role("status")).to_contain_text("millstream subscription resume shipping")
+    page.locator("summary").filter(has_text="Try a filter").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.type("payload.order = 7")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_have_text(re.compile(r"orders: 1 of \d+ recent messages match"))
+    for path in PAGES:
+        page.goto(console.url + path)
+        assert page.evaluate(_UNREACHABLE) == [], path
+    assert watched.problems == []
+
+
+_UNREACHABLE = """() => [...document.querySelectorAll("a, button, input:not([type=hidden]), select, textarea, summary")]
+  .filter((one) => one.checkVisibility() && one.tabIndex !== 0).map((one) => one.outerHTML)"""
+
+
 def test_a_filter_selects_messages_and_a_wrong_one_says_why(console: Console) -> None:
     watched = console.page("/topics/orders/messages")
     page = watched.page
