@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
 from contextlib import suppress
+from pathlib import Path
 
 from millstream.core.backoff import Backoff
 from millstream.core.tasks import within
@@ -21,6 +24,9 @@ BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 10.0
 SETTLED_S = 30.0
 """A child that ran for this long was healthy: if it dies, the backoff starts again from the shortest delay."""
+
+KILLS_MAX = 10
+"""How often to look for processes that were started while their session was killed."""
 
 STOP_S = 5.0
 """How long a child may take to finish its work before it is killed."""
@@ -133,3 +139,34 @@ class SupervisedChild(ABC):
         finally:
             self._hang_up()
             self._process = None
+
+
+def processes_of_session(session: int) -> list[tuple[int, int]]:
+    """Return the running processes of a session with their resident pages: also those that lead their own groups."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((int(folder.name), int(fields[21])))
+    return found
+
+
+def memory_of_session(session: int) -> int:
+    """Return the resident bytes of the processes of a session."""
+    return sum(pages for _, pages in processes_of_session(session)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def kill_session(session: int, *, but: int = 0) -> None:
+    """Kill a process with all that it has started, such as Java and its Python workers; `but` one of them.
+
+    They are stopped first, so that none of them reports the end of another.
+    """
+    for _ in range(KILLS_MAX):
+        pids = [pid for pid, _ in processes_of_session(session) if pid != but]
+        if not pids:
+            return
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -283,3 +285,27 @@ async def test_a_transform_with_functions_has_a_process_that_reports_and_may_par
         # One without functions is none of its business.
         await world.pipelines.create("plain", PipelineKind.TRANSFORM, settings)
         assert await world.runs("plain") == []
+
+
+LEADER = """
+import os
+import subprocess
+import sys
+from millstream.core.child_process import kill_session, processes_of_session
+
+# One in a group of its own, as Spark's Python workers are; it complains when what it reads from is gone.
+complains = [sys.executable, "-c", "print('ready', flush=True); input()"]
+child = subprocess.Popen(complains, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+child.stdout.readline()
+kill_session(os.getpid(), but=os.getpid())
+child.wait()
+print([pid for pid, _ in processes_of_session(os.getpid())] == [os.getpid()], flush=True)
+os._exit(0)
+"""
+
+
+def test_processes_that_are_killed_together_report_nothing() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", LEADER], start_new_session=True, capture_output=True, text=True, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("True\n", "")

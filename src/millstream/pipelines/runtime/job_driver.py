@@ -21,6 +21,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
+from millstream.core.child_process import kill_session
 from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.job import parse_memory
 from millstream.core.log_format import set_up_logging
@@ -285,8 +286,11 @@ def main() -> None:
     sys.stdout.flush()
     from millstream.pipelines.runtime.spark_session import remove_scratch
 
+    if os.getsid(0) == os.getpid():
+        # Workers that outlive their Java would print a traceback behind the last line of the code.
+        kill_session(os.getpid(), but=os.getpid())
     remove_scratch()
-    # Neither a thread of the code nor Java may keep the process alive; its parent ends what is left.
+    # No thread of the code may keep the process alive; its parent ends what is left.
     os._exit(code)
 
 

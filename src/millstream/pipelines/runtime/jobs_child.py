@@ -33,6 +33,7 @@ from millstream.broker.security.rights import owner_refusal
 from millstream.broker.security.state import SecurityState
 from millstream.client.admin.security import create_token, revoke_token
 from millstream.core.backoff import delay_after
+from millstream.core.child_process import kill_session, memory_of_session
 from millstream.core.errors import InvalidSetting, MillstreamError, UnknownPipeline
 from millstream.core.job import ERROR_LENGTH_MAX, RUNS_KEPT, JobRun, RunState, code_hash, parse_memory
 from millstream.core.pipeline import JobSettings, Pipeline
@@ -640,7 +641,7 @@ class _Job:
                 process.stdin.close()
             code = await _wait_or_kill(process)
         finally:
-            await asyncio.to_thread(_kill_session, process.pid)
+            await asyncio.to_thread(kill_session, process.pid)
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
@@ -800,7 +801,7 @@ class _Watching:
             if deadline is not None and time.monotonic() > deadline:
                 self._kill(f"it took longer than timeout.ms, {self._timeout_s:g} s")
                 return
-            used = await asyncio.to_thread(_memory_of_session, self._process.pid)
+            used = await asyncio.to_thread(memory_of_session, self._process.pid)
             if used > self._bytes_max:
                 mib = 2**20
                 self._kill(
@@ -811,7 +812,7 @@ class _Watching:
 
     def _kill(self, reason: str) -> None:
         self._killed = reason
-        _kill_session(self._process.pid)
+        kill_session(self._process.pid)
         self._job.end_attempt()
 
 
@@ -829,7 +830,7 @@ async def _wait_or_kill(process: Process) -> int:
     try:
         return await within(STOP_S, process.wait())
     except TimeoutError:
-        await asyncio.to_thread(_kill_session, process.pid)
+        await asyncio.to_thread(kill_session, process.pid)
         with suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
@@ -848,33 +849,3 @@ def _write_secret(path: Path, text: str) -> None:
 def _clean_environment() -> dict[str, str]:
     """Return the environment of the code: without what configures the node, which may hold passwords."""
     return {name: text for name, text in os.environ.items() if not name.startswith(_SECRETS)}
-
-
-def _session_of(stat: str) -> tuple[int, int]:
-    """Return the session of a process and its resident pages."""
-    fields = stat.rpartition(")")[2].split()
-    return int(fields[3]), int(fields[21])
-
-
-def _processes_of(session: int) -> list[tuple[int, int]]:
-    """Return the processes of a session, each with its resident pages: also those that lead groups of their own."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            number, pages = _session_of((folder / "stat").read_text(errors="replace"))
-            if number == session:
-                found.append((int(folder.name), pages))
-    return found
-
-
-def _memory_of_session(session: int) -> int:
-    return sum(pages for _, pages in _processes_of(session)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _kill_session(session: int) -> None:
-    """Kill a process and its children: its Java, and Spark's Python workers."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
-    for pid, _ in _processes_of(session):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
