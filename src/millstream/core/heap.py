@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import resource
 import sys
 from functools import cache
 from threading import Event
@@ -40,6 +41,8 @@ def freeze_heap() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
+GROWTH_BYTES: Final = 64 * 1024 * 1024
+
 _is_ours: Final = Event()
 
 
@@ -48,11 +51,35 @@ def enable_trimming() -> None:
     _is_ours.set()
 
 
-def trim_after(seconds: float) -> None:
-    """Trim after a delay, off the event loop, if trimming is enabled."""
-    if _is_ours.is_set():
-        loop = asyncio.get_running_loop()
-        loop.call_later(seconds, loop.run_in_executor, None, give_back)
+class Trimmer:
+    """Returns freed memory to the system after the process has grown, while little is going on.
+
+    A busy process would soon need the memory again, at a page fault per 4 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._floor_bytes = resident_bytes()
+        """The least memory the process has used since it was last trimmed."""
+
+    def trim_if_grown(self, moved_bytes: int) -> None:
+        """Trim off the event loop, if trimming is enabled; `moved_bytes` is the traffic since the last call."""
+        if not _is_ours.is_set():
+            return
+        resident = resident_bytes()
+        self._floor_bytes = min(self._floor_bytes, resident)
+        if resident - self._floor_bytes > GROWTH_BYTES and moved_bytes < GROWTH_BYTES:
+            # The next call lowers it by what is returned; memory that is in use is not tried again.
+            self._floor_bytes = resident
+            asyncio.get_running_loop().run_in_executor(None, give_back)
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process occupies; 0 where the system does not report it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def give_back() -> None:

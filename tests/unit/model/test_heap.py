@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from millstream.core import heap
+
+MIB = 1024 * 1024
 
 
 def test_memory_is_given_back_as_often_as_asked() -> None:
@@ -26,35 +28,60 @@ def test_a_c_library_that_cannot_is_no_failure(monkeypatch: pytest.MonkeyPatch) 
         heap._trim.cache_clear()
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-async def test_it_happens_beside_the_loop_and_only_in_a_process_of_ones_own(
-    monkeypatch: pytest.MonkeyPatch, is_ours: bool
-) -> None:
-    done: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+class Process:
+    """A process whose size the test sets, and which notes the threads in which its memory is returned."""
 
-    def trim(_pad: int) -> None:
-        loop.call_soon_threadsafe(done.put_nowait, threading.get_ident())
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.resident_bytes = 100 * MIB
+        self.is_ours = threading.Event()
+        self.is_ours.set()
+        self.trims: list[int] = []
+        monkeypatch.setattr(heap, "resident_bytes", lambda: self.resident_bytes)
+        monkeypatch.setattr(heap, "_is_ours", self.is_ours)
+        monkeypatch.setattr(heap, "give_back", lambda: self.trims.append(threading.get_ident()))
+        self._trimmer = heap.Trimmer()
 
-    monkeypatch.setattr(heap, "_trim", lambda: trim)
-    monkeypatch.setattr(heap, "_is_ours", threading.Event())
-    if is_ours:
-        heap.enable_trimming()
-    waiting = put_off(monkeypatch, loop)
-    heap.trim_after(0)
-    assert len(waiting) == is_ours
-    if is_ours:
-        assert await done.get() != threading.get_ident()
+    async def look(self, resident_bytes: int, *, moved_bytes: int = 0) -> int:
+        """Return how often its memory has been returned, after it was found with this size."""
+        self.resident_bytes = resident_bytes
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(executor := ThreadPoolExecutor(1))
+        self._trimmer.trim_if_grown(moved_bytes)
+        executor.shutdown()
+        return len(self.trims)
 
 
-def put_off(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> list[float]:
-    """Note what is put off, and put it off."""
-    noted: list[float] = []
-    call_later = loop.call_later
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
 
-    def later(seconds: float, *call: Any) -> asyncio.TimerHandle:
-        noted.append(seconds)
-        return call_later(seconds, *call)
 
-    monkeypatch.setattr(loop, "call_later", later)
-    return noted
+async def test_memory_is_returned_in_a_thread_once_a_process_has_grown(process: Process) -> None:
+    assert await process.look(150 * MIB) == 0
+    assert await process.look(170 * MIB) == 1
+    assert threading.get_ident() not in process.trims
+
+
+async def test_memory_that_is_in_use_is_not_tried_again(process: Process) -> None:
+    assert await process.look(500 * MIB) == 1
+    assert await process.look(510 * MIB) == 1
+
+
+async def test_a_process_that_grows_again_returns_it_again(process: Process) -> None:
+    assert await process.look(500 * MIB) == 1
+    assert await process.look(110 * MIB) == 1
+    assert await process.look(500 * MIB) == 2
+
+
+async def test_a_busy_process_keeps_its_memory_until_it_is_calm(process: Process) -> None:
+    assert await process.look(500 * MIB, moved_bytes=1000 * MIB) == 0
+    assert await process.look(500 * MIB, moved_bytes=1 * MIB) == 1
+
+
+async def test_a_program_that_embeds_a_broker_keeps_its_memory(process: Process) -> None:
+    process.is_ours.clear()
+    assert await process.look(500 * MIB) == 0
+
+
+def test_the_size_of_this_process_is_known() -> None:
+    assert heap.resident_bytes() > MIB

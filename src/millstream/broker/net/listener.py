@@ -17,14 +17,13 @@ from millstream.broker.net.connection import Connection, ConnectionLimits, Servi
 from millstream.broker.net.presence import Hangups, find_gone
 from millstream.broker.net.turns import Turns
 from millstream.core.errors import AddressTaken
-from millstream.core.heap import trim_after
+from millstream.core.heap import Trimmer
 from millstream.core.metric import Metric, counter, gauge
 
 _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 BACKLOG = 1024
-TRIMMED_CONNECTIONS_MIN = 64
 LOOK_FOR_GONE_MIN: Final = 256
 """The minimum number of new connections between two searches for waiting connections that their clients have reset.
 Without a search, such a connection would notice the reset only at its turn, and would be counted until then."""
@@ -107,8 +106,9 @@ class Listener:
         self._sweep: asyncio.TimerHandle | None = None
         self._hangups = Hangups()
         self._turns = turns or Turns()
-        self._connections_peak = 0
-        """The most that were open since memory was last returned to the system."""
+        self._trimmer = Trimmer()
+        self._traffic_bytes = 0
+        """What `traffic` had counted at the last sweep."""
         self._look_for_gone_at = LOOK_FOR_GONE_MIN
         self._all_closed = asyncio.Event()
         self._all_closed.set()
@@ -245,7 +245,6 @@ class Listener:
         self.connections.add(connection)
         if len(self.connections) >= self._look_for_gone_at:
             self._close_gone()
-        self._connections_peak = max(self._connections_peak, len(self.connections))
         self._all_closed.clear()
 
     def _close_gone(self) -> None:
@@ -333,10 +332,9 @@ class Listener:
                 connection.abort()
         # Connections have closed since the last search, so the next one is due at a lower number.
         self._look_for_gone_at = min(self._look_for_gone_at, _next_look(len(self.connections)))
-        if self._connections_peak > TRIMMED_CONNECTIONS_MIN and len(self.connections) < self._connections_peak // 2:
-            # What they held is free, but not returned to the system.
-            self._connections_peak = len(self.connections)
-            trim_after(0)
+        traffic_bytes = self.traffic.bytes_in + self.traffic.bytes_out
+        self._trimmer.trim_if_grown(traffic_bytes - self._traffic_bytes)
+        self._traffic_bytes = traffic_bytes
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
 

@@ -48,7 +48,6 @@ from millstream.core.errors import (
     OffsetOutOfRange,
     RepairPending,
 )
-from millstream.core.heap import trim_after
 from millstream.core.ids import Epoch, Offset
 from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings, Verb
@@ -96,9 +95,6 @@ ORIGINS_KEPT: Final = 64
 FILTER_RETRY_S: Final = 1.0
 
 STORE_FULL_RETRY_S: Final = 0.5
-
-TRIM_OFFSETS, TRIM_S = 100_000, 0.5
-"""When the backlog in memory has grown by this many messages, unused memory is returned to the system shortly after."""
 
 LEASE_WRITE_DELAY_S: Final = 0.02
 """How long a lease that may be lost in a crash waits to be written together with something else. Many messages are
@@ -221,7 +217,6 @@ class Delivery:
         self._is_store_full = False
         # The size of a message, estimated from the last read.
         self._message_bytes = 1024
-        self._scanned_offsets = 0
         self._last_write: PendingWrite | None = None
         # What requests wait for that came while the last write was under way: it is written as a whole after that.
         self._next_write: PendingWrite | None = None
@@ -731,10 +726,6 @@ class Delivery:
         )
         if scanned.damage is not None:
             self._report_damage(scanned.next_offset - scanned.first, scanned.damage)
-        self._scanned_offsets += scanned.next_offset - scanned.first
-        if self._scanned_offsets >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
-            self._scanned_offsets = 0
-            trim_after(TRIM_S)
 
     def _after_change(self) -> None:
         """Do what follows every change: write it, set timers, wake workers."""

@@ -34,11 +34,10 @@ from millstream.broker.kafka.api import ClientInfo, encode_private, refuse_unles
 from millstream.broker.net.connection import Answer
 from millstream.broker.replication.partition import ReplicaLag
 from millstream.core.clock import Clock
+from millstream.core.heap import resident_bytes
 from millstream.core.metric import Distribution, Metric, MetricSource, Sample, counter, gauge
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import RequestHeader
-
-_OWN_PROCESS = "/proc/self"
 
 
 class ProcessMetrics:
@@ -53,17 +52,12 @@ class ProcessMetrics:
         yield Metric("millstream_build_info", "gauge", "The version.", (Sample(1, (("version", __version__),)),))
         yield gauge("process_start_time_seconds", "When the process started (Unix time).", self._started_ms / 1000)
         yield counter("process_cpu_seconds_total", "Processor time used.", cpu_s)
-        yield gauge("process_resident_memory_bytes", "Memory in use.", _resident_bytes())
+        yield gauge("process_resident_memory_bytes", "Memory in use.", resident_bytes())
         yield gauge("process_open_fds", "Open file descriptors.", _open_files())
 
 
-def _resident_bytes() -> int:
-    with open(f"{_OWN_PROCESS}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def _open_files() -> int:
-    return len(os.listdir(f"{_OWN_PROCESS}/fd"))
+    return len(os.listdir("/proc/self/fd"))
 
 
 class CommittedOffsets(Protocol):
