@@ -23,14 +23,14 @@ from millstream.core.metric import Metric, counter, gauge
 _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
-BACKLOG = 1024
+BACKLOG = 4096
 LOOK_FOR_GONE_MIN: Final = 256
 """The minimum number of new connections between two searches for waiting connections that their clients have reset.
 Without a search, such a connection would notice the reset only at its turn, and would be counted until then."""
 CROWD_MAX: Final = 1024
 """If more connections than this wait for their turn, those that their clients have half-closed are closed as well:
 the clients are most likely gone, and the connections would keep new ones from being accepted."""
-ACCEPTS_PER_ROUND = 16
+ACCEPTS_PER_ROUND = 64
 """uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
 node would keep new clients waiting behind those who connect and hang up all the time."""
 HANDSHAKE_S = 10.0
