@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import resource
 import statistics
 import subprocess
@@ -195,6 +196,8 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
         done = 0
         while done < count // _BATCH * _BATCH:
             messages = await subscriptions.receive(name, "worker", max_records=_AT_ONCE, wait_ms=1000)
+            # As workers do: neighbours that are accepted together would be one event.
+            random.shuffle(messages)
             await asyncio.gather(*(subscriptions.settle(name, "worker", [one], Verb.ACCEPT) for one in messages))
             done += len(messages)
         await client.produce(name, 0, encode_batch([record]))
