@@ -56,8 +56,8 @@ def read_all(brokers: str, topic: str, count: int) -> list[tuple[Any, ...]]:
     return sorted(found, key=lambda one: one[:2])
 
 
-def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: Server) -> None:
-    millstream = CommandLine(server.kafka)
+def fill(peer: Server) -> int:
+    """Publish to `moved` and `moved-kept` with every codec and in transactions; return what `moved` has for readers."""
     admin = AdminClient({"bootstrap.servers": peer.kafka})
     topics = [NewTopic("moved", 3, 1), NewTopic("moved-kept", 1, 1, config={"cleanup.policy": "compact"})]
     for creating in admin.create_topics(topics).values():
@@ -79,7 +79,12 @@ def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: S
         producer.flush(PATIENCE_S)
         (producer.commit_transaction if commit else producer.abort_transaction)(PATIENCE_S)
         total += 50 if commit else 0
+    return total
 
+
+def test_consumers_move_over_and_miss_and_repeat_nothing(peer: Server, server: Server) -> None:
+    millstream = CommandLine(server.kafka)
+    total = fill(peer)
     settings = {"group.id": "movers", "auto.offset.reset": "earliest", "enable.auto.commit": False}
     consumer = Consumer({"bootstrap.servers": peer.kafka, "isolation.level": "read_committed", **settings})
     consumer.subscribe(["moved"])

@@ -263,3 +263,12 @@ def check_mirror(name: str, overrides: Mapping[str, str]) -> MirrorSettings:
     settings = MirrorSettings.from_strings(overrides)
     settings.check()
     return settings
+
+
+def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:
+    """Return offsets by topic and partition, the later ones in place of the earlier."""
+    merged = {topic: dict(offsets) for topic, offsets in before.items()}
+    for topic, offsets in after.items():
+        known: dict[int, int] = merged.setdefault(topic, {})
+        known.update(offsets)
+    return merged

@@ -15,8 +15,8 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.catalog.tables import broker_settings
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.new_topics import NewTopic
 from millstream.broker.cluster.store import Delete, Expect, Put
-from millstream.broker.cluster.topics import NewTopic
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import (

@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from uuid import UUID
@@ -22,10 +21,19 @@ from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings,
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.election import Reassignment, elect, elect_preferred
 from millstream.broker.cluster.keys import PartitionKey, Placement, placement_to_json
+from millstream.broker.cluster.new_topics import (
+    NewTopic,
+    Terms,
+    check_partitions,
+    exists_error,
+    metric_name,
+    safe_defaults,
+)
 from millstream.broker.cluster.reconciliation import Declared, count_domains
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.topic_metrics import topic_metrics
 from millstream.broker.cluster.view import ClusterView, ViewChange
-from millstream.broker.log.retention import DeliveryFloor, LandedFloor, held_bytes
+from millstream.broker.log.retention import DeliveryFloor, LandedFloor
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
 from millstream.core.backoff import Backoff, delay_after
@@ -36,9 +44,7 @@ from millstream.core.errors import (
     EligibleUnavailable,
     InvalidAssignment,
     InvalidPartitions,
-    InvalidReplication,
     InvalidRequest,
-    InvalidTopicName,
     MillstreamError,
     NoReassignment,
     NotLeader,
@@ -51,14 +57,13 @@ from millstream.core.errors import (
     UnknownTopicId,
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
-from millstream.core.metric import Metric, Sample, gauge
+from millstream.core.metric import Metric
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.tasks import finish
-from millstream.core.topic import AUDIT, INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
+from millstream.core.topic import AUDIT, Topic, TopicPartition, TopicSettings, check_topic_name
 
 _logger = logging.getLogger(__name__)
 
-PARTITIONS_MAX = 10_000
 AGREEMENT_S = 30.0
 """How long a change waits by default until the cluster has agreed on it."""
 
@@ -73,27 +78,9 @@ OPEN_AGAIN_S_MAX = 60.0
 _NAMES_SHOWN_MAX = 5
 _CLEANUP = "cleanup.policy"
 _MIN_IN_SYNC = "min.insync.replicas"
-_SAFE_REPLICATION = 3
-_SAFE_IN_SYNC = 2
-"""With three replicas, two must have a record unless the topic says otherwise: one may be lost, and one down."""
 
 LeadershipListener = Callable[[PartitionIndex, Partition | None], None]
 """Called with the partition while this node leads it, and with None when it no longer does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTopic:
-    """What a topic is created from; -1 stands for the default of the node."""
-
-    name: str
-    partitions: int = -1
-    replication: int = -1
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    internal: bool = False
-    placement: Placement | None = None
-    mirror: str = ""
-    topic_id: UUID | None = None
-    origins: tuple[str, ...] = ()
 
 
 class Topics:
@@ -438,11 +425,11 @@ class Topics:
 
     def defaults_for(self, replication: int) -> TopicSettings:
         """Return the settings of a topic with this number of replicas and default settings."""
-        return self._defaults if self._is_minimum_set else _safe(self._defaults, replication)
+        return self._defaults if self._is_minimum_set else safe_defaults(self._defaults, replication)
 
     def static_defaults_for(self, replication: int) -> TopicSettings:
         """Return the same from the node's configuration alone."""
-        return _safe(self._static_defaults, replication)
+        return safe_defaults(self._static_defaults, replication)
 
     def _defaults_changed(self) -> None:
         """Apply changed settings of nodes to every topic."""
@@ -509,8 +496,7 @@ class Topics:
     ) -> Topic:
         """Declare a topic durably, then open its partitions. `placement` chooses the replicas.
 
-        `mirror` is the mirror that writes it, with the id that it has on the source. `origins` are the clusters from
-        which its records come.
+        `mirror` writes it, with the id it has on the source. `origins` are the clusters that its records come from.
         """
         wanted = NewTopic(
             name=name,
@@ -533,7 +519,7 @@ class Topics:
     ) -> list[Topic | MillstreamError]:
         """Declare topics durably and together, then open their partitions; return each topic, or why there is none."""
         if validate_only:
-            return self._declare_all(wanted, ())
+            return self._terms.declare_all(wanted)
         # A client that leaves meanwhile must not leave a topic behind that only the catalog knows.
         outcomes = await finish(self._add_all(wanted))
         waiting = {outcome.topic_id: outcome for outcome in outcomes if isinstance(outcome, Topic)}
@@ -550,7 +536,7 @@ class Topics:
         has_ids = any(one.topic_id is not None for one in wanted)
         deleted = await self._declarations.call(Catalog.deleted_topic_ids) if has_ids else ()
         async with self._changing:
-            outcomes = self._declare_all(wanted, deleted)
+            outcomes = self._terms.declare_all(wanted, deleted)
             declared = [outcome for outcome in outcomes if isinstance(outcome, Topic)]
             placed = [
                 (outcome.topic_id, one.placement)
@@ -564,7 +550,7 @@ class Topics:
                 if topic.topic_id in added:
                     self._note_declared(topic)
         return [
-            _exists_error(outcome.name) if isinstance(outcome, Topic) and outcome.topic_id not in added else outcome
+            exists_error(outcome.name) if isinstance(outcome, Topic) and outcome.topic_id not in added else outcome
             for outcome in outcomes
         ]
 
@@ -664,7 +650,7 @@ class Topics:
                 raise InvalidPartitions(
                     f"topic {name!r} has {topic.partitions} partitions; ask for more than that, not {total}"
                 )
-            self._check_partitions(total)
+            check_partitions(total)
             return dataclasses.replace(topic, partitions=total)
 
         return await self._change(name, grow, placement, validate_only=validate_only, timeout_s=timeout_s)
@@ -750,42 +736,7 @@ class Topics:
 
     def metrics(self) -> Iterable[Metric]:
         """Return what is stored and the traffic, by topic and by partition."""
-        yield gauge("millstream_topics", "Topics.", len(self._by_name))
-        yield gauge("millstream_partitions", "Partitions that this node hosts.", sum(1 for _ in self.hosted()))
-        totals = (
-            ("millstream_topic_records_in_total", "Records appended.", "records_in"),
-            ("millstream_topic_bytes_in_total", "Bytes appended.", "bytes_in"),
-            ("millstream_topic_bytes_out_total", "Bytes read.", "bytes_out"),
-        )
-        for name, text, attribute in totals:
-            yield Metric(name, "counter", text, self._by_topic(attribute))
-        yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
-        yield Metric(
-            "millstream_high_watermark",
-            "gauge",
-            "The high watermark: the end of the acknowledged records.",
-            self._by_partition("high_watermark"),
-        )
-        yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
-        text = "Bytes past their retention that are kept because they are not delivered or not landed yet."
-        yield Metric("millstream_log_held_bytes", "gauge", text, self._held_samples())
-        led = list(self.led())
-        states = [partition.state for partition in led if partition.state is not None]
-        under_replicated = sum(len(state.in_sync) < len(state.replicas) for state in states)
-        yield gauge("millstream_partitions_led", "Partitions that this node leads.", len(led))
-        yield gauge(
-            "millstream_partitions_under_replicated",
-            "Partitions that this node leads with a replica out of sync.",
-            under_replicated,
-        )
-        yield gauge(
-            "millstream_partitions_under_min_in_sync",
-            "Partitions that this node leads and that refuse acks=all.",
-            self.under_min_in_sync(),
-        )
-        yield gauge(
-            "millstream_partitions_without_leader", "Partitions of the cluster without a leader.", self.without_leader()
-        )
+        return topic_metrics(self, self._clock.now_ms())
 
     def without_leader(self) -> int:
         """Return how many partitions of the cluster have no leader."""
@@ -795,28 +746,24 @@ class Topics:
         """Return how many partitions that this node leads refuse `acks=all`."""
         return sum(partition.is_under_min_in_sync for partition in self.led())
 
-    def _by_topic(self, attribute: str) -> Iterable[Sample]:
-        for topic in self._by_name.values():
-            partitions = self.partitions_of(topic)
-            yield Sample(sum(getattr(partition, attribute) for partition in partitions), (("topic", topic.name),))
-
-    def _by_partition(self, attribute: str) -> Iterable[Sample]:
-        for one in self.hosted():
-            yield Sample(getattr(one, attribute), (("topic", one.topic.name), ("partition", str(one.index))))
-
-    def _held_samples(self) -> Iterable[Sample]:
-        now_ms = self._clock.now_ms()
-        for one in self.hosted():
-            held = held_bytes(one.log, now_ms)
-            if held:
-                yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
-
     def close(self) -> None:
         """Close every partition; waiting producers get an error."""
         for partition in self.hosted():
             partition.close()
 
     # -- when a declaration takes effect: once all nodes have agreed ----------------------------------------
+
+    @property
+    def _terms(self) -> Terms:
+        return Terms(
+            names=self._by_name,
+            metric_names=self._by_metric_name,
+            config=self._config,
+            defaults=self._defaults,
+            failure_domains=self._replication_max(),
+            new_id=self._new_id,
+            now_ms=self._clock.now_ms(),
+        )
 
     def _replication_max(self) -> int:
         return count_domains(self._view.live.values())
@@ -837,62 +784,12 @@ class Topics:
         await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
         return self._by_name[name]
 
-    def _declare_all(self, wanted: Sequence[NewTopic], deleted: Collection[UUID]) -> list[Topic | MillstreamError]:
-        outcomes: list[Topic | MillstreamError] = []
-        taken: dict[str, str] = {}
-        for one in wanted:
-            try:
-                if one.topic_id in deleted:
-                    raise TopicExists(
-                        f"topic {one.name!r} was deleted, and its files are still being removed; try again"
-                    )
-                outcomes.append(self._declare(one, taken))
-                taken[_metric_name(one.name)] = one.name
-            except MillstreamError as error:
-                outcomes.append(error)
-        return outcomes
-
-    def _declare(self, new: NewTopic, taken: Mapping[str, str]) -> Topic:
-        """Return the topic that is asked for; `taken` are the names declared with it, by those that metrics use."""
-        check_topic_name(new.name)
-        if new.name in self._by_name:
-            raise _exists_error(new.name)
-        metric_name = _metric_name(new.name)
-        twin = self._by_metric_name.get(metric_name) or taken.get(metric_name)
-        if twin is not None:
-            raise InvalidTopicName(
-                f"topic {new.name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
-            )
-        if new.name in INTERNAL_TOPICS and not new.internal:
-            raise PolicyViolation(f"the name {new.name!r} is reserved for the broker's own state")
-        partitions = self._config.default_partitions if new.partitions == -1 else new.partitions
-        self._check_partitions(partitions)
-        nodes = self._replication_max()
-        copies = max(1, min(self._config.default_replication, nodes)) if new.replication == -1 else new.replication
-        if not 1 <= copies <= max(1, nodes):
-            raise InvalidReplication(f"replication factor {copies} needs as many machines, this cluster has {nodes}")
-        TopicSettings.from_strings(new.overrides, base=self._defaults)
-        return Topic(
-            name=new.name,
-            topic_id=new.topic_id or self._new_id(),
-            partitions=partitions,
-            replication=copies,
-            overrides=dict(new.overrides),
-            created_ms=self._clock.now_ms(),
-            mirror=new.mirror,
-            origins=new.origins,
-        )
-
     def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
         """Complete the deletion of a topic or of one partition that a crash interrupted."""
         for stored_id, index in tuple(self._store.stored()):
             if stored_id == topic_id and only in (None, index):
                 log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
                 self._store.delete_log(log)
-
-    def _check_partitions(self, wanted: int) -> None:
-        if not 1 <= wanted <= PARTITIONS_MAX:
-            raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
 
     def _require(self, name: str) -> Topic:
         topic = self._by_name.get(name)
@@ -925,7 +822,7 @@ class Topics:
     def _register(self, topic: Topic) -> None:
         self._by_name[topic.name] = topic
         self._by_id[topic.topic_id] = topic
-        self._by_metric_name[_metric_name(topic.name)] = topic.name
+        self._by_metric_name[metric_name(topic.name)] = topic.name
         if topic.has_schema_rule:
             self.with_schema_rules.add(topic.topic_id)
         else:
@@ -1084,7 +981,7 @@ class Topics:
         del self._by_id[topic.topic_id]
         self.with_schema_rules.discard(topic.topic_id)
         del self._by_name[topic.name]
-        del self._by_metric_name[_metric_name(topic.name)]
+        del self._by_metric_name[metric_name(topic.name)]
         del self._partitions[topic.name]
         self._version += 1
         for partition in hosted:
@@ -1101,17 +998,3 @@ class Topics:
     def _notify_leadership(self, partition: Partition) -> None:
         for listener in self._leadership_listeners.get(partition.topic.name, ()):
             listener(partition.index, partition if partition.is_leader else None)
-
-
-def _safe(defaults: TopicSettings, replication: int) -> TopicSettings:
-    if replication < _SAFE_REPLICATION:
-        return defaults
-    return dataclasses.replace(defaults, min_insync_replicas=_SAFE_IN_SYNC)
-
-
-def _exists_error(name: str) -> TopicExists:
-    return TopicExists(f"topic {name!r} already exists")
-
-
-def _metric_name(name: str) -> str:
-    return name.replace(".", "_")

@@ -16,12 +16,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from millstream.broker.mirror.service import MirrorService, merged_offsets
+from millstream.broker.mirror.service import MirrorService
 from millstream.broker.mirror.source import Source
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidMirror, MillstreamError, RequestTimedOut, TopicExists
 from millstream.core.ids import PartitionIndex
-from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets
+from millstream.core.mirror import CREDENTIALS, SOURCE, Mirror, TopicOffsets, merged_offsets
 from millstream.core.regex import compile_regex
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import Topic, TopicPartition

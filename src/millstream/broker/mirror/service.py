@@ -37,7 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.metric import Metric, Sample
-from millstream.core.mirror import Mirror, TopicOffsets
+from millstream.core.mirror import Mirror, TopicOffsets, merged_offsets
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import QueueKey
 from millstream.core.tasks import Supervise, gather_or_cancel, run_until_first
@@ -992,12 +992,3 @@ def _whole_until(partition: Partition, verified: int | None, gap: int | None) ->
     if gap is not None:
         limits.append(max(gap, before))
     return Offset(min(limits)) if limits else None
-
-
-def merged_offsets(before: TopicOffsets, after: TopicOffsets) -> dict[str, dict[int, int]]:
-    """Return offsets by topic and partition, the later ones in place of the earlier."""
-    merged = {topic: dict(offsets) for topic, offsets in before.items()}
-    for topic, offsets in after.items():
-        known: dict[int, int] = merged.setdefault(topic, {})
-        known.update(offsets)
-    return merged

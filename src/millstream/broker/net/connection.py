@@ -183,8 +183,7 @@ class Connection(asyncio.BufferedProtocol):
         self._muted: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
         self.presence = Presence()
-        self.peer = ""
-        self.host = ""
+        self.peer = self.host = ""
         self.reached_at = ""
         """The address of this machine that the client connected to."""
         self.state: Any = None

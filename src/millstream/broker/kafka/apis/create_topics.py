@@ -25,7 +25,8 @@ from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.cluster.keys import Placement
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.topics import NewTopic, Topics
+from millstream.broker.cluster.new_topics import NewTopic
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import (
     NO_THROTTLE,
     Api,

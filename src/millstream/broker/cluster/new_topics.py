@@ -1,0 +1,122 @@
+"""What may become a topic: the checks of names, partitions and replicas before a topic is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.keys import Placement
+from millstream.core.config import Config
+from millstream.core.errors import (
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidTopicName,
+    MillstreamError,
+    PolicyViolation,
+    TopicExists,
+)
+from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicSettings, check_topic_name
+
+PARTITIONS_MAX: Final = 10_000
+_SAFE_REPLICATION: Final = 3
+_SAFE_IN_SYNC: Final = 2
+"""With three replicas, two must have a record unless the topic says otherwise: one may be lost, and one down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTopic:
+    """What a topic is created from; -1 stands for the default of the node."""
+
+    name: str
+    partitions: int = -1
+    replication: int = -1
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    internal: bool = False
+    placement: Placement | None = None
+    mirror: str = ""
+    topic_id: UUID | None = None
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the cluster has and allows at this moment."""
+
+    names: Collection[str]
+    metric_names: Mapping[str, str]
+    """The names of topics, by those that metrics use."""
+    config: Config
+    defaults: TopicSettings
+    failure_domains: int
+    new_id: Callable[[], UUID]
+    now_ms: int
+
+    def declare_all(self, wanted: Sequence[NewTopic], deleted: Collection[UUID] = ()) -> list[Topic | MillstreamError]:
+        """Return each topic that may be created, or why it may not; `deleted` are ids whose files still exist."""
+        outcomes: list[Topic | MillstreamError] = []
+        taken: dict[str, str] = {}
+        for one in wanted:
+            try:
+                if one.topic_id in deleted:
+                    raise TopicExists(
+                        f"topic {one.name!r} was deleted, and its files are still being removed; try again"
+                    )
+                outcomes.append(self._declare(one, taken))
+                taken[metric_name(one.name)] = one.name
+            except MillstreamError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _declare(self, new: NewTopic, taken: Mapping[str, str]) -> Topic:
+        """Return the topic that is asked for; `taken` are the names declared with it, by those that metrics use."""
+        check_topic_name(new.name)
+        if new.name in self.names:
+            raise exists_error(new.name)
+        shown_as = metric_name(new.name)
+        twin = self.metric_names.get(shown_as) or taken.get(shown_as)
+        if twin is not None:
+            raise InvalidTopicName(
+                f"topic {new.name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
+            )
+        if new.name in INTERNAL_TOPICS and not new.internal:
+            raise PolicyViolation(f"the name {new.name!r} is reserved for the broker's own state")
+        partitions = self.config.default_partitions if new.partitions == -1 else new.partitions
+        check_partitions(partitions)
+        nodes = self.failure_domains
+        copies = max(1, min(self.config.default_replication, nodes)) if new.replication == -1 else new.replication
+        if not 1 <= copies <= max(1, nodes):
+            raise InvalidReplication(f"replication factor {copies} needs as many machines, this cluster has {nodes}")
+        TopicSettings.from_strings(new.overrides, base=self.defaults)
+        return Topic(
+            name=new.name,
+            topic_id=new.topic_id or self.new_id(),
+            partitions=partitions,
+            replication=copies,
+            overrides=dict(new.overrides),
+            created_ms=self.now_ms,
+            mirror=new.mirror,
+            origins=new.origins,
+        )
+
+
+def check_partitions(wanted: int) -> None:
+    if not 1 <= wanted <= PARTITIONS_MAX:
+        raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
+
+
+def exists_error(name: str) -> TopicExists:
+    return TopicExists(f"topic {name!r} already exists")
+
+
+def metric_name(name: str) -> str:
+    """Return the name as metrics use it."""
+    return name.replace(".", "_")
+
+
+def safe_defaults(defaults: TopicSettings, replication: int) -> TopicSettings:
+    """Return the default settings of a topic with this many replicas."""
+    if replication < _SAFE_REPLICATION:
+        return defaults
+    return replace(defaults, min_insync_replicas=_SAFE_IN_SYNC)
