@@ -30,7 +30,7 @@ from benchmarks.peers.kafka import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import NS_PER_S, Schedule, percentile
 from benchmarks.report import Table
-from confluent_kafka import Consumer, Producer, ShareConsumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, ShareConsumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
@@ -105,7 +105,16 @@ def _create_topic(server: Server) -> None:
 def _commit_once(server: Server) -> None:
     """Have the group's coordinator ready."""
     consumer = Consumer({"bootstrap.servers": server.kafka, "group.id": "committer", "log_level": 0})
-    consumer.commit(offsets=[TopicPartition(TOPIC, 0, 1)], asynchronous=False)
+    until = time.monotonic() + _S_MAX
+    while True:
+        try:
+            consumer.commit(offsets=[TopicPartition(TOPIC, 0, 1)], asynchronous=False)
+            break
+        except KafkaException:
+            # The coordinator may still be loading.
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
     consumer.close()
 
 
