@@ -137,7 +137,8 @@ def _fill(api: httpx.Client) -> None:
 
 async def _commit(kafka: str) -> None:
     async with Client.connect(kafka, client_id=HOSTILE) as client:
-        await commit_offsets(client, "reporting", {TopicPartition("orders", PartitionIndex(0)): 5})
+        for group in ("reporting", "sampling"):
+            await commit_offsets(client, group, {TopicPartition("orders", PartitionIndex(0)): 5})
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def test_a_topic_shows_the_size_of_each_partition_and_the_lag_that_is_known(cons
         row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=str(partition), exact=True))
         expect(row).to_contain_text(re.compile(r"[1-9][\d.]* (B|KiB)"))
     page.get_by_role("link", name="Consumers and producers").click()
-    expect(page.get_by_role("row").filter(has_text="reporting")).to_contain_text("in 1 of 2 partitions")
+    expect(page.get_by_role("row").filter(has_text="sampling")).to_contain_text("in 1 of 2 partitions")
     assert watched.problems == []
 
 

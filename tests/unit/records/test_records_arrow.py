@@ -227,7 +227,7 @@ def test_only_some_rows_are_written_in_the_order_given() -> None:
     assert [record.timestamp_ms for record in decode_records(answer)] == [7, 2, 2]
     assert list(encode_columns(columns, rows=np.array([], np.int64))) == []
     for wrong in (10, -1):
-        with pytest.raises(InvalidBatch, match="outside"):
+        with pytest.raises(InvalidBatch, match="only 10 rows"):
             list(encode_columns(columns, rows=np.array([wrong], np.int64)))
 
 
