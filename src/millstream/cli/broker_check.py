@@ -237,8 +237,8 @@ def _held(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     for topic, size in held.most_common(_SHOWN_MAX):
         detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"
         advice = (
-            "millstream pipeline list and millstream subscription list show which one makes no progress; "
-            f"its messages are kept for up to retention.until.max.ms of {topic}"
+            "millstream pipeline list and millstream subscription list show which pipeline or subscription makes no "
+            f"progress; messages are kept for at most retention.until.max.ms of topic {topic}"
         )
         yield warning("retention", detail, advice)
 

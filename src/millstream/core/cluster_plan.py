@@ -183,7 +183,7 @@ def plan_remove(load: ClusterLoad, node: NodeId) -> Plan:
     """Move every replica of a node elsewhere, so that it can leave for good; raise if one cannot move."""
     plan = _vacate(load, node, REMOVE)
     if plan.staying:
-        more = f" (so have {_counted(len(plan.staying) - 1, 'more partition')})" if len(plan.staying) > 1 else ""
+        more = f" (and {_counted(len(plan.staying) - 1, 'more partition')})" if len(plan.staying) > 1 else ""
         raise InvalidRequest(
             f"node {node} cannot be removed: {plan.staying[0]}{more}; add a node first, or lower the number of "
             "replicas with: millstream topic replicate PATTERN --to N"

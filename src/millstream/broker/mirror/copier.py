@@ -90,7 +90,7 @@ class Copy:
     gap: int | None = None
     """From where on values of keys may be missing, as recorded in the catalog."""
     gap_end: int = -1
-    """Up to where the records lie because of which they are missing; -1 until the source says so."""
+    """The offset at which the copy is complete again; -1 until the source has reported it."""
     source_end: int = -1
     """The source's high watermark, as of the last fetch; -1 before the first."""
     checked_epoch: int = -2
@@ -516,7 +516,7 @@ class Copier:
     async def _close_gaps(
         self, members: dict[CopyKey, Copy], answers: dict[TopicPartition, FetchAnswer | MillstreamError]
     ) -> None:
-        """Expose copies again that have all the records because of which values were missing."""
+        """Expose the copies again that have reached the end of their gap."""
         closed = []
         for copy in members.values():
             answer = answers.get(copy.source)

@@ -329,8 +329,8 @@ async def _release(source: Source, release: AdoptRequest) -> None:
                 await backoff.pause()
     except TimeoutError:
         raise RequestTimedOut(
-            "the switch was given up, and the source could not be told, so it still refuses writers; run `millstream "
-            f"mirror failover {release.name}` there"
+            "the switch was cancelled, but the source could not be reached and still refuses writers; run `millstream "
+            f"mirror failover {release.name}` on the source"
         ) from None
 
 
