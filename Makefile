@@ -51,8 +51,8 @@ $(SPARK_STAMP): requirements/spark.lock | $(RUN_STAMP)
 serve: $(RUN_STAMP) ## Start a broker on the default ports with its data in ./millstream-data
 	@$(BIN)/millstream serve
 
-test: $(DEV_STAMP) ## Run all tests (15 minutes on 2 cores)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+test: $(DEV_STAMP) ## Run all tests (ten minutes on 2 cores)
+	@$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
 trials: $(DEV_STAMP) ## Run the tests that take longer: more faults, more examples, ten thousand partitions, Spark (half an hour)
 	@LOG_EXAMPLES=600 $(BIN)/python -m pytest -n 2 --dist loadfile -m trial --hypothesis-profile=exploring $(PYTEST_ARGS)

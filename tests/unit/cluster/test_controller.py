@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import delete
@@ -31,6 +31,7 @@ from millstream.core.errors import (
     PreferredUnavailable,
     TopicExists,
     UnknownTopic,
+    UnknownTopicId,
 )
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
@@ -85,8 +86,10 @@ async def test_topics_created_together_are_spread_over_the_nodes(tmp_path: Path)
         leaders = Counter(states(group[2], topic)[0].leader for topic in topics[:-1])
         assert leaders == {1: 10, 2: 10, 3: 10}
         assert states(group[2], topics[-1])[0].replicas == (2,)
-        deleted = await group[3].topics.delete_all(["t0", "missing", "t1"])
-        assert [type(one) for one in deleted] == [Topic, UnknownTopic, Topic]
+        # A topic that was named by its id and created again since is another one.
+        earlier = dataclasses.replace(topics[2], topic_id=uuid4())
+        deleted = await group[3].topics.delete_all(["t0", "missing", topics[1], earlier])
+        assert [type(one) for one in deleted] == [Topic, UnknownTopic, Topic, UnknownTopicId]
         await group.until(lambda: not group.service.read(keys.DELETED).entries)
         assert len(group.service.read(keys.PARTITIONS).entries) == 29
 

@@ -22,7 +22,14 @@ from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
-from millstream.core.errors import BrokerUnreachable, InvalidMirror, MillstreamError, NotLeader, RequestTimedOut
+from millstream.core.errors import (
+    BrokerUnreachable,
+    InvalidMirror,
+    MillstreamError,
+    NotLeader,
+    RequestTimedOut,
+    StoreUnavailable,
+)
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.mirror import Mirror
 from millstream.core.partition_state import PartitionState, Versioned
@@ -390,13 +397,28 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
     assert target.copies == []
 
 
+async def test_a_switch_that_cannot_be_undone_leaves_the_source_fenced(
+    target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Released, the source would take writes beside copies that the advised failover makes writable."""
+
+    async def fail(*_: Any) -> None:
+        raise StoreUnavailable("the catalog is away")
+
+    target.has_leaders = False
+    monkeypatch.setattr(target.service, "give_up_cut", fail)
+    with pytest.raises(RequestTimedOut, match=f"the catalog is away.*mirror failover {NAME}`"):
+        await failover.switch(target.service, SWITCH)
+    assert other_side.asked == ["fence"]
+
+
 async def test_a_source_that_cannot_be_told_that_a_switch_was_given_up_is_named(
     target: Target, other_side: OtherSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "RELEASE_S", 0.0)
     target.has_leaders = False
     other_side.refused["release"] = [BrokerUnreachable("the line is down")]
-    with pytest.raises(RequestTimedOut, match=f"mirror failover {NAME}` there"):
+    with pytest.raises(RequestTimedOut, match=f"mirror failover {NAME}` on the source"):
         await failover.switch(target.service, SWITCH)
 
 

@@ -581,7 +581,8 @@ class Topics:
         try:
             return await self.create(name)
         except TopicExists:
-            return await self._await_topic(name)
+            await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
+            return self._by_name[name]
 
     async def delete(self, name: str, *, timeout_s: float = AGREEMENT_S) -> None:
         """Delete a topic and its data. The deletion record comes first, so that a crash cannot bring it back."""
@@ -590,29 +591,32 @@ class Topics:
             raise outcome
 
     async def delete_all(
-        self, names: Sequence[str], *, timeout_s: float = AGREEMENT_S
+        self, wanted: Sequence[str | Topic], *, timeout_s: float = AGREEMENT_S
     ) -> list[Topic | MillstreamError]:
         """Delete topics together; return what each of them was, or why it was not deleted."""
-        outcomes = await finish(self._delete_declared(names))
+        outcomes = await finish(self._delete_declared(wanted))
         waiting = {outcome.topic_id for outcome in outcomes if isinstance(outcome, Topic)}
 
         def agreed() -> bool:
             waiting.intersection_update(self._by_id)
             return not waiting
 
-        what = ", ".join(map(repr, names[:_NAMES_SHOWN_MAX]))
+        what = ", ".join(repr(one if isinstance(one, str) else one.name) for one in wanted[:_NAMES_SHOWN_MAX])
         try:
             await self._view.until(agreed, timeout_s, what=f"the deletion of topic {what}")
         except RequestTimedOut as error:
             return [error if isinstance(one, Topic) and one.topic_id in waiting else one for one in outcomes]
         return outcomes
 
-    async def _delete_declared(self, names: Sequence[str]) -> list[Topic | MillstreamError]:
+    async def _delete_declared(self, wanted: Sequence[str | Topic]) -> list[Topic | MillstreamError]:
         outcomes: list[Topic | MillstreamError] = []
         async with self._changing:
-            for name in names:
+            for one in wanted:
                 try:
+                    name = one if isinstance(one, str) else one.name
                     topic = self._require(name)
+                    if isinstance(one, Topic) and one.topic_id != topic.topic_id:
+                        raise UnknownTopicId(f"topic {name!r} with id {one.topic_id} was deleted and created again")
                     if topic.is_internal:
                         raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
                     outcomes.append(topic)
@@ -779,10 +783,6 @@ class Topics:
             return now == topic or now != before
 
         await self._view.until(agreed, timeout_s, what=f"topic {topic.name!r}")
-
-    async def _await_topic(self, name: str) -> Topic:
-        await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
-        return self._by_name[name]
 
     def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
         """Complete the deletion of a topic or of one partition that a crash interrupted."""

@@ -271,7 +271,7 @@ class Recovery:
                 self._take(Segment(self._directory, base), limit)
         self._resolve_tail()
         if self._has_gaps:
-            contents.superseded_by = contents.end_offset
+            contents.superseded_by = max(contents.superseded_by, contents.end_offset)
         for segment in contents.segments[:-1]:
             segment.sealed = True
         return contents, self._report

@@ -288,11 +288,9 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
             mirror = await service.begin_cut(mirror, topics)
             cuts = await cut_topics(service, mirror, topics)
         except BaseException:
-            # No client writes here yet, so the source can keep its role.
-            try:
-                await service.give_up_cut(mirror, ends)
-            finally:
-                await _release(source, msgspec.structs.replace(fence, step="release"))
+            # No client writes here yet, so the source can keep its role, unless the copies cannot follow it again.
+            await _follow_again(service, mirror, ends)
+            await _release(source, msgspec.structs.replace(fence, step="release"))
             raise
         await make_writable(service, topics)
         mirror = await service.mirrors.find(mirror.name)
@@ -313,6 +311,17 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         partitions=cuts,
         waited_ms=int((service.clock.monotonic() - started) * 1000),
     )
+
+
+async def _follow_again(service: MirrorService, mirror: Mirror, ends: TopicOffsets) -> None:
+    """Let the copies follow again; if that fails, the source stays fenced, so that only one side takes writes."""
+    try:
+        await service.give_up_cut(mirror, ends)
+    except MillstreamError as error:
+        raise RequestTimedOut(
+            f"the switch stopped halfway and could not be undone ({error}), so the source refuses writers; complete it "
+            f"with `{service.failover_command(mirror)}`"
+        ) from None
 
 
 async def _release(source: Source, release: AdoptRequest) -> None:

@@ -865,6 +865,9 @@ class Delivery:
         demand = waiter.current_demand()
         if demand is None:
             return False
+        if not self._has_available:
+            # Those before it took more than they asked for, or hold the keys of what was scanned.
+            self._prepare(demand.max_records)
         found = self._lease(demand if demand.max_records <= share else demand._replace(max_records=share))
         if found.leases:
             self._waiting.pop(waiter, None)

@@ -84,7 +84,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
         """Delete topics; return each of them, or why it could not be deleted."""
         try:
             timeout_s = deadline.left_s("the topics")
-            deleted = await self._topics.delete_all([topic.name for topic in topics], timeout_s=timeout_s)
+            deleted = await self._topics.delete_all([*topics], timeout_s=timeout_s)
         except MillstreamError as error:
             return [error] * len(topics)
         return [await self._forget_letters(one) if isinstance(one, Topic) else one for one in deleted]

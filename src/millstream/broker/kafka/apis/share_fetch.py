@@ -186,11 +186,13 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
+        # The group may be deleted meanwhile.
+        results.lease_ms = results.lease_ms or lease_ms
         if any(results.acknowledged.values()):
             response = self._answer(subscription, results, client)
             return [write_response(self.key, header.version, header.correlation_id, response)]
         places = list(dict.fromkeys([*results.acknowledged, *results.leases]))
-        return share_codec.write_plain(header, results.lease_ms or lease_ms, places, results.leases, results.records)
+        return share_codec.write_plain(header, results.lease_ms, places, results.leases, results.records)
 
     async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
         client.fetch_requests += 1

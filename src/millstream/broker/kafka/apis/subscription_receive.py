@@ -239,7 +239,7 @@ class _WaitingReceive(Parked):
 
     def abandon(self) -> None:
         """Stop waiting: the client has left."""
-        if self.is_kept:
+        if self.is_kept or (self._later is not None and self._later.done()):
             return
         if self._wait is not None:
             self._wait.cancel()
