@@ -310,7 +310,7 @@ class Copier:
             if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
                 break
             point = truncation_point(log, EpochEnd(Epoch(found.epoch), Offset(max(found.end_offset, 0))))
-            if cut is None or not cut <= point < log.end_offset:
+            if cut is None or point >= log.end_offset:
                 raise CopyDiverged(
                     f"{log.partition} ends at offset {log.end_offset} in epoch {log.latest_epoch}, and the source's "
                     f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
