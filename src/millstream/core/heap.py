@@ -42,6 +42,8 @@ def freeze_heap() -> None:
 
 
 GROWTH_BYTES: Final = 64 * 1024 * 1024
+PAUSE_CALLS_MAX: Final = 720
+"""The longest pause between two attempts to trim a process that stays large, in calls: an hour for one call in 5 s."""
 
 _is_ours: Final = Event()
 
@@ -54,12 +56,14 @@ def enable_trimming() -> None:
 class Trimmer:
     """Returns freed memory to the system after the process has grown, while little is going on.
 
-    A busy process would soon need the memory again, at a page fault per 4 KiB.
+    A busy process would soon need the memory again, at a page fault per 4 KiB. Memory that was in use at the first
+    attempt may be freed without the process growing again, so it is tried again after pauses that double.
     """
 
     def __init__(self) -> None:
-        self._floor_bytes = resident_bytes()
-        """The least memory the process has used since it was last trimmed."""
+        self._floor_bytes = self._tried_bytes = resident_bytes()
+        """The least memory the process has used, and what it used when it was last trimmed, or less since."""
+        self._pause = self._calls_left = 0
 
     def trim_if_grown(self, moved_bytes: int) -> None:
         """Trim off the event loop, if trimming is enabled; `moved_bytes` is the traffic since the last call."""
@@ -67,10 +71,15 @@ class Trimmer:
             return
         resident = resident_bytes()
         self._floor_bytes = min(self._floor_bytes, resident)
-        if resident - self._floor_bytes > GROWTH_BYTES and moved_bytes < GROWTH_BYTES:
-            # The next call lowers it by what is returned; memory that is in use is not tried again.
-            self._floor_bytes = resident
-            asyncio.get_running_loop().run_in_executor(None, give_back)
+        self._tried_bytes = min(self._tried_bytes, resident)
+        self._calls_left -= 1
+        if resident - self._tried_bytes > GROWTH_BYTES:
+            self._pause = self._calls_left = 0
+        if resident - self._floor_bytes <= GROWTH_BYTES or moved_bytes >= GROWTH_BYTES or self._calls_left > 0:
+            return
+        self._tried_bytes = resident
+        self._pause = self._calls_left = min(2 * self._pause, PAUSE_CALLS_MAX) or 1
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 def resident_bytes() -> int:

@@ -62,9 +62,15 @@ async def test_memory_is_returned_in_a_thread_once_a_process_has_grown(process: 
     assert threading.get_ident() not in process.trims
 
 
-async def test_memory_that_is_in_use_is_not_tried_again(process: Process) -> None:
-    assert await process.look(500 * MIB) == 1
-    assert await process.look(510 * MIB) == 1
+async def test_memory_that_is_in_use_is_tried_again_after_pauses_that_double(process: Process) -> None:
+    trims = [await process.look(500 * MIB) for _ in range(16)]
+    assert trims == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5]
+
+
+async def test_a_pause_ends_when_the_process_grows_again(process: Process) -> None:
+    for _ in range(9):
+        tried = await process.look(500 * MIB)
+    assert await process.look(570 * MIB) == tried + 1
 
 
 async def test_a_process_that_grows_again_returns_it_again(process: Process) -> None:
