@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
+from millstream.broker.mirror.copier import Copier, Copy
 from millstream.broker.mirror.declared import Mirrors
 from millstream.broker.mirror.service import MirrorService
 from millstream.broker.replication.partition import Partition
@@ -24,6 +26,7 @@ from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
 from millstream.core.errors import (
     BrokerUnreachable,
+    CopyDiverged,
     InvalidMirror,
     MillstreamError,
     NotLeader,
@@ -46,6 +49,8 @@ from millstream.protocol.private.mirror_messages import (
     RemovedRange,
     ReverseRequest,
 )
+from millstream.protocol.records.batch import iterate_whole_headers, place_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
@@ -387,9 +392,8 @@ async def test_a_switch_that_cannot_cut_every_copy_gives_the_source_its_role_bac
         await failover.switch(target.service, SWITCH)
     assert other_side.asked == ["fence", "release", "release"]
     mirror = await target.mirror()
-    # It copies again, and copies that were cut may be truncated where the source ends.
-    assert (mirror.is_wanted, mirror.cut_epochs) == (True, {})
-    assert mirror.cuts == {name: {0: 40, 1: 40} for name in (EU, EUX, US)}
+    # It copies again, and nothing allows that acknowledged copies are truncated.
+    assert (mirror.is_wanted, mirror.cut_epochs, mirror.cuts) == (True, {}, {})
     assert target.copies == [EU, EUX, US]
     target.has_leaders = True
     await failover.switch(target.service, SWITCH)
@@ -559,3 +563,62 @@ async def test_an_old_source_does_not_follow_before_every_partition_is_truncated
     with pytest.raises(MillstreamError, match="no leader"):
         await service.truncate_everywhere(NAME, [old_source.topic], cuts)
     assert asked == {(0, 2), (1, 7)}
+
+
+# -- histories ----------------------------------------------------------------------------------------------------
+
+
+MARK = 1004
+"""The epoch of an empty batch with which a cut begins."""
+
+
+def filled_batch(base: int, epoch: int) -> bytes:
+    batch = bytearray(encode_batch([NewRecord(b"k", b"v")]))
+    (header,) = iterate_whole_headers(memoryview(batch))
+    place_batch(batch, header, base, epoch)
+    return bytes(batch)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "source", "cut", "kept", "diverged"),
+    [
+        pytest.param((3, 3, MARK), {3: 5}, None, 2, False, id="a switch was undone"),
+        pytest.param((3, 3, MARK), {3: 1}, None, 2, True, id="a switch was undone, and the source has lost a record"),
+        pytest.param((3, 4, 5), {3: 1}, None, 3, True, id="the source has lost its last epochs"),
+        pytest.param((3, 3, 3), {3: 1, 1003: 5}, 1, 1, False, id="an old source that was not truncated"),
+        pytest.param((3, 3, 3), {2: 1, 1003: 5}, 2, 0, False, id="the new source has compacted an epoch away"),
+        pytest.param((3, 1003, 1003), {3: 1, 1003: 2}, 1, 3, True, id="the new source has lost a copied record"),
+        pytest.param((3, 1003, 1003), {3: 2}, 1, 3, True, id="the new source has lost everything since the cut"),
+    ],
+)
+async def test_only_what_no_side_has_acknowledged_is_truncated(
+    old_source: OldSource, epochs: tuple[int, ...], source: dict[int, int], cut: int | None, kept: int, diverged: bool
+) -> None:
+    """The copy has a batch of each of these epochs, and the source's epochs have these ends."""
+    partition, log = old_source.partition_0, old_source.partition_0.log
+    await partition.restart_mirrored(Offset(0))
+    old_source.lead(ME, epoch=MARK)
+    for at, epoch in enumerate(epochs):
+        batch = empty_batch(at, at + 1, epoch) if epoch == MARK else filled_batch(at, epoch)
+        partition.append_mirrored(batch, exposed=None)
+
+    async def end_of_epoch(_where: TopicPartition, asked: int) -> EpochEnd:
+        known = max((epoch for epoch in source if epoch <= asked), default=asked)
+        is_known = asked <= max(source)
+        return EpochEnd(Epoch(known), Offset(source.get(known, 0))) if is_known else EpochEnd(Epoch(-1), Offset(-1))
+
+    made: Any = Copier
+    copier = made(
+        None,
+        SimpleNamespace(end_of_epoch=end_of_epoch),
+        SystemClock(),
+        rate=0,
+        gates=False,
+        cut_of=lambda _: cut,
+        note_gaps=None,
+        on_commit=None,
+    )
+    copy = Copy(partition, TopicPartition(EU, PartitionIndex(0)))
+    with pytest.raises(CopyDiverged) if diverged else nullcontext():
+        await copier._check_history(copy)
+    assert log.end_offset == kept

@@ -42,7 +42,7 @@ from millstream.core.errors import (
     OffsetOutOfRange,
     RequestTimedOut,
 )
-from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset
+from millstream.core.ids import Epoch, NodeId, Offset
 from millstream.core.mirror import TopicOffsets
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
@@ -167,7 +167,7 @@ class Copier:
         self._gates = gates
         """Whether the source can say which transactions have ended everywhere."""
         self._cut_of = cut_of
-        """Where a partition may be truncated, because it was the source's own before; None if it may not."""
+        """Where the source's own records begin, if it has copied from this cluster before; otherwise None."""
         self._note_gaps = note_gaps
         """Records durably from where on copies may lack values of keys, or that they lack none."""
         self._on_commit = on_commit
@@ -299,7 +299,9 @@ class Copier:
     async def _check_history(self, copy: Copy) -> None:
         """Compare the copy's last epoch with the source's history, once for each epoch of the leader here.
 
-        A copy whose end the source does not have is truncated only where that was agreed on (`mirror reverse`).
+        An end that the source does not have is truncated if it holds only the mark of a cut that was given up. In an
+        old source that follows (`mirror reverse`), so is everything down to the common point, unless that is beyond the
+        cut of the other side: the records there were copied.
         """
         partition, log = copy.partition, copy.partition.log
         if copy.checked_epoch == partition.leader_epoch:
@@ -309,8 +311,13 @@ class Copier:
             found = await self._source.end_of_epoch(copy.source, log.latest_epoch)
             if found.epoch == log.latest_epoch and found.end_offset >= log.end_offset:
                 break
-            point = truncation_point(log, EpochEnd(Epoch(found.epoch), Offset(max(found.end_offset, 0))))
-            if cut is None or point >= log.end_offset:
+            if found.epoch >= 0:
+                point = truncation_point(log, found)
+                is_agreed = cut is not None and point <= cut
+            else:
+                # The source has no epoch as late as this one; the next round compares the one before.
+                point, is_agreed = max(log.end_of_epoch(log.latest_epoch - 1)[1], log.start_offset), False
+            if point >= log.end_offset or not (is_agreed or _is_without_records(partition, point)):
                 raise CopyDiverged(
                     f"{log.partition} ends at offset {log.end_offset} in epoch {log.latest_epoch}, and the source's "
                     f"{copy.source} has epoch {found.epoch} only up to {found.end_offset}: it was truncated or "
@@ -559,6 +566,20 @@ def _is_commit(records: memoryview, header: BatchHeader) -> bool:
     except BatchRejected:
         return False
     return marker is not None and marker.commit
+
+
+def _is_without_records(partition: Partition, offset: Offset) -> bool:
+    """Whether a log holds neither records nor commits from an offset on; a cut leaves an empty batch and aborts."""
+    log = partition.log
+    while offset < log.end_offset:
+        records = memoryview(log.read(offset, max_bytes=_SCAN_BYTES, up_to=log.end_offset))
+        if not records:
+            return False
+        for header in iterate_whole_headers(records):
+            if _is_commit(records, header) if header.is_control else header.record_count:
+                return False
+            offset = Offset(max(offset, header.next_offset))
+    return True
 
 
 def offset_in(offsets: TopicOffsets, partition: Partition) -> Offset:

@@ -276,7 +276,6 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
         # A mirror that was reversed has cuts of topics that are copies again.
         failed_over = {name: cuts for name, cuts in mirror.cuts.items() if name not in names}
         fence = _adoption(service, dataclasses.replace(mirror, cuts=failed_over), request, step="fence")
-        ends: TopicOffsets = {}
         try:
             fenced = await source.ask(None, ADOPT_KEY, fence, AdoptResponse, waits=True)
             if fenced.removed:
@@ -289,7 +288,7 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
             cuts = await cut_topics(service, mirror, topics)
         except BaseException:
             # No client writes here yet, so the source can keep its role, unless the copies cannot follow it again.
-            await _follow_again(service, mirror, ends)
+            await _follow_again(service, mirror)
             await _release(source, msgspec.structs.replace(fence, step="release"))
             raise
         await make_writable(service, topics)
@@ -313,10 +312,10 @@ async def switch(service: MirrorService, request: ReverseRequest) -> ReverseResp
     )
 
 
-async def _follow_again(service: MirrorService, mirror: Mirror, ends: TopicOffsets) -> None:
+async def _follow_again(service: MirrorService, mirror: Mirror) -> None:
     """Let the copies follow again; if that fails, the source stays fenced, so that only one side takes writes."""
     try:
-        await service.give_up_cut(mirror, ends)
+        await service.give_up_cut(mirror)
     except MillstreamError as error:
         raise RequestTimedOut(
             f"the switch stopped halfway and could not be undone ({error}), so the source refuses writers; complete it "

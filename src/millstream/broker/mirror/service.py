@@ -153,7 +153,7 @@ class MirrorRun:
             await backoff.pause()
 
     def _cut_of(self, partition: Partition) -> int | None:
-        """Return up to where a copy may be truncated: only one that was reversed."""
+        """Return where the source's own records begin, in a copy that was reversed; otherwise None."""
         mirror = self.service.mirrors.get(self.mirror.name) or self.mirror
         return mirror.cuts.get(partition.topic.name, {}).get(partition.index)
 
@@ -511,17 +511,14 @@ class MirrorService:
 
         await self.mirrors.change(mirror.name, ended)
 
-    async def give_up_cut(self, mirror: Mirror, ends: TopicOffsets) -> None:
-        """Let a mirror copy again that was stopped for a planned switch, of which the source has nothing beyond `ends`.
+    async def give_up_cut(self, mirror: Mirror) -> None:
+        """Let a mirror copy again that was stopped for a planned switch.
 
-        Copies that are cut already are truncated there: they have nothing else of their own than the mark of the cut.
+        Copies that are cut already have nothing else of their own than the mark of the cut, which the copier removes.
         """
 
         def resumed(now: Mirror) -> Mirror:
-            begun = {name: ends.get(name, {}) for name in now.cut_epochs}
-            return dataclasses.replace(
-                now, cut_epochs={}, cuts=merged_offsets(now.cuts, begun), is_wanted=now.is_wanted or bool(begun)
-            )
+            return dataclasses.replace(now, cut_epochs={}, is_wanted=now.is_wanted or bool(now.cut_epochs))
 
         await self.mirrors.change(mirror.name, resumed)
 
