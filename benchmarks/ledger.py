@@ -9,7 +9,8 @@ ratio. Nothing lands meanwhile.
 Landing: the events of messages that were accepted in ranges and one by one are landed by one run of the pipeline. The
 figures are CPU seconds of its processes beyond those of a run that finds nothing to land, which starts Spark as well.
 
-Failover: messages are delivered and accepted one by one, nothing lands, and the node is killed. The figures are the
+Failover: messages are delivered, each rejected once with a reason of 500 random characters and then accepted, one by
+one, nothing lands, and the node is killed with a ledger near its bound of 256 MiB. The figures are the
 time until it serves again, the time until a worker then has the next message, which needs the queue's state, and how
 long the trace of a message from before takes, without and with a ledger.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import random
 import resource
 import statistics
@@ -44,7 +46,7 @@ from millstream.core.topic import SUBSCRIPTIONS
 from millstream.pipelines.jobs.ledger.audit import AuditTasks, Place, QueueAudit, SparkTasks, account_queues
 from millstream.pipelines.jobs.ledger.events import EVENTS
 from millstream.pipelines.jobs.ledger.table import LedgerTable, ledger_storage
-from millstream.protocol.private.subscriptions import SubscriptionClient, message_trace
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, message_trace
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.spark.session import session
@@ -70,7 +72,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=60_000)
     parser.add_argument("--deliveries", type=int, default=100_000_000)
     parser.add_argument("--range", type=int, default=50, help="messages per stored range")
-    parser.add_argument("--unlanded", type=int, default=200_000, help="messages accepted before the node is killed")
+    parser.add_argument("--unlanded", type=int, default=600_000, help="messages accepted before the node is killed")
     parser.add_argument("--only", choices=("cost", "landing", "failover", "audit"))
     given = parser.parse_args()
     failed = False
@@ -198,10 +200,18 @@ async def _deliver_many(server: Server, name: str, count: int, *, ledger: bool) 
             messages = await subscriptions.receive(name, "worker", max_records=_AT_ONCE, wait_ms=1000)
             # As workers do: neighbours that are accepted together would be one event.
             random.shuffle(messages)
-            await asyncio.gather(*(subscriptions.settle(name, "worker", [one], Verb.ACCEPT) for one in messages))
-            done += len(messages)
+            await asyncio.gather(*(_settle_one(subscriptions, name, one) for one in messages))
+            done += sum(message.attempt > 1 for message in messages)
         await client.produce(name, 0, encode_batch([record]))
         return str((await client.metadata([SUBSCRIPTIONS])).topics[SUBSCRIPTIONS].topic_id)
+
+
+async def _settle_one(subscriptions: SubscriptionClient, name: str, message: LeasedMessage) -> None:
+    if message.attempt > 1:
+        await subscriptions.settle(name, "worker", [message], Verb.ACCEPT)
+        return
+    reason = base64.b64encode(random.randbytes(375)).decode()
+    await subscriptions.settle(name, "worker", [message], Verb.RELEASE, delay_ms=0, reason=reason)
 
 
 async def _first_message_s(server: Server, name: str, traced: int) -> tuple[float, float, int]:

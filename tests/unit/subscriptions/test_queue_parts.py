@@ -15,6 +15,7 @@ from millstream.broker.subscriptions.frame import (
     FrameHeader,
     LedgerNames,
     is_for_ledger,
+    may_concern,
     read_frame,
     read_header,
     write_frame,
@@ -70,6 +71,17 @@ def test_a_frame_reads_back(some_deltas: list[Delta], times: int) -> None:
     assert not is_for_ledger(frame)
     assert read_header(frame) == HEADER
     assert not is_snapshot(frame)
+
+
+@patient
+@given(st.lists(deltas, max_size=10), st.sampled_from([1, 5]), st.data())
+def test_a_frame_concerns_the_messages_of_its_deltas_only(
+    some_deltas: list[Delta], times: int, data: st.DataObject
+) -> None:
+    bounds = [bound for delta in some_deltas for bound in (delta.first, delta.last)]
+    offset = data.draw(st.one_of(numbers, *map(st.just, bounds)))
+    concerns = any(delta.kind == DeltaKind.SOUGHT or delta.first <= offset <= delta.last for delta in some_deltas)
+    assert may_concern(write_frame(HEADER, some_deltas * times), offset) == concerns
 
 
 @patient

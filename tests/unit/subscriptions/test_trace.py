@@ -7,6 +7,7 @@ import pytest
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import LETTER_BYTES, POSITION, Settlement
 from millstream.broker.subscriptions.outcomes import trace_message
+from millstream.core.errors import RequestTimedOut
 from millstream.core.ids import Offset
 from millstream.core.subscription import Verb
 from millstream.protocol.private.subscriptions import DeadLetterPosition, SubscriptionTrace
@@ -103,6 +104,23 @@ async def test_what_is_forgotten_is_said(bench: Workbench) -> None:
     held = await trace(delivery, 2)
     assert (held.state, held.is_complete) == ("leased", False)
     assert "earlier deliveries" in held.unknown
+
+
+async def test_events_that_cannot_be_searched_are_mentioned(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = await bench.open(ledger=True)
+    bench.publish("a")
+    delivery.try_receive(wanted())
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    await delivery.durable(is_all=True)
+    delivery.outcomes.clear()
+
+    async def refuse(_key: object, _offset: int, _since_ms: int) -> list[bytes]:
+        raise RequestTimedOut("the search took too long")
+
+    monkeypatch.setattr(bench.store, "frames", refuse)
+    found = await trace(delivery)
+    assert (found.state, found.is_complete) == ("accepted", False)
+    assert "the search took too long" in found.unknown
 
 
 async def test_a_ledger_remembers_what_the_node_has_forgotten(bench: Workbench) -> None:

@@ -9,7 +9,8 @@
 A frame of a queue with a ledger ends its texts with the names of the subscription and the topic, which nothing else in
 it needs: those who read it later may no longer find them by their ids.
 
-Rows have a fixed width, so that numpy can read many at once. Everything after the header is compressed if it is large.
+Rows have a fixed width, so that numpy can read many at once. If what follows the header is large, it is compressed, and
+preceded by the lowest and the highest offset of its rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from millstream.core.subscription import QueueKey
 from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.compression import compress, decompress
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 FRAME_BYTES_MAX: Final = 1 << 28
 """The maximum size of a frame after decompression."""
 
@@ -53,6 +54,7 @@ ROWS: Final = np.dtype(
 
 _HEADER: Final = struct.Struct("<BB16s16siiqqIII")
 _ROW: Final = struct.Struct("<BBHIIIqqqq")
+_SPAN: Final = struct.Struct("<qq")
 _COMPRESSED: Final = 1
 _LEDGER: Final = 2
 _COMPRESS_MIN: Final = 1024
@@ -113,7 +115,7 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta], names: LedgerNames
     body = b"".join((lengths, *rows, *blobs, *extras))
     flags = 0 if names is None else _LEDGER
     if len(body) >= _COMPRESS_MIN:
-        body = compress(COMPRESSION_ZSTD, body)
+        body = _SPAN.pack(*_span(deltas)) + compress(COMPRESSION_ZSTD, body)
         flags |= _COMPRESSED
     key = header.key
     return b"".join(
@@ -183,50 +185,56 @@ def is_for_ledger(data: bytes) -> bool:
     return len(data) > 1 and bool(data[1] & _LEDGER)
 
 
+def _span(deltas: Sequence[Delta]) -> tuple[int, int]:
+    if any(delta.kind == DeltaKind.SOUGHT for delta in deltas):
+        return -(1 << 63), (1 << 63) - 1
+    return min((delta.first for delta in deltas), default=0), max((delta.last for delta in deltas), default=-1)
+
+
 def may_concern(data: bytes, offset: int) -> bool:
     """Whether a frame may hold a delta about a message; cheap enough to ask of every frame of a log."""
-    _header, flags, row_count, text_count, extra_count = _read_header(data)
-    if flags & _COMPRESSED:
-        return True
-    start = _HEADER.size + 4 * (text_count + extra_count)
-    rows = memoryview(data)[start : start + _ROW.size * row_count]
+    header = _read_header(data)
+    if header.flags & _COMPRESSED:
+        low, high = _SPAN.unpack_from(data, _HEADER.size)
+        if not low <= offset <= high:
+            return False
+    body, rows_start, rows_end = _read_body(data, header)
     return any(
         first <= offset <= last or kind == DeltaKind.SOUGHT
-        for kind, _, _, _, _, _, first, last, _, _ in _ROW.iter_unpack(rows)
+        for kind, _, _, _, _, _, first, last, _, _ in _ROW.iter_unpack(body[rows_start:rows_end])
     )
 
 
 def read_header(data: bytes) -> FrameHeader:
     """Decode only the header of a frame."""
-    return _read_header(data)[0]
+    return _read_header(data).shared
 
 
 def read_frame(data: bytes) -> Frame:
     """Decode a frame, or raise `CorruptState`."""
-    header, flags, row_count, text_count, extra_count = _read_header(data)
-    body = memoryview(data)[_HEADER.size :]
-    if flags & _COMPRESSED:
-        try:
-            body = memoryview(decompress(COMPRESSION_ZSTD, body, bytes_max=FRAME_BYTES_MAX))
-        except CorruptBatch as error:
-            raise CorruptState(f"a frame of deltas does not decompress: {error}") from error
-    lengths_bytes = 4 * (text_count + extra_count)
-    rows_end = lengths_bytes + _ROW.size * row_count
-    if rows_end > len(body):
-        raise CorruptState("a frame of deltas is truncated")
+    header = _read_header(data)
+    body, lengths_bytes, rows_end = _read_body(data, header)
     lengths = np.frombuffer(body[:lengths_bytes], "<u4").tolist()
     if rows_end + sum(lengths) != len(body):
         raise CorruptState("the texts of a frame of deltas do not match its length")
     blobs = list(_blobs(body, rows_end, lengths))
-    names_start = text_count - (len(LedgerNames._fields) if header.has_ledger else 0)
+    names_start = header.texts - (len(LedgerNames._fields) if header.shared.has_ledger else 0)
     if names_start < 0:
         raise CorruptState("a frame of the ledger has no names")
     texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:names_start])]
-    deltas = _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]])
-    return Frame(header, deltas, blobs[names_start:text_count])
+    deltas = _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[header.texts :]])
+    return Frame(header.shared, deltas, blobs[names_start : header.texts])
 
 
-def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
+class _Header(NamedTuple):
+    shared: FrameHeader
+    flags: int
+    rows: int
+    texts: int
+    extras: int
+
+
+def _read_header(data: bytes) -> _Header:
     if len(data) < _HEADER.size:
         raise CorruptState("a frame of deltas is shorter than its header")
     form, flags, subscription_id, topic_id, partition, epoch, sequence, filter_version, rows, texts, extras = (
@@ -234,9 +242,26 @@ def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
     )
     if form != FORMAT:
         raise CorruptState(f"a frame of deltas has unknown format {form}")
+    if flags & _COMPRESSED and len(data) < _HEADER.size + _SPAN.size:
+        raise CorruptState("a compressed frame of deltas has no span of offsets")
     key = QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
-    header = FrameHeader(key, epoch, sequence, filter_version, bool(flags & _LEDGER))
-    return header, flags, rows, texts, extras
+    shared = FrameHeader(key, epoch, sequence, filter_version, bool(flags & _LEDGER))
+    return _Header(shared, flags, rows, texts, extras)
+
+
+def _read_body(data: bytes, header: _Header) -> tuple[memoryview, int, int]:
+    """Return what follows the header, decompressed, and where its rows start and end."""
+    body = memoryview(data)[_HEADER.size :]
+    if header.flags & _COMPRESSED:
+        try:
+            body = memoryview(decompress(COMPRESSION_ZSTD, body[_SPAN.size :], bytes_max=FRAME_BYTES_MAX))
+        except CorruptBatch as error:
+            raise CorruptState(f"a frame of deltas does not decompress: {error}") from error
+    rows_start = 4 * (header.texts + header.extras)
+    rows_end = rows_start + _ROW.size * header.rows
+    if rows_end > len(body):
+        raise CorruptState("a frame of deltas is truncated")
+    return body, rows_start, rows_end
 
 
 def _blobs(body: memoryview, position: int, lengths: Iterable[int]) -> Iterable[bytes]:

@@ -14,10 +14,11 @@ Outcomes are found in the last frames of each queue, within a memory limit for a
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, Columns
 from millstream.broker.subscriptions.frame import Frame, FrameHeader, read_frame
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
     from millstream.broker.subscriptions.fold import Fold
 
-
-_logger = logging.getLogger(__name__)
 
 NODE_BYTES_MAX: Final = 64 * 1024 * 1024
 """The limit for all queues together, of which there may be very many."""
@@ -319,8 +318,7 @@ async def trace_message(delivery: Delivery, offset: int, *, subscription: str, s
     try:
         stored = list(map(read_frame, await delivery.stored_frames(offset)))
     except MillstreamError as error:
-        _logger.debug("the stored events of a queue are not searched", extra={"reason": str(error)})
-        return found
+        return replace(found, unknown=f"its stored events were not searched: {error}; {_advice(delivery)}")
     # Meanwhile more may have happened.
     await delivery.durable(is_all=True)
     last = max((frame.header.sequence for frame in stored), default=-1)
