@@ -16,6 +16,8 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.membership import NO_CONTROLLER
+from millstream.broker.kafka.apis.mirror_apis import MirrorAdopt, MirrorFailover
 from millstream.broker.log.store import LogStore
 from millstream.broker.mirror import failover
 from millstream.broker.mirror.copier import Copier, Copy
@@ -26,6 +28,7 @@ from millstream.broker.replication.replica import diverging_end
 from millstream.core.clock import SystemClock
 from millstream.core.errors import (
     BrokerUnreachable,
+    CoordinatorUnavailable,
     CopyDiverged,
     InvalidMirror,
     MillstreamError,
@@ -40,6 +43,8 @@ from millstream.core.regex import compile_regex
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
+    ADOPT_KEY,
+    FAILOVER_KEY,
     AdoptRequest,
     AdoptResponse,
     CutPartition,
@@ -75,6 +80,9 @@ class Topics:
         self.agrees = True
 
     def all(self) -> list[Topic]:
+        return list(self.by_name.values())
+
+    async def declared(self) -> list[Topic]:
         return list(self.by_name.values())
 
     def get(self, name: str) -> Topic | None:
@@ -458,6 +466,60 @@ async def test_a_release_waits_for_the_fence_that_it_undoes(target: Target) -> N
     await release
     assert [one.mirror for one in target.topics.all()] == ["", "", ""]
     assert target.mirrors.get(NAME) is None
+
+
+def release(**changes: Any) -> AdoptRequest:
+    request = AdoptRequest(
+        name=NAME,
+        step="release",
+        settings={"from": "paris:9092"},
+        topic_ids=[topic(name, number).topic_id for number, name in enumerate((EU, EUX, US))],
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+async def test_a_release_finds_topics_that_another_node_has_fenced(target: Target) -> None:
+    for name in (EU, EUX):
+        await target.topics.set_mirror(name, NAME, is_draining=True)
+    await target.topics.set_mirror(US, "", is_draining=False)
+    # This node has not heard of the fence yet.
+    known = [dataclasses.replace(one, mirror="", is_draining=False) for one in target.topics.all()]
+    target.topics.all = lambda: known  # type: ignore[method-assign]
+    await failover.adopt(target.service, release())
+    assert [one.mirror for one in target.topics.by_name.values()] == ["", "", ""]
+    assert target.mirrors.get(NAME) is None
+
+
+async def test_a_release_keeps_a_mirror_that_topics_name_and_one_of_another_source(target: Target) -> None:
+    await target.topics.set_mirror(US, NAME, is_draining=True)
+    await failover.adopt(target.service, release(topic_ids=[target.topics.by_name[US].topic_id]))
+    assert target.copies == [EU, EUX]
+    assert target.mirrors.get(NAME) is not None
+    for name in (EU, EUX):
+        await target.topics.set_mirror(name, "", is_draining=False)
+    await failover.adopt(target.service, release(settings={"from": "rome:9092"}))
+    assert target.mirrors.get(NAME) is not None
+    await failover.adopt(target.service, release())
+    assert target.mirrors.get(NAME) is None
+
+
+@pytest.mark.parametrize("is_draining", [True, False])
+async def test_the_owner_carries_out_what_concerns_a_fence(target: Target, is_draining: bool) -> None:
+    service, asked = target.service, []
+
+    async def ask_node(node: NodeId, key: int, *_: Any, **__: Any) -> Response:
+        asked.append((node, key))
+        return Response()
+
+    service.ask_node = ask_node
+    await target.topics.set_mirror(US, NAME, is_draining=is_draining)
+    service.membership.controller_id = OTHER
+    await MirrorAdopt(service).handle(release())
+    await MirrorFailover(service).handle(FailoverRequest(name=NAME))
+    assert asked == [(OTHER, ADOPT_KEY), (OTHER, FAILOVER_KEY)][: 1 + is_draining]
+    service.membership.controller_id = NO_CONTROLLER
+    with pytest.raises(CoordinatorUnavailable):
+        await MirrorAdopt(service).handle(release())
 
 
 class OldSource:

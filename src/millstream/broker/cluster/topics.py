@@ -691,18 +691,16 @@ class Topics:
         self, name: str, mirror: str, *, is_draining: bool = False, timeout_s: float = AGREEMENT_S
     ) -> Topic:
         """Let only a mirror write a topic; without a name, clients may write it again."""
-
-        def changed(topic: Topic) -> Topic:
-            return dataclasses.replace(topic, mirror=mirror, is_draining=is_draining)
-
+        changed = partial(dataclasses.replace, mirror=mirror, is_draining=is_draining)
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
+
+    async def declared(self) -> list[Topic]:
+        """Return every topic as the catalog has it; this node may not know of the last changes yet."""
+        return await self._declarations.call(Catalog.topics)
 
     async def set_origins(self, name: str, origins: tuple[str, ...], *, timeout_s: float = AGREEMENT_S) -> Topic:
         """Record from which clusters the records of a topic came."""
-
-        def changed(topic: Topic) -> Topic:
-            return dataclasses.replace(topic, origins=origins)
-
+        changed = partial(dataclasses.replace, origins=origins)
         return await self._change(name, changed, None, validate_only=False, timeout_s=timeout_s)
 
     async def await_revision(self, revision: int, timeout_s: float = AGREEMENT_S) -> None:

@@ -67,8 +67,9 @@ async def fail_over(service: MirrorService, request: FailoverRequest) -> Failove
     started = service.clock.monotonic()
     mirror = await service.mirrors.find(request.name)
     copied = service.copied_topics(mirror.name)
-    if any(topic.is_draining for topic in copied):
-        return await _end_fence(service, mirror, request.topics, started)
+    if service.is_fenced(mirror.name):
+        async with service.adopting:
+            return await _end_fence(service, mirror, request.topics, started)
     if not _matching((topic.name for topic in copied), request.topics) and (
         earlier := _earlier_cuts(service, mirror, request.topics)
     ):
@@ -117,8 +118,7 @@ async def _end_fence(
         for topic in topics
         for index, end in sorted(ends[topic.name].items())
     ]
-    if not service.copied_topics(mirror.name):
-        await service.mirrors.delete(mirror.name)
+    await _delete_unused(service, mirror.name)
     return FailoverResponse(
         partitions=partitions,
         source_error="the copies of the other cluster were not cut",
@@ -385,24 +385,40 @@ async def adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     """As an old source: follow the cluster that took over, in the steps that it asks for.
 
     Steps wait for each other: a switch that is given up may ask for the release while its fence is still under way.
+    The owner carries them out. It may be another than that of the step before, so it reads what that one has stored.
     """
     async with service.adopting:
+        await service.mirrors.load()
         return await _adopt(service, request)
+
+
+async def _release_topics(service: MirrorService, request: AdoptRequest, topics: Sequence[Topic]) -> AdoptResponse:
+    """Let clients write the topics of a switch again that is given up; delete its mirror, but no other."""
+    await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
+    declared = service.mirrors.get(request.name)
+    if declared is not None and declared.overrides.get(SOURCE) == request.settings.get(SOURCE):
+        await _delete_unused(service, request.name)
+    return AdoptResponse()
+
+
+async def _delete_unused(service: MirrorService, name: str) -> None:
+    """Delete a mirror if no topic names it any more: only it makes them writable again."""
+    if all(topic.mirror != name for topic in await service.topics.declared()):
+        await service.mirrors.delete(name)
 
 
 async def _adopt(service: MirrorService, request: AdoptRequest) -> AdoptResponse:
     wanted = set(request.topic_ids)
     topics = [
-        topic for topic in service.topics.all() if topic.topic_id in wanted and topic.mirror in ("", request.name)
+        topic
+        for topic in await service.topics.declared()
+        if topic.topic_id in wanted and topic.mirror in ("", request.name)
     ]
     if not topics:
         raise InvalidMirror("none of these topics exists here with the same id, so there is nothing to follow")
-    declared = service.mirrors.get(request.name)
     if request.step == "release":
-        await _set_mirror(service, [topic for topic in topics if topic.is_draining], "")
-        if declared is not None:
-            await service.mirrors.delete(request.name)
-        return AdoptResponse()
+        return await _release_topics(service, request, topics)
+    declared = service.mirrors.get(request.name)
     if request.is_fenced and any(topic.mirror != request.name for topic in topics):
         raise InvalidMirror(
             "the old source accepts writers again, because `millstream mirror failover` was run there during the "

@@ -266,7 +266,7 @@ class MirrorService:
         self.cutting: dict[UUID, dict[CopyKey, CutPartition | None]] = {}
         """The cuts of copies that are not writable yet, by the mirror's id; None while one is being cut."""
         self.adopting = asyncio.Lock()
-        """Held by a step in which this cluster becomes the target of its own mirror."""
+        """On the owner: held by a step in which this cluster becomes the target of its own mirror."""
         self.peers = WirePeers(membership.node, me=membership.me.node_id)
         self._supervise = supervise
         self._runs: dict[str, MirrorRun] = {}
@@ -328,6 +328,10 @@ class MirrorService:
     def copied_topics(self, name: str) -> list[Topic]:
         """Return the topics that a mirror writes."""
         return [topic for topic in self.topics.all() if topic.mirror == name]
+
+    def is_fenced(self, name: str) -> bool:
+        """Whether topics of this cluster refuse writers, because it is the source of a switch."""
+        return any(topic.is_draining for topic in self.copied_topics(name))
 
     def led(self, name: str) -> list[Partition]:
         """Return the partitions that a mirror writes and this node leads."""
@@ -790,45 +794,35 @@ class MirrorService:
 
     async def high_watermarks(self, topics: Iterable[str]) -> dict[str, dict[int, int]]:
         """Return up to where clients may read topics of this cluster."""
+        known = [topic for name in topics if (topic := self.topics.get(name)) is not None]
+        places = [TopicPartition(one.name, PartitionIndex(index)) for one in known for index in range(one.partitions)]
         found: dict[str, dict[int, int]] = {}
-        elsewhere: list[TopicPartition] = []
-        for name in topics:
-            topic = self.topics.get(name)
-            for index in range(0 if topic is None else topic.partitions):
-                where = TopicPartition(name, PartitionIndex(index))
-                try:
-                    partition = self.topics.partition(name, index)
-                except MillstreamError:
-                    elsewhere.append(where)
-                    continue
-                if partition.is_leader:
-                    found.setdefault(name, {})[index] = partition.high_watermark
-                else:
-                    elsewhere.append(where)
-        if elsewhere:
-            for where, one in (await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))).items():
-                if isinstance(one, MillstreamError):
-                    raise one
-                found.setdefault(where.topic, {})[where.partition] = one.offset
+        for where, offset in (await self._readable_offsets(places)).items():
+            if isinstance(offset, MillstreamError):
+                raise offset
+            found.setdefault(where.topic, {})[where.partition] = offset
         return found
 
     async def exposed_offsets(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return up to where clients may read copies; those that cannot be asked are missing."""
-        found: dict[TopicPartition, int] = {}
+        found = await self._readable_offsets(partitions)
+        return {where: offset for where, offset in found.items() if not isinstance(offset, MillstreamError)}
+
+    async def _readable_offsets(
+        self, partitions: Iterable[TopicPartition]
+    ) -> dict[TopicPartition, int | MillstreamError]:
+        found: dict[TopicPartition, int | MillstreamError] = {}
         elsewhere: list[TopicPartition] = []
         for where in partitions:
-            try:
+            with suppress(MillstreamError):
                 partition = self.topics.partition(where.topic, where.partition)
-            except MillstreamError:
-                elsewhere.append(where)
-                continue
-            if partition.is_leader:
-                found[where] = partition.high_watermark
-            else:
-                elsewhere.append(where)
+                if partition.is_leader:
+                    found[where] = partition.high_watermark
+                    continue
+            elsewhere.append(where)
         if elsewhere:
             listed = await self.client().list_offsets_of(dict.fromkeys(elsewhere, -1))
-            found.update({where: one.offset for where, one in listed.items() if not isinstance(one, MillstreamError)})
+            found |= {where: one if isinstance(one, MillstreamError) else one.offset for where, one in listed.items()}
         return found
 
     # -- what a source has in addition to records -----------------------------------------------------------

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from millstream.broker.cluster.membership import NO_CONTROLLER
 from millstream.broker.kafka.api import Need, PrivateApi, RequestT, ResponseT
 from millstream.broker.mirror.declared_copies import check_declared, registry_page
 from millstream.broker.mirror.failover import TURN_S, adopt, fail_over, reverse, switch
-from millstream.broker.mirror.service import MirrorService
+from millstream.broker.mirror.service import MirrorService, R
 from millstream.broker.security.changes import CREATE, DELETE, UPDATE, single_change
 from millstream.core.acl import CLUSTER_NAME, Operation, ResourceType
-from millstream.core.errors import InvalidMirror
+from millstream.core.errors import CoordinatorUnavailable, InvalidMirror
 from millstream.core.mirror import MirrorSettings
 from millstream.protocol.private.message import Response
 from millstream.protocol.private.mirror_messages import (
@@ -68,6 +69,22 @@ class _MirrorApi(PrivateApi[RequestT, ResponseT]):
     async def needs(self, request: RequestT) -> Sequence[Need]:
         """ALTER on the cluster: a mirror creates and writes topics of any name."""
         return [(self.operation, ResourceType.CLUSTER, CLUSTER_NAME)]
+
+    async def _run_on_owner(
+        self,
+        request: RequestT,
+        kind: type[R],
+        carry_out: Callable[[MirrorService, RequestT], Awaitable[R]],
+        timeout_s: float = TURN_S,
+    ) -> R:
+        """Carry out a request on the owner of mirrors, which may be this node."""
+        service = self._mirrors
+        if service.is_owner:
+            return await carry_out(service, request)
+        owner = service.membership.controller_id
+        if owner == NO_CONTROLLER:
+            raise CoordinatorUnavailable("the cluster has no controller at the moment; try again")
+        return await service.ask_node(owner, self.key, request, kind, waits=True, timeout_s=timeout_s)
 
 
 class MirrorCreate(_MirrorApi[NewMirror, Response]):
@@ -174,7 +191,9 @@ class MirrorFailover(_MirrorApi[FailoverRequest, FailoverResponse]):
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: FailoverRequest) -> FailoverResponse:
-        return await fail_over(self._mirrors, request)
+        if not self._mirrors.is_fenced(request.name):
+            return await fail_over(self._mirrors, request)
+        return await self._run_on_owner(request, FailoverResponse, fail_over)
 
 
 class MirrorCut(_MirrorApi[CutRequest, CutResponse]):
@@ -346,15 +365,9 @@ class MirrorSwitch(_MirrorApi[ReverseRequest, ReverseResponse]):
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: ReverseRequest) -> ReverseResponse:
-        service = self._mirrors
-        if not service.is_owner:
-            # Only the owner knows what was carried over.
-            # A switch takes a few seconds longer than the drain.
-            timeout_s = request.timeout_ms / 1000 + TURN_S
-            return await service.ask_node(
-                service.membership.controller_id, SWITCH_KEY, request, ReverseResponse, waits=True, timeout_s=timeout_s
-            )
-        return await switch(service, request)
+        # Only the owner knows what was carried over. A switch takes a few seconds longer than the drain.
+        timeout_s = request.timeout_ms / 1000 + TURN_S
+        return await self._run_on_owner(request, ReverseResponse, switch, timeout_s)
 
 
 class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
@@ -366,11 +379,13 @@ class MirrorAdopt(_MirrorApi[AdoptRequest, AdoptResponse]):
 
     `fence` refuses writers, waits until all decided transactions have ended, and returns the end of each partition and
     the ranges beyond the cuts that hold records. `follow` drops what is beyond the cuts and starts copying; with
-    `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence.
+    `is_fenced`, it fails if clients could have written since the fence. `release` ends a fence. The controller carries
+    out every step.
     """
 
     key = ADOPT_KEY
     changes = single_change("mirror", UPDATE)
 
     async def handle(self, request: AdoptRequest) -> AdoptResponse:
-        return await adopt(self._mirrors, request)
+        # On one node, steps wait for each other.
+        return await self._run_on_owner(request, AdoptResponse, adopt)
