@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -17,6 +17,7 @@ import pytest
 
 import millstream
 from millstream.cli.local_process import ReservedPort
+from millstream.client import settling
 from millstream.protocol.messages.codec import request_head
 from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
 from millstream_testing.command import CommandLine
@@ -54,7 +55,12 @@ class Proxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
-        there = await asyncio.open_connection(*self._upstream)
+        try:
+            there = await asyncio.open_connection(*self._upstream)
+        except ConnectionError:
+            writer.close()
+            self._open -= 1
+            return
         whose: list[str] = []
         pumps = [
             asyncio.create_task(self._to_broker(reader, there[1], whose)),
@@ -250,6 +256,47 @@ async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> N
         await overtake(proxy, server, topic, GATEWAY)
         assert (await stream.event())["value"] == "last"
         await stream.hang_up()
+
+
+async def test_what_a_worker_accepted_while_its_answer_was_held_is_not_handled_again(
+    start_server: Callable[..., Server], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted broker leases again what the worker still holds; more is accepted than the worker remembers."""
+    monkeypatch.setattr(settling, "RANGES_MAX", 1)
+    port = ReservedPort()
+    server = start_server(advertise=port.address)
+    handled: list[str] = []
+    gates = {str(number): asyncio.Event() for number in range(4)}
+    last = asyncio.Event()
+
+    async def handle(message: millstream.Message) -> None:
+        handled.append(message.text)
+        if message.text == "last":
+            last.set()
+        else:
+            await gates[message.text].wait()
+
+    async with (
+        proxied((server, port)) as (proxy, _),
+        millstream.connect(proxy.address, client_id="late") as ms,
+        millstream.connect(server.kafka) as other,
+    ):
+        receipts = await other.publish_many(topic, list(gates))
+        await ms.subscribe(topic, handle, name=topic, start="earliest", concurrency=8)
+        while len(handled) < len(gates):
+            await asyncio.sleep(0.001)
+        # At once, before the leases are written down.
+        server.kill()
+        await proxy.hold("late")
+        await asyncio.to_thread(server.start)
+        await proxy.is_held.wait()
+        for number in (0, 2, 1, 3):
+            gates[str(number)].set()
+            assert (await other.delivery(receipts[number], subscription=topic, wait=HANG_S)).state == "accepted"
+        proxy.release()
+        await other.publish(topic, "last")
+        await last.wait()
+        assert sorted(handled) == [*gates, "last"]
 
 
 # -- no lease stays without a holder ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
+from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE, Verb
 from millstream.gateway.api.record_reader import MESSAGE_BYTES_MAX
 from millstream.protocol.private.publish_once import publish_once
 from millstream.protocol.private.subscriptions import SubscriptionClient, delivery_state
@@ -265,6 +265,27 @@ async def test_what_a_killed_process_held_comes_again_at_once(server: Server) ->
             os.kill(pid, signal.SIGKILL)
         assert await work.ended(1) == ["accepted"]
         assert [request.headers["ce-attempt"] for request in work.hook.requests] == ["1", "2"]
+
+
+async def test_an_endpoint_gets_no_message_that_another_worker_has_accepted_meanwhile(server: Server) -> None:
+    """The process is stopped with its answer unread, until the lease is over and the message accepted elsewhere."""
+    async with desk(server, "late", {LEASE: "1000"}) as work, asyncio.timeout(WAIT_S):
+        await work.publish("before")
+        await work.ended(1)
+        offset, attempt = 0, 1
+        while attempt == 1:  # The process had not asked for more yet.
+            (pid,) = push_processes(server.pid)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await work.publish("first")
+                (taken,) = await work.subscriptions.receive("late", "other", max_records=1, wait_ms=60_000)
+                offset, attempt = taken.record.offset, taken.attempt
+                assert await work.subscriptions.settle("late", "other", [taken], Verb.ACCEPT) == [None]
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await work.publish("last")
+            assert await work.ended(offset + 2) == ["accepted"] * (offset + 2)
+        assert set(work.hook.bodies) == {b"before", b"last"}
 
 
 async def test_every_message_arrives_when_the_broker_is_killed(tmp_path: Path) -> None:
