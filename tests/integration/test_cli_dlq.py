@@ -221,6 +221,8 @@ def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLi
     assert millstream("topic", "describe", "no-such-topic").code == 3
     # A topic that is created again under its name has other messages at the same offsets.
     assert millstream("topic", "delete", name, "--yes").code == 0
+    refused = millstream("dlq", "redrive", name)
+    assert (refused.code, f"topic {name!r} no longer has the original" in refused.err) == (5, True)
     assert millstream("topic", "create", name).code == 0
     assert millstream.process("publish", name, stdin=b"other\n" * LETTERS).code == 0
     refused = millstream("dlq", "redrive", name)

@@ -57,7 +57,7 @@ def test_a_pull_of_what_is_delivered_at_most_once_holds_nothing(millstream: Comm
     assert millstream("subscription", "update", name, "--delivery", "at-most-once").code == 0
     assert millstream.process("publish", name, stdin=b"a\n").code == 0
     said = millstream("subscription", "pull", name, "--wait", 60).err
-    assert said == "1 message received at most once: they are not delivered again.\n"
+    assert said == "1 message received at most once, and not delivered again.\n"
 
 
 def test_a_pull_reports_the_outcome_of_its_messages(millstream: CommandLine, name: str) -> None:

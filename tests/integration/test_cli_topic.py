@@ -152,8 +152,9 @@ def test_no_broker_is_distinguished_and_says_what_to_do() -> None:
     assert "start one with `millstream serve`" in refused.err
 
 
-def test_an_address_that_is_none_is_a_mistake_in_usage() -> None:
-    refused = CommandLine("localhost")("topic", "list")
+@pytest.mark.parametrize("address", ["localhost", "http://127.0.0.1:9092", "127.0.0.1 :9092"])
+def test_an_address_that_is_none_is_a_mistake_in_usage(address: str) -> None:
+    refused = CommandLine(address)("topic", "list")
     assert refused.code == 2
     assert "HOST:PORT" in refused.err
 

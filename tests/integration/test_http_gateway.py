@@ -205,8 +205,9 @@ def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: s
 @pytest.mark.parametrize("body", [b'{"total":', b"", b"nonsense", b'{"a":1}}', b'"\xff"'])
 def test_json_that_is_none_is_refused(http: httpx.Client, topic: str, body: bytes) -> None:
     path = f"/topics/{topic}/messages"
-    refused = http.post(path, content=body, headers={"content-type": "application/json; charset=utf-8"})
-    assert (refused.status_code, "not JSON" in refused.json()["detail"]) == (400, True)
+    for kind in ("application/json; charset=utf-8", "application/vnd.shop.order+json"):
+        refused = http.post(path, content=body, headers={"content-type": kind})
+        assert (refused.status_code, "not JSON" in refused.json()["detail"]) == (400, True)
     assert http.post(path, content=body, headers={"content-type": "text/plain"}).status_code == 201
 
 

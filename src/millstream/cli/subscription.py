@@ -568,7 +568,7 @@ def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not count:
         return "No messages now."
     if not is_leased:
-        return f"{counted(count, 'message')} received at most once: they are not delivered again."
+        return f"{counted(count, 'message')} received at most once, and not delivered again."
     if verb is None:
         return f"{counted(count, 'message')} leased until the lease expires (--accept accepts them)."
     return f"{_SETTLED[verb]} {counted(count, 'message')}."

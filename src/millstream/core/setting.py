@@ -219,6 +219,6 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def parse_address(text: str, *, name: str) -> tuple[str, int]:
     """Split HOST:PORT; an IPv6 host is written in brackets."""
     host, separator, port = text.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
+    if not separator or not port.isdigit() or int(port) > 65535 or not {*"/ "}.isdisjoint(host):
         raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")
     return host.strip("[]") or "127.0.0.1", int(port)

@@ -749,7 +749,8 @@ class Delivery:
         self._drops_timer = None
         if count and self._closed is None:
             _logger.warning(
-                "%d messages were dropped: they exhausted their attempts, and the subscription keeps no dead letters",
+                "%d messages were dropped: they exhausted their attempts or were rejected, and the subscription keeps "
+                "no dead letters",
                 count,
                 extra={"subscription": self.name, "queue": f"{self.topic}-{self.index}", "dropped_total": dropped},
             )

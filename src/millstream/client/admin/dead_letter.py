@@ -359,6 +359,8 @@ class DeadLetterDesk:
                 # A range that the disk lost is being fetched from another replica.
                 StorageFailure,
             )
+        except UnknownTopic:
+            return dict.fromkeys((letter.offset for letter in letters), _gone(queue))
         except (NotFound, InvalidRequest, NotAuthorized) as error:
             if isinstance(error, NotAuthorized):
                 self.not_authorized = error

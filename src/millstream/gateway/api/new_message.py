@@ -335,14 +335,15 @@ def _data(event: CloudEvent, content_type: str | None) -> bytes | None:
     if isinstance(event.data, msgspec.UnsetType):
         return None
     raw = bytes(event.data)
-    if raw.startswith(b'"') and not _is_json(content_type or ""):
+    if raw.startswith(b'"') and not is_json(content_type or ""):
         # A string of a type other than JSON is the string itself.
         text: str = msgspec.json.decode(raw)
         return text.encode()
     return raw
 
 
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
+    """Return whether a content type is JSON, by its name or its suffix."""
     media = content_type.partition(";")[0].strip().lower()
     return media.endswith(("/json", "+json"))
 

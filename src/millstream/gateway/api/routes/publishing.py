@@ -33,11 +33,12 @@ from millstream.gateway.api.new_message import (
     from_headers,
     from_members,
     from_request,
+    is_json,
     structured_decoder,
     with_request,
 )
 from millstream.gateway.api.problem import Refused, invalid, retry_after, status_of
-from millstream.gateway.api.route import JSON, Lane, Request, Response, Route
+from millstream.gateway.api.route import Lane, Request, Response, Route
 from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import PAUSE_S_MAX
 from millstream.protocol.private.publish_once import Placed as PlacedOnce
@@ -102,7 +103,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
         if media.startswith(_EVENT_FORMATS):
             # An event in XML or Avro, stored unparsed, would not be recognized as an event.
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send events as {STRUCTURED} or {BATCHED}")
-        if media == JSON.encode():
+        if is_json(media.decode("latin-1")):
             _check_json(request.body)
         placed = from_request(headers, request.body)
         if SPEC_HEADER in headers:
